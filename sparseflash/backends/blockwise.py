@@ -18,6 +18,7 @@ from torch import Tensor
 from sparseflash.backends.blockwise_tiles import Tiles
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.registration import Operator, empty_gradient, empty_lse, empty_out
+from sparseflash.backends.saved import Saved
 from sparseflash.backends.scored import ScoredOperator
 from sparseflash.scores.change import Scores
 
@@ -72,17 +73,18 @@ def _forward(
 
 @_as_given
 def _backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Tensor,
-    problem: Problem, changes: Scores | None = None, learned: Sequence[Tensor | None] = (),
+    dout: Tensor, dlse: Tensor | None, saved: Saved, problem: Problem, changes: Scores | None = None,
+    learned: Sequence[Tensor | None] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """learned: zeros for each tensor of `changes`, to which its gradient is added; None for no gradient."""
+    q, k, v, _, lse, kept = saved
     if q.numel() == 0 or k.numel() == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     mask, scale, dropout = Tiles(q, k, problem), problem.scale, problem.dropout
     q_tiles, k_tiles = mask.cut(q, mask.height, last=True), mask.cut(k, mask.block_k, last=True)
     v_tiles = mask.cut(v, mask.block_k)
     dout_tiles = mask.cut(dout, mask.height)
-    maximum, total = (mask.cut(x.unsqueeze(-1), mask.height).squeeze(-1) for x in kept)
+    maximum, total = (mask.cut(x.unsqueeze(-1), mask.height).squeeze(-1) for x in kept)  # type: ignore[union-attr]
     # A query without keys has weights 0, whatever its dlse, which may be NaN.
     dlse = torch.zeros_like(lse) if dlse is None else dlse.masked_fill(lse == -torch.inf, 0.0)
     dlse_tiles = mask.cut(dlse.unsqueeze(-1), mask.height).squeeze(-1)
@@ -131,16 +133,15 @@ attention = Operator("blockwise", _forward, _backward, _empty_kept)
 
 
 def _scored_backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Tensor,
-    changes: Scores, wanted: Sequence[bool], problem: Problem,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:  # fmt: skip
+    dout: Tensor, dlse: Tensor | None, saved: Saved, changes: Scores, wanted: Sequence[bool], problem: Problem
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
     """Gradients of tensors are summed in the precision in which everything is computed."""
-    dtype = torch.promote_types(q.dtype, torch.float32)
+    dtype = torch.promote_types(saved.q.dtype, torch.float32)
     learned = [
         torch.zeros(x.shape, dtype=torch.promote_types(dtype, x.dtype), device=x.device) if wants else None
         for x, wants in zip(changes.tensors(), wanted, strict=True)
     ]
-    gradients = _backward(dout, dlse, q, k, v, out, lse, kept, problem, changes, learned)
+    gradients = _backward(dout, dlse, saved, problem, changes, learned)
     return *gradients, learned
 
 

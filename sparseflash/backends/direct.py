@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from sparseflash.backends.saved import Saved
+
 # A parameter, as most learned tensors of changes are, is a subclass that takes no notice of operators; others may.
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -25,7 +27,7 @@ class Differentiable(Protocol):
         """`(out, lse, kept)` of `(q, k, v, *tensors)`; `kept` is what the backward needs besides these and results."""
 
     def backward(self, *arguments: Any) -> tuple[Tensor | None, ...]:
-        """`(dq, dk, dv, *gradients)` of `(dout, dlse, q, k, v, out, lse, kept, seed, *tensors)`.
+        """`(dq, dk, dv, *gradients)` of `(dout, dlse, saved, seed, *tensors)`.
 
         `dlse` is None if no gradient arrives for lse. A gradient is None if its tensor wants none.
         """
@@ -51,15 +53,15 @@ class _Direct(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         if dout is None and dlse is None:
             return (None,) * len(ctx.needs_input_grad)
-        saved = ctx.saved_tensors  # unpacked only once: checkpointing's hooks allow no more
-        q, k, v, out, _, _, _, *tensors = saved
+        # Unpacked only once: checkpointing's hooks allow no more.
+        q, k, v, out, lse, kept, seed, *tensors = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
         run = ctx.run
         batched = _holds_several(dout) or (dlse is not None and _holds_several(dlse))
         if torch.is_grad_enabled() or batched or not is_plain_call(dout, q, k, v, *tensors):
-            return None, *run.operator_backward(dout, dlse, *saved)
-        return None, *run.backward(dout, dlse, *saved)
+            return None, *run.operator_backward(dout, dlse, Saved(q, k, v, out, lse, kept), seed, *tensors)
+        return None, *run.backward(dout, dlse, Saved(q, k, v, out, lse, kept), seed, *tensors)
 
 
 def call_directly(run: Differentiable, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,7 +70,7 @@ def call_directly(run: Differentiable, q: Tensor, k: Tensor, v: Tensor, *tensors
     tensors: of the changes of scores.
     """
     if torch.is_grad_enabled() and (
-        q.requires_grad or k.requires_grad or v.requires_grad or any(x.requires_grad for x in tensors)
+        q.requires_grad or k.requires_grad or v.requires_grad or any([x.requires_grad for x in tensors])
     ):
         return differentiably(run, q, k, v, *tensors)
     out, lse, _ = run.forward(q, k, v, *tensors)

@@ -22,6 +22,8 @@ from sparseflash.backends import flop_counter
 from sparseflash.backends.direct import call_directly, is_plain_call
 from sparseflash.backends.problem import Problem, schema
 from sparseflash.backends.refused_derivatives import asked, refuse_second_gradients, refuse_transforms, refuse_unasked
+from sparseflash.backends.saved import Saved
+from sparseflash.backends.saved import schema as saved_schema
 
 # `torch.library.custom_op` would add 8 us per call: it checks at run time what opcheck checks in the tests.
 LIBRARY = torch.library.Library("sparseflash", "DEF")
@@ -30,7 +32,7 @@ LIBRARY = torch.library.Library("sparseflash", "DEF")
 # the first call makes and caches would otherwise be allocated in their memory. Old versions of PyTorch lack the tag.
 _TAGS = tuple(getattr(torch.Tag, tag) for tag in ("pt2_compliant_tag", "cudagraph_unsafe") if hasattr(torch.Tag, tag))
 
-_PROBLEM = len(Problem._fields)
+_PROBLEM, _SAVED = len(Problem._fields), len(Saved._fields)
 
 
 class Operator:
@@ -43,9 +45,9 @@ class Operator:
         """Registers `sparseflash::{name}` and its backward.
 
         `forward(q, k, v, problem)` returns `(out, lse, kept)`, where `kept`, of the shape of `empty_kept(q)`, is what
-        the backward needs besides the inputs and results. `backward(dout, dlse, q, k, v, out, lse, kept, problem)`
-        returns `(dq, dk, dv)`; `dlse` is None if no gradient arrives for lse. Outputs must have the strides of
-        `empty_out`, `empty_lse` and `empty_gradient`.
+        the backward needs besides the inputs and results. `backward(dout, dlse, saved, problem)` returns
+        `(dq, dk, dv)`; `dlse` is None if no gradient arrives for lse. Outputs must have the strides of `empty_out`,
+        `empty_lse` and `empty_gradient`.
         """
         self.name, self.forward, self._empty_kept = name, forward, empty_kept
         self.direct_backward = backward
@@ -54,9 +56,9 @@ class Operator:
             name, f"({inputs}, {problem}) -> (Tensor, Tensor, Tensor)", self._guarded, self._fake_forward
         ), define(
             f"{name}_backward",
-            f"(Tensor dout, Tensor? dlse, {inputs}, Tensor out, Tensor lse, Tensor kept, {problem}) "
-            "-> (Tensor, Tensor, Tensor)",
-            lambda *given: backward(*given[:8], Problem(*given[8:])), _fake_backward,
+            f"(Tensor dout, Tensor? dlse, {saved_schema()}, {problem}) -> (Tensor, Tensor, Tensor)",
+            lambda dout, dlse, *rest: backward(dout, dlse, Saved(*rest[:_SAVED]), Problem(*rest[_SAVED:])),
+            _fake_backward,
         )  # fmt: skip
         self._forward_op, self._backward_op = (packet.default for packet in self._packets)
         torch.library.register_autograd(
@@ -82,13 +84,13 @@ class Operator:
             asked.tangents = False
 
     def backward(
-        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        kept: Tensor | None, problem: Problem,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        self, dout: Tensor, dlse: Tensor | None, saved: Saved, problem: Problem
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """`(dq, dk, dv)` through the registered operator."""
         self._let_count()  # a counter may have been entered after the forward
-        kept = self._empty_kept(q) if kept is None else kept
-        dq, dk, dv = self._backward_op(dout, dlse, q, k, v, out, lse, kept, *problem)
+        if saved.kept is None:
+            saved = saved._replace(kept=self._empty_kept(saved.q))
+        dq, dk, dv = self._backward_op(dout, dlse, *saved, *problem)
         return dq, dk, dv
 
     def _guarded(self, q: Tensor, k: Tensor, v: Tensor, *problem: Any) -> Any:
@@ -109,11 +111,11 @@ class Operator:
     ) -> tuple[Tensor | None, ...]:
         if dout is None and dlse is None:
             return (None,) * (3 + _PROBLEM)
-        *saved, seed = ctx.saved_tensors  # unpacked only once: checkpointing's hooks allow no more
+        *tensors, seed = ctx.saved_tensors  # unpacked only once: checkpointing's hooks allow no more
+        saved = Saved(*tensors)
         if dout is None:
-            dout = torch.zeros_like(saved[3])
-        q, k, v, out, lse, kept = saved
-        dq, dk, dv = self.backward(dout, dlse, q, k, v, out, lse, kept, ctx.problem._replace(seed=seed))
+            dout = torch.zeros_like(saved.out)
+        dq, dk, dv = self.backward(dout, dlse, saved, ctx.problem._replace(seed=seed))
         return dq, dk, dv, *(None,) * _PROBLEM
 
 
@@ -127,15 +129,16 @@ class _Run:
         out, lse, kept = self._operator.forward(q, k, v, self._problem)
         return out, lse, kept
 
-    def backward(self, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-        dq, dk, dv = self._operator.direct_backward(*given[:-1], self._problem._replace(seed=given[-1]))
+    def backward(
+        self, dout: Tensor, dlse: Tensor | None, saved: Saved, seed: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = self._operator.direct_backward(dout, dlse, saved, self._problem._replace(seed=seed))
         return dq, dk, dv
 
     def operator_backward(
-        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        kept: Tensor | None, seed: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        return self._operator.backward(dout, dlse, q, k, v, out, lse, kept, self._problem._replace(seed=seed))
+        self, dout: Tensor, dlse: Tensor | None, saved: Saved, seed: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return self._operator.backward(dout, dlse, saved, self._problem._replace(seed=seed))
 
 
 def _fake_backward(

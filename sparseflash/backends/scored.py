@@ -17,10 +17,12 @@ from sparseflash.backends.direct import call_directly, differentiably, is_plain_
 from sparseflash.backends.problem import Problem, schema
 from sparseflash.backends.refused_derivatives import refuse_second_gradients, refuse_transforms, refuse_vmap
 from sparseflash.backends.registration import LIBRARY, define, empty_gradient, empty_lse, empty_out
+from sparseflash.backends.saved import Saved
+from sparseflash.backends.saved import schema as saved_schema
 from sparseflash.scores.change import Scores
 from sparseflash.scores.parts import put_together
 
-_PROBLEM = len(Problem._fields)
+_PROBLEM, _SAVED = len(Problem._fields), len(Saved._fields)
 
 
 class ScoredOperator:
@@ -32,8 +34,8 @@ class ScoredOperator:
     ) -> None:  # fmt: skip
         """`forward(q, k, v, problem, changes)` and `empty_kept` are as in `registration.Operator`.
 
-        `backward(dout, dlse, q, k, v, out, lse, kept, changes, wanted, problem)` returns dq, dk, dv and a gradient for
-        each tensor of the changes, None where `wanted` is False.
+        `backward(dout, dlse, saved, changes, wanted, problem)` returns dq, dk, dv and a gradient for each tensor of the
+        changes, None where `wanted` is False.
         """
         self.name, self.forward, self._backward, self._empty_kept = name, forward, backward, empty_kept
         inputs, changes = "Tensor q, Tensor k, Tensor v", "Tensor[] tensors, str changes"
@@ -47,8 +49,8 @@ class ScoredOperator:
             ),
             define(
                 f"{name}_scored_backward",
-                f"(Tensor dout, Tensor? dlse, {inputs}, Tensor out, Tensor lse, Tensor kept, {changes}, bool[] wanted, "
-                f"{problem}) -> (Tensor, Tensor, Tensor, Tensor[])",
+                f"(Tensor dout, Tensor? dlse, {saved_schema()}, {changes}, bool[] wanted, {problem}) "
+                "-> (Tensor, Tensor, Tensor, Tensor[])",
                 self._run_backward, _fake_backward,
             ),
         )  # fmt: skip
@@ -102,31 +104,27 @@ class ScoredOperator:
         self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
         kept: Tensor, tensors: list[Tensor], changes: str, wanted: list[bool], *problem: Any,
     ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
-        together = put_together(changes, tensors)
-        dq, dk, dv, *learned = self.direct_backward(
-            dout, dlse, q, k, v, out, lse, kept, together, wanted, Problem(*problem)
-        )
+        saved, together = Saved(q, k, v, out, lse, kept), put_together(changes, tensors)
+        dq, dk, dv, *learned = self.direct_backward(dout, dlse, saved, together, wanted, Problem(*problem))
         return dq, dk, dv, [x.new_empty(0) if g is None else g for x, g in zip(tensors, learned, strict=True)]
 
     def direct_backward(
-        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        kept: Tensor | None, changes: Scores, wanted: Sequence[bool], problem: Problem,
-    ) -> tuple[Any, ...]:  # fmt: skip
+        self, dout: Tensor, dlse: Tensor | None, saved: Saved, changes: Scores, wanted: Sequence[bool], problem: Problem
+    ) -> tuple[Any, ...]:
         """dq, dk, dv and those of the tensors, in their dtypes; None where none is wanted."""
-        dq, dk, dv, learned = self._backward(dout, dlse, q, k, v, out, lse, kept, changes, wanted, problem)
+        dq, dk, dv, learned = self._backward(dout, dlse, saved, changes, wanted, problem)
         tensors = changes.tensors()
         return dq, dk, dv, *(None if g is None else g.to(x.dtype) for x, g in zip(tensors, learned, strict=True))
 
     def backward(
-        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        kept: Tensor | None, tensors: list[Tensor], changes: str, wanted: list[bool], problem: Problem,
+        self, dout: Tensor, dlse: Tensor | None, saved: Saved, tensors: list[Tensor], changes: str, wanted: list[bool],
+        problem: Problem,
     ) -> tuple[Any, ...]:  # fmt: skip
         """The same through the registered operator. changes: described, without their tensors."""
         self._let_count()  # a counter may have been entered after the forward
-        kept = self._empty_kept(q) if kept is None else kept
-        dq, dk, dv, learned = self._backward_op(
-            dout, dlse, q, k, v, out, lse, kept, tensors, changes, wanted, *problem
-        )  # fmt: skip
+        if saved.kept is None:
+            saved = saved._replace(kept=self._empty_kept(saved.q))
+        dq, dk, dv, learned = self._backward_op(dout, dlse, *saved, tensors, changes, wanted, *problem)
         return dq, dk, dv, *(x if wants else None for x, wants in zip(learned, wanted, strict=True))
 
     def _fake_forward(
@@ -147,9 +145,8 @@ class ScoredOperator:
             return None, None, None, [None] * ctx.count, *nothing
         q, k, v, out, lse, kept, seed, *tensors = ctx.saved_tensors
         dout = torch.zeros_like(out) if dout is None else dout
-        dq, dk, dv, *learned = self.backward(
-            dout, dlse, q, k, v, out, lse, kept, tensors, ctx.changes, ctx.wanted, ctx.problem._replace(seed=seed)
-        )
+        saved, problem = Saved(q, k, v, out, lse, kept), ctx.problem._replace(seed=seed)
+        dq, dk, dv, *learned = self.backward(dout, dlse, saved, tensors, ctx.changes, ctx.wanted, problem)
         return dq, dk, dv, learned, *nothing
 
 
@@ -168,32 +165,29 @@ class _Run:
         return out, lse, kept
 
     def backward(
-        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        kept: Tensor | None, seed: Tensor | None, *tensors: Tensor,
-    ) -> tuple[Any, ...]:  # fmt: skip
+        self, dout: Tensor, dlse: Tensor | None, saved: Saved, seed: Tensor | None, *tensors: Tensor
+    ) -> tuple[Any, ...]:
         changes, problem = self._changes.with_tensors(tensors), self._problem._replace(seed=seed)
-        return self._operator.direct_backward(
-            dout, dlse, q, k, v, out, lse, kept, changes, self._wanted, problem
-        )  # fmt: skip
+        return self._operator.direct_backward(dout, dlse, saved, changes, self._wanted, problem)
 
     def operator_backward(
-        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        kept: Tensor | None, seed: Tensor | None, *tensors: Tensor,
-    ) -> tuple[Any, ...]:  # fmt: skip
-        given = dout, dlse, q, k, v, out, lse, kept
+        self, dout: Tensor, dlse: Tensor | None, saved: Saved, seed: Tensor | None, *tensors: Tensor
+    ) -> tuple[Any, ...]:
         if self._changes.find("function") is not None:  # the registered operator takes none
-            return _Once.apply(self._operator.name, self.backward, *given, seed, *tensors)  # type: ignore[no-any-return, no-untyped-call]
+            return _Once.apply(self._operator.name, self.backward, dout, dlse, *saved, seed, *tensors)  # type: ignore[no-any-return, no-untyped-call]
         changes, problem = self._changes.described(), self._problem._replace(seed=seed)
-        return self._operator.backward(*given, list(tensors), changes, self._wanted, problem)
+        return self._operator.backward(dout, dlse, saved, list(tensors), changes, self._wanted, problem)
 
 
 class _Once(torch.autograd.Function):
     """A backward without a registered operator, whose gradients cannot be differentiated again either."""
 
     @staticmethod
-    def forward(ctx: Any, name: str, backward: Callable[..., tuple[Any, ...]], *given: Any) -> tuple[Any, ...]:
+    def forward(
+        ctx: Any, name: str, backward: Callable[..., tuple[Any, ...]], dout: Tensor, dlse: Tensor | None, *rest: Any
+    ) -> tuple[Any, ...]:
         ctx.name = name
-        return backward(*given)
+        return backward(dout, dlse, Saved(*rest[:_SAVED]), *rest[_SAVED:])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> NoReturn:

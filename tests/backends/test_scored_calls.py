@@ -185,9 +185,9 @@ def test_only_gradients_that_are_wanted_are_computed(backend):
     problem.changes = problem.changes + scores.bias(pair)
     asked, given = [], []
 
-    def backward(*arguments):
-        asked.append(arguments[9])
-        dq, dk, dv, learned = operate(*arguments)
+    def backward(dout, dlse, saved, changes, wanted, problem):
+        asked.append(wanted)
+        dq, dk, dv, learned = operate(dout, dlse, saved, changes, wanted, problem)
         given.append([x is not None for x in learned])
         return dq, dk, dv, learned
 

@@ -16,6 +16,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from experiments.benchmarks.compile.without_gpu import compiling_for
 from sparseflash import masks
 from sparseflash.backends.problem import Problem
+from sparseflash.backends.saved import Saved
 from sparseflash.backends.triton import api
 from sparseflash.backends.triton.configs import Config, Kernel
 from sparseflash.backends.triton.direct_start import parameters_of_compiled
@@ -136,7 +137,8 @@ def launch_all(
     out, lse, kept = forward(q, k, v, problem.lengths, problem.dropout, changes)
     layout = BackwardLayout(setting, q, k, v, out, dout, *numbers, dlse=True, changes=changes, wanted=wanted)
     backward = Backward(layout, setting.plan)
-    arguments = dout, torch.empty_like(lse), q, k, v, out, lse, kept, problem.lengths, problem.dropout
+    saved = Saved(q, k, v, out, lse, kept)
+    arguments = dout, torch.empty_like(lse), saved, problem.lengths, problem.dropout
     if changes is None:
         backward(*arguments)
     else:

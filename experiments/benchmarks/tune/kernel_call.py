@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparseflash import BlockMask
 from sparseflash.backends.problem import Problem
+from sparseflash.backends.saved import Saved
 from sparseflash.backends.triton import api
 from sparseflash.backends.triton import device as gpu
 from sparseflash.backends.triton.configs import Kernel
@@ -32,6 +33,13 @@ class KernelCall(NamedTuple):
 
 # The attributes of passes and their layouts that hold each kernel, and the kernel that merges its chunks.
 _PLACE: dict[Kernel, str] = {"forward": "kernel", "dq": "queries", "dk_dv": "keys"}
+# The arguments that the kernel writes, and those of them that are results.
+_WRITTEN: dict[Kernel, tuple[str, ...]] = {
+    "forward": ("out_ptr", "lse_ptr", "maximum_ptr", "inverse_ptr"),
+    "dq": ("dq_ptr",),
+    "dk_dv": ("dk_ptr", "dv_ptr"),
+}
+_RESULTS: dict[Kernel, tuple[str, ...]] = {**_WRITTEN, "forward": ("out_ptr",)}
 _COMBINE: dict[Kernel, Callable[[Bound, Any], Combine | None]] = {
     "forward": lambda kernel, layout: combine_rows(kernel, layout.kernel, layout.written, layout.sink),
     "dq": lambda kernel, layout: combine_gradients(kernel, layout.queries, layout.dq),
@@ -58,29 +66,26 @@ class KernelOfAttention:
             self._layout = partial(BackwardLayout, setting, q, k, v, out, dout, problem.scale, 0, dlse=False)
             backward = Backward(self._layout(), self.plan)
             launched = _Launched(backward, kernel)
-            backward(dout, None, q, k, v, out, lse, kept, None, None)
-        count = {"forward": len(launched.given) - 3, "dq": 1, "dk_dv": 2}[kernel]
-        self._read, self._written = launched.given[:-count], launched.given[-count:]
+            backward(dout, None, Saved(q, k, v, out, lse, kept), None, None)
+        self._given = launched.given
 
     def call(self) -> KernelCall:
         """The kernel, prepared again with the current overrides. It writes results of its own."""
         layout = self._layout()
         bound: Bound = getattr(layout, _PLACE[self.kernel]).bind(self.plan)
-        written = tuple(map(torch.empty_like, self._written))
-        run = partial(
-            run_kernel, bound, _COMBINE[self.kernel](bound, layout), (*self._read, *written), written, None, None
-        )  # fmt: skip
-        return KernelCall(run, list(written[:1] if self.kernel == "forward" else written), bound.choice)
+        written = {name: torch.empty_like(x) for name, x in self._given.items() if name in _WRITTEN[self.kernel]}
+        run = partial(run_kernel, bound, _COMBINE[self.kernel](bound, layout), {**self._given, **written})
+        return KernelCall(run, [written[name] for name in _RESULTS[self.kernel]], bound.choice)
 
 
 class _Launched:
-    """Takes the place of a kernel's launch in a pass, and keeps its arguments except buffers for partial results."""
+    """Takes the place of a kernel's launch in a pass, and keeps what it is given except buffers for partial results."""
 
     def __init__(self, run: Forward | Backward, kernel: Kernel) -> None:
-        self.given: tuple[Tensor, ...] = ()
+        self.given: dict[str, Any] = {}
         self._bound: Bound = getattr(run, _PLACE[kernel])
         setattr(run, _PLACE[kernel], self._bound._replace(launch=self))  # type: ignore[arg-type]
 
-    def __call__(self, *given: Any) -> None:
-        self._bound.launch(*given)
-        self.given = given if self._bound.work.merged is None else given[:-1]
+    def __call__(self, given: Mapping[str, Any]) -> None:
+        self._bound.launch(given)
+        self.given = {name: x for name, x in given.items() if name != "parts_ptr"}

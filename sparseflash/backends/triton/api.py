@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.registration import Operator, empty_gradient, empty_lse, empty_out
+from sparseflash.backends.saved import Saved
 from sparseflash.backends.scored import ScoredOperator
 from sparseflash.backends.triton import device as gpu
 from sparseflash.backends.triton.alignment import aligned_start
@@ -41,32 +42,31 @@ def _forward(
 
 
 def _backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Tensor,
-    problem: Problem,
+    dout: Tensor, dlse: Tensor | None, saved: Saved, problem: Problem
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    if k.numel() == 0 or q.numel() == 0:
-        return tuple(empty_gradient(x).zero_() for x in (q, k, v))  # type: ignore[return-value]
-    dout, dlse, out, lse = as_kernels_read(dout, dlse, out, lse)
-    run = backward_pass(q, k, v, out, dout, problem, dlse=dlse is not None)
-    return run(dout, dlse, q, k, v, out, lse, aligned_start(kept.contiguous()), problem.lengths, problem.dropout)
+    if saved.q.numel() == 0 or saved.k.numel() == 0:
+        return _zeros(saved)
+    dout, dlse, saved = as_kernels_read(dout, dlse, saved)
+    run = backward_pass(*saved[:4], dout, problem, dlse=dlse is not None)
+    return run(dout, dlse, saved, problem.lengths, problem.dropout)
+
+
+def _zeros(saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(empty_gradient(x).zero_() for x in saved[:3])  # type: ignore[return-value]
 
 
 attention = Operator("triton", _forward, _backward, empty_kept)
 
 
 def _scored_backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Tensor,
-    changes: Scores, wanted: Sequence[bool], problem: Problem,
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:  # fmt: skip
-    if q.numel() == 0 or k.numel() == 0:
+    dout: Tensor, dlse: Tensor | None, saved: Saved, changes: Scores, wanted: Sequence[bool], problem: Problem
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
+    if saved.q.numel() == 0 or saved.k.numel() == 0:
         learned = [torch.zeros_like(x) if wants else None for x, wants in zip(changes.tensors(), wanted, strict=True)]
-        return *(empty_gradient(x).zero_() for x in (q, k, v)), learned  # type: ignore[return-value]
-    dout, dlse, out, lse = as_kernels_read(dout, dlse, out, lse)
-    run: Any = backward_pass(q, k, v, out, dout, problem, dlse=dlse is not None, changes=changes, wanted=wanted)
-    kept = aligned_start(kept.contiguous())
-    gradients, learned = run.with_learned(
-        dout, dlse, q, k, v, out, lse, kept, problem.lengths, problem.dropout, changes
-    )  # fmt: skip
+        return *_zeros(saved), learned
+    dout, dlse, saved = as_kernels_read(dout, dlse, saved)
+    run: Any = backward_pass(*saved[:4], dout, problem, dlse=dlse is not None, changes=changes, wanted=wanted)
+    gradients, learned = run.with_learned(dout, dlse, saved, problem.lengths, problem.dropout, changes)
     return *gradients, learned
 
 
@@ -74,13 +74,18 @@ scored_attention = ScoredOperator("triton", _forward, _scored_backward, empty_ke
 
 
 def as_kernels_read(
-    dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Incoming gradients and saved results in layouts that kernels can read; hooks may have changed the latter."""
+    dout: Tensor, dlse: Tensor | None, saved: Saved
+) -> tuple[Tensor, Tensor | None, Saved]:  # fmt: skip
+    """Incoming gradients and what was saved, in layouts that kernels can read."""
     if dout.stride(-1) != 1 or dout.stride(2) >= _FAR:  # sum() sends back one number, expanded
         dout = dout.contiguous()
     dlse = None if dlse is None else aligned_start(dlse.contiguous())
-    return dout, dlse, aligned_start(out), aligned_start(lse.contiguous())
+    out, lse, kept = aligned_start(saved.out), aligned_start(saved.lse.contiguous()), saved.kept
+    if kept is not None:
+        kept = aligned_start(kept.contiguous())
+    if out is not saved.out or lse is not saved.lse or kept is not saved.kept:  # hooks may have changed them
+        saved = saved._replace(out=out, lse=lse, kept=kept)
+    return dout, dlse, saved
 
 
 def forward_pass(q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores | None = None) -> ForwardPass:
@@ -210,28 +215,27 @@ class Call:
         self.scale, self.kernels = problem.scale, problem.kernels
 
     def backward(
-        self, problem: Callable[[], Problem], dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
-        out: Tensor, lse: Tensor, kept: Tensor | None, lengths: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        self, problem: Callable[[], Problem], dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of q, k and v. `problem` is called only for a layout that has not occurred before."""
-        dout, dlse, out, lse = as_kernels_read(dout, dlse, out, lse)
-        run = self._backward_pass(problem, dout, dlse, q, k, v, out)
-        return run(dout, dlse, q, k, v, out, lse, kept, lengths, None)
+        dout, dlse, saved = as_kernels_read(dout, dlse, saved)
+        run = self._backward_pass(problem, dout, dlse, saved)
+        return run(dout, dlse, saved, lengths, None)
 
     def scored_backward(
-        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        kept: Tensor | None, changes: Scores, wanted: Sequence[bool], problem: Problem,
-    ) -> tuple[Any, ...]:  # fmt: skip
+        self, dout: Tensor, dlse: Tensor | None, saved: Saved, changes: Scores, wanted: Sequence[bool], problem: Problem
+    ) -> tuple[Any, ...]:
         """As `_scored_backward`."""
-        dout, dlse, out, lse = as_kernels_read(dout, dlse, out, lse)
-        run: Any = self._backward_pass(lambda: problem, dout, dlse, q, k, v, out, changes, wanted)
-        gradients, learned = run.with_learned(dout, dlse, q, k, v, out, lse, kept, problem.lengths, None, changes)
+        dout, dlse, saved = as_kernels_read(dout, dlse, saved)
+        run: Any = self._backward_pass(lambda: problem, dout, dlse, saved, changes, wanted)
+        gradients, learned = run.with_learned(dout, dlse, saved, problem.lengths, None, changes)
         return *gradients, learned
 
     def _backward_pass(
-        self, problem: Callable[[], Problem], dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
-        out: Tensor, changes: Scores | None = None, wanted: Sequence[bool] = (),
+        self, problem: Callable[[], Problem], dout: Tensor, dlse: Tensor | None, saved: Saved,
+        changes: Scores | None = None, wanted: Sequence[bool] = (),
     ) -> BackwardPass:  # fmt: skip
+        q, k, v, out, _, _ = saved
         key: tuple[Any, ...] = (
             dout.stride(), q.stride(), k.stride(), v.stride(), out.stride(), dlse is None,
             dout.data_ptr() % 16, q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sparseflash.backends.direct import are_plain, call_directly, is_plain_call
 from sparseflash.backends.problem import Problem
+from sparseflash.backends.saved import Saved
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.cache import BoundedDict, mask_cache
 
@@ -77,21 +78,19 @@ class CachedRun:
         return self._call.forward(q, k, v, None if mask is None else mask.lengths, None)
 
     def backward(
-        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        kept: Tensor | None, seed: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        self, dout: Tensor, dlse: Tensor | None, saved: Saved, seed: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """See `registration.Differentiable`."""
         lengths = None if self._mask is None else self._mask.lengths
-        return self._call.backward(self.problem, dout, dlse, q, k, v, out, lse, kept, lengths)
+        return self._call.backward(self.problem, dout, dlse, saved, lengths)
 
     def operator_backward(
-        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        kept: Tensor | None, seed: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        self, dout: Tensor, dlse: Tensor | None, saved: Saved, seed: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """See `registration.Differentiable`."""
         from sparseflash.backends.triton.api import attention
 
-        return attention.backward(dout, dlse, q, k, v, out, lse, kept, self.problem())
+        return attention.backward(dout, dlse, saved, self.problem())
 
     def problem(self) -> Problem:
         """The problem of this call."""

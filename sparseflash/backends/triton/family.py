@@ -8,6 +8,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from sparseflash.backends.saved import Saved
 from sparseflash.backends.triton.launcher import BoundLaunch
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.dropout import Dropout
@@ -92,9 +93,8 @@ class BackwardPass(Protocol):
     """A backward prepared for tensors of one layout."""
 
     def __call__(
-        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        kept: Tensor | None, lengths: Tensor | None, dropout: Dropout | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        self, dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None, dropout: Dropout | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """`(dq, dk, dv)`.
 
         A family that does not refuse changes of scores also has `with_learned`, which takes them as one more argument

@@ -8,9 +8,10 @@ strides are multiples of 16. A `Launch` is a variant with all arguments that are
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -130,10 +131,14 @@ class Launch:
         unknown = [name for name in given if name not in variant.names]
         if missing or unknown:
             raise TypeError(f"{variant.function.__name__} lacks {missing} and does not know {unknown}")
-        self.variant, self.bound, self.examples = variant, tuple(bound), tuple(examples.values())
+        self.variant, self.bound, self.examples = variant, tuple(bound), dict(examples)
         self._arguments = [given[name] for name in variant.names]
         self._slots = [(variant.names.index(name), described.get(name)) for name in (*bound, *examples)]
         self._direct: DirectStart | None = None
+        # An itemgetter of one name does not return a tuple.
+        self.pick: Callable[[Mapping[str, Any]], tuple[Any, ...]] = (
+            itemgetter(*examples) if len(examples) > 1 else lambda given: tuple(given[name] for name in examples)
+        )
 
     @classmethod
     def of_all_arguments(cls, function: Any, device: torch.device, *, num_warps: int, num_stages: int) -> Launch:
@@ -170,15 +175,16 @@ class Launch:
 
 
 class BoundLaunch(NamedTuple):
-    """A launch with its grid and bound tensors; it is called with the remaining arguments, in order."""
+    """A launch with its grid and bound tensors; it is called with the remaining arguments."""
 
     launch: Launch
     programs: int
     tensors: tuple[Tensor, ...]
 
-    def __call__(self, *given: Any) -> None:
-        """Launches the kernel."""
-        self.launch.start(self.programs, *self.tensors, *given)
+    def __call__(self, given: Mapping[str, Any]) -> None:
+        """Launches the kernel with those of the given arguments that it takes, by its own names for them."""
+        launch = self.launch
+        launch.start(self.programs, *self.tensors, *launch.pick(given))
 
     def compile(self) -> None:
         """Compiles and loads the kernel that calls will launch; callable on any thread."""
@@ -189,7 +195,7 @@ class BoundLaunch(NamedTuple):
         return self.launch.variant.compiled(self._example())
 
     def _example(self) -> list[Any]:
-        return self.launch.arguments((*self.tensors, *self.launch.examples))
+        return self.launch.arguments((*self.tensors, *self.launch.examples.values()))
 
 
 class Describe:

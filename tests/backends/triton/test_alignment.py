@@ -36,11 +36,11 @@ def launched(monkeypatch):
     """The tensors of tokens that kernels are given to read."""
     given_tensors = []
     call = launcher.BoundLaunch.__call__
-    read = {"forward_kernel": 3, "dq_kernel": 4, "dk_dv_kernel": 4}  # q, k, v and dout
+    dout = {"forward_kernel": [], "dq_kernel": ["dout_ptr"], "dk_dv_kernel": ["dout"]}
 
-    def watched(self, *given):
-        given_tensors.extend(given[: read[self.launch.variant.function.__name__]])
-        return call(self, *given)
+    def watched(self, given):
+        given_tensors.extend(given[name] for name in ("q", "k", "v", *dout[self.launch.variant.function.__name__]))
+        return call(self, given)
 
     monkeypatch.setattr(launcher.BoundLaunch, "__call__", watched)
     return given_tensors

@@ -85,6 +85,10 @@ def launch_of(kernel, **described):
     return Launch(variant(kernel), {"scale": 0.5}, examples, described, bound=("work_ptr",))
 
 
+def named(x, y):
+    return {"x_ptr": x, "y_ptr": y}
+
+
 def test_this_triton_is_one_whose_kernels_are_started_directly():
     assert launcher.triton_version() in launcher.DIRECT_VERSIONS
 
@@ -93,7 +97,7 @@ def test_a_kernel_is_compiled_and_loaded_once_and_started_directly_from_the_firs
     kernel = Kernel()
     x, y, work = (torch.ones(2, 16, dtype=torch.float16) for _ in range(3))
     launch = launch_of(kernel).bind(7, work_ptr=work)
-    launch(x, y), launch(y, x)
+    launch(named(x, y)), launch(named(y, x))
     ((arguments, options),) = kernel.warmed
     assert options == {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}
     assert arguments[0] is x and arguments[1] is work and arguments[3] is y and arguments[2::2] == (0.5, 8)
@@ -108,7 +112,7 @@ def test_launches_of_one_variant_have_work_of_their_own():
     x, first, second = (torch.ones(2, 16, dtype=torch.float16) for _ in range(3))
     unbound = launch_of(kernel)
     one, two = unbound.bind(1, work_ptr=first), unbound.bind(2, work_ptr=second)
-    one(x, x), two(x, x), one(x, x)
+    one(named(x, x)), two(named(x, x)), one(named(x, x))
     assert len(kernel.warmed) == 1
     assert [(programs, arguments[1] is first) for programs, arguments in calls_of(kernel)] == [
         (1, True), (2, False), (1, True),
@@ -120,7 +124,7 @@ def test_a_kernel_that_cannot_be_started_directly_is_left_to_triton(monkeypatch,
     monkeypatch.setattr(launcher, name, lambda compiled, *more: None)
     kernel, x, work = Kernel(), *(torch.ones(2, 16, dtype=torch.float16) for _ in range(2))
     launch = launch_of(kernel).bind(3, work_ptr=work)
-    launch(x, x), launch(x, x)
+    launch(named(x, x)), launch(named(x, x))
     assert kernel.loaded == ["by Triton"] and len(kernel.warmed) == 1 and not starts
     for grid, arguments, options in kernel.asked:
         assert grid == (3, 1, 1) and options == kernel.warmed[0][1]
@@ -128,6 +132,26 @@ def test_a_kernel_that_cannot_be_started_directly_is_left_to_triton(monkeypatch,
     assert len(kernel.asked) == 2
     with pytest.raises(RuntimeError, match="cannot be started directly"):
         launch.launch.variant.direct_start([], [])
+
+
+def test_a_launch_takes_its_arguments_by_name_in_any_order_and_from_among_others():
+    kernel = Kernel()
+    x, y, work = (torch.ones(2, 16, dtype=torch.float16) for _ in range(3))
+    launch = launch_of(kernel).bind(1, work_ptr=work)
+    launch({"y_ptr": y, "z_ptr": None, "work_ptr": y, "x_ptr": x})
+    ((_, arguments),) = calls_of(kernel)
+    assert arguments[0] is x and arguments[1] is work and arguments[3] is y
+
+
+@pytest.mark.parametrize("names", [["x_ptr"], ["x_ptr", "y_ptr"]])
+def test_an_argument_that_is_missing_is_an_error(names):
+    kernel, x = Kernel(), torch.ones(2, 16, dtype=torch.float16)
+    others = {"work_ptr": x, **{name: x for name in ("x_ptr", "y_ptr") if name not in names}}
+    launch = Launch(variant(kernel), {"scale": 0.5, **others}, dict.fromkeys(names, x), {}).bind(1)
+    with pytest.raises(KeyError, match=names[-1]):
+        launch({name: x for name in names[:-1]})
+    launch(dict.fromkeys(names, x))
+    assert len(calls_of(kernel)) == 1
 
 
 def test_all_arguments_may_be_given_at_each_start():
@@ -147,7 +171,7 @@ def test_what_is_compiled_before_its_launch_is_not_compiled_again():
     launch.compile()
     ((arguments, _),) = kernel.warmed
     assert arguments[0].is_meta and arguments[1] is x and arguments[3].is_meta
-    launch(x, x)
+    launch(named(x, x))
     assert len(kernel.warmed) == len(kernel.loaded) == len(calls_of(kernel)) == 1
 
 
@@ -165,7 +189,7 @@ def test_the_work_of_a_launch_lives_as_long_as_it():
 def test_hooks_are_left_to_triton(name):
     kernel, x = Kernel(), torch.ones(2, 16, dtype=torch.float16)
     launch = launch_of(kernel).bind(1, work_ptr=x)
-    launch(x, x)
+    launch(named(x, x))
     hooks = getattr(knobs.runtime, name)
 
     def hook(*arguments):
@@ -173,10 +197,10 @@ def test_hooks_are_left_to_triton(name):
 
     hooks.add(hook)
     try:
-        launch(x, x)
+        launch(named(x, x))
     finally:
         hooks.remove(hook)
-    launch(x, x)
+    launch(named(x, x))
     assert len(kernel.asked) == 1 and kernel.asked[0][1][0] is x and len(calls_of(kernel)) == 2
 
 
@@ -184,16 +208,16 @@ def test_a_version_that_is_not_known_is_left_to_triton(monkeypatch):
     monkeypatch.setattr(launcher, "DIRECT_VERSIONS", ((3, 0),))
     kernel, x = Kernel(), torch.ones(2, 16, dtype=torch.float16)
     launch = launch_of(kernel).bind(1, work_ptr=x)
-    launch(x, x), launch(x, x)
+    launch(named(x, x)), launch(named(x, x))
     assert len(kernel.asked) == 2 and kernel.loaded == ["by Triton"] and not starts
 
 
 def test_another_current_gpu_is_left_to_triton(monkeypatch):
     kernel, x = Kernel(), torch.ones(2, 16, dtype=torch.float16)
     launch = launch_of(kernel).bind(1, work_ptr=x)
-    launch(x, x)
+    launch(named(x, x))
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 1, raising=False)
-    launch(x, x)
+    launch(named(x, x))
     assert len(kernel.asked) == len(calls_of(kernel)) == 1
 
 
@@ -212,7 +236,7 @@ def test_what_is_described_is_a_descriptor_to_the_compiler_and_when_a_start_is_p
     x = torch.ones(2, 16, dtype=torch.float16)
     launch = launch_of(kernel, y_ptr=Describe(x, [2, 16], [16, 1], [1, 16])).bind(1, work_ptr=x)
     first, second = (torch.zeros(2, 16, dtype=torch.float16) for _ in range(2))
-    launch(x, first), launch(x, second)
+    launch(named(x, first)), launch(named(x, second))
     ((to_compile, _),), (start,) = kernel.warmed, starts
     for arguments in (to_compile, start.arguments):
         described = arguments[3]
@@ -233,7 +257,7 @@ def test_what_is_launched_while_it_is_compiled_waits_for_that():
     compiling.set_exception(ValueError("does not compile"))
     launch.launch.variant.compiling = compiling
     with pytest.raises(ValueError, match="does not compile"):
-        launch(x, x)
+        launch(named(x, x))
     assert not kernel.warmed and not starts
 
 
@@ -242,11 +266,11 @@ def test_a_kernel_is_not_loaded_while_a_graph_is_recorded(monkeypatch):
     launch = launch_of(kernel).bind(1, work_ptr=x)
     monkeypatch.setattr(streams, "is_capturing", lambda device: True)
     with pytest.raises(RuntimeError, match="before the capture"):
-        launch(x, x)
+        launch(named(x, x))
     monkeypatch.setattr(streams, "is_capturing", lambda device: False)
-    launch(x, x)
+    launch(named(x, x))
     monkeypatch.setattr(streams, "is_capturing", lambda device: True)
-    launch(x, x)
+    launch(named(x, x))
     assert len(kernel.warmed) == 1 and len(calls_of(kernel)) == 2
 
 

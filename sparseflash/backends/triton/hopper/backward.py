@@ -39,6 +39,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
+from sparseflash.backends.triton.hopper.backward_plan import (
+    ENTRY,
+    ENTRY_CHAIN,
+    ENTRY_RANK,
+    ENTRY_ROW,
+    ENTRY_TILE,
+    ITEM,
+    ITEM_COUNT,
+    ITEM_FIRST_ENTRY,
+    ITEM_FIRST_KEY,
+    ITEM_NUMBER,
+    ITEM_PART,
+)
 from sparseflash.backends.triton.hopper.configs import BLOCK
 from sparseflash.backends.triton.hopper.gluon_api import (
     accumulator,
@@ -55,18 +68,6 @@ SENDERS = gl.constexpr(2)
 WORDS = gl.constexpr(BLOCK[0] // 32)  # of bits of a key of a tile
 THREADS = gl.constexpr(256)  # of the warpgroups; each says for itself that it has read a stage, without waiting
 
-# Of a work item, and of an entry: see backward_plan.py.
-ITEM = gl.constexpr(5)
-NUMBER = gl.constexpr(0)
-FIRST_KEY = gl.constexpr(1)
-FIRST = gl.constexpr(2)
-COUNT = gl.constexpr(3)
-PART = gl.constexpr(4)
-ENTRY = gl.constexpr(4)
-TILE = gl.constexpr(1)
-CHAIN = gl.constexpr(2)
-RANK = gl.constexpr(3)
-
 
 @gluon.jit
 def items_of_program(start_ptr):
@@ -78,8 +79,8 @@ def items_of_program(start_ptr):
 def header(work_ptr, item):
     """Number of batch and head of keys, first key, first entry, and number of entries of an item."""
     item_ptr = work_ptr + item * ITEM
-    number, first_k = gl.load(item_ptr + NUMBER), gl.load(item_ptr + FIRST_KEY)
-    first, count = gl.load(item_ptr + FIRST), gl.load(item_ptr + COUNT)
+    number, first_k = gl.load(item_ptr + ITEM_NUMBER), gl.load(item_ptr + ITEM_FIRST_KEY)
+    first, count = gl.load(item_ptr + ITEM_FIRST_ENTRY), gl.load(item_ptr + ITEM_COUNT)
     return number, first_k, first, count
 
 
@@ -88,7 +89,7 @@ def part_of(work_ptr, item, HAS_PARTS: gl.constexpr):
     """The number of an item among the parts of those that are cut, from 1; 0 of an item that is not."""
     part = 0
     if HAS_PARTS:
-        part = gl.load(work_ptr + item * ITEM + PART)
+        part = gl.load(work_ptr + item * ITEM + ITEM_PART)
     return part
 
 
@@ -112,7 +113,7 @@ def loader(loads, ROWS: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.co
         batch, kv_head = number // kv_heads, number % kv_heads
         for i in range(count * STEPS):
             at = entry_ptr + (first + i // STEPS) * ENTRY
-            row, tile = gl.load(at), gl.load(at + TILE)
+            row, tile = gl.load(at + ENTRY_ROW), gl.load(at + ENTRY_TILE)
             piece = i % STEPS
             head = row // row_tiles % heads
             first_q = row % row_tiles * TILE_ROWS + piece * ROWS
@@ -176,8 +177,8 @@ def sender(sends, out_desc, WHICH: gl.constexpr, ROWS: gl.constexpr, HAS_PARTS: 
         # to item when it decides only where this loop begins.
         for i in range((first * STEPS + WHICH) & 1, count * STEPS, SENDERS):
             at = entry_ptr + (first + i // STEPS) * ENTRY
-            place = gl.load(at + CHAIN) * STEPS + i % STEPS
-            rank = gl.load(at + RANK)
+            place = gl.load(at + ENTRY_CHAIN) * STEPS + i % STEPS
+            rank = gl.load(at + ENTRY_RANK)
             wait_for_turn(counter_ptr + place, rank)
             mbarrier.wait(full.index(WHICH), sent & 1)
             first_row = place * dq_s.shape[1]

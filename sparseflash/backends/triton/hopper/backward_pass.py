@@ -10,10 +10,11 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from sparseflash.backends.registration import empty_gradient, empty_lse
+from sparseflash.backends.saved import Saved
 from sparseflash.backends.triton.family import KernelChoice, Setting
 from sparseflash.backends.triton.hopper import fused_plan
 from sparseflash.backends.triton.hopper.backward import backward_kernel
-from sparseflash.backends.triton.hopper.backward_plan import BackwardPlan, backward_plan
+from sparseflash.backends.triton.hopper.backward_plan import ITEM_COUNT, BackwardPlan, backward_plan
 from sparseflash.backends.triton.hopper.choices import described_choice
 from sparseflash.backends.triton.hopper.configs import BLOCK, SMALLEST_SCALE, backward_config_for
 from sparseflash.backends.triton.hopper.descriptors import as_read, described_as, read_as
@@ -21,7 +22,7 @@ from sparseflash.backends.triton.hopper.rows import WIDTH, begin_kernel, finish_
 from sparseflash.backends.triton.launcher import BoundLaunch, Describe, Launch
 from sparseflash.backends.triton.portable.choice import can_describe
 from sparseflash.backends.triton.portable.combine import TOKENS_TO_COMBINE, combine_gradients_kernel
-from sparseflash.backends.triton.portable.launches import SOME_LENGTHS, SOME_PARTS, launch_of, strides_of
+from sparseflash.backends.triton.portable.launches import SOME_LENGTHS, SOME_PARTS, launch_of, of_call, strides_of
 from sparseflash.backends.triton.portable.merging import bind_merge, merge_launch
 from sparseflash.backends.triton.portable.passes import like, one_number_of
 from sparseflash.backends.triton.portable.softmax import LOG2E
@@ -55,9 +56,7 @@ class BackwardLayout:
         lse, out = empty_lse(like(q)), like(out)
         counted = torch.empty(counters, dtype=torch.int32, device="meta")
         self._workspace = [one_number_of(x, device) for x in (rows, acc, counted)]
-        lengths: dict[str, Any] = {}
-        if setting.lengths:
-            lengths = {"lengths_ptr": SOME_LENGTHS, "lengths_stride": SOME_LENGTHS.stride(0)}
+        lengths = of_call(SOME_LENGTHS if setting.lengths else None)
         clamped = max(scale, SMALLEST_SCALE)
         numbers: dict[str, Any] = {
             "counters": counters, "inverse_scale": 1.0 / clamped, "qk_scale": clamped * LOG2E.value, "scale": scale,
@@ -137,24 +136,28 @@ class Backward:
             self._combine = bind_merge(layout.combine, plan.merged, BLOCK[1])
 
     def __call__(
-        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        kept: Tensor | None, lengths: Tensor | None, dropout: Dropout | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        self, dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None, dropout: Dropout | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """`(dq, dk, dv)`."""
+        q, k, v, out, lse, _ = saved
         dq, dk, dv = empty_gradient(q), empty_gradient(k), empty_gradient(v)
         rows, acc, counters = self.layout.workspace()
         if not self.layout.as_they_are:
             q, k, v, dout = as_read(q), as_read(k), as_read(v), as_read(dout)
-        by_length = () if lengths is None else (lengths, lengths.stride(0))
+        given: dict[str, Any] = {
+            "out_ptr": out, "dout_ptr": dout, "lse_ptr": lse, "dlse_ptr": dlse, "rows_ptr": rows,
+            "q_desc": q, "k_desc": k, "v_desc": v, "dout_desc": dout, "rows_desc": rows, "acc_desc": acc,
+            "dk_desc": dk, "dv_desc": dv, "counter_ptr": counters, "acc_ptr": acc, "dq_ptr": dq, "x_ptr": dk,
+            "y_ptr": dv, **of_call(lengths),
+        }  # fmt: skip
+        if self._combine is not None:
+            given["parts_ptr"] = torch.empty(self.plan.parts, self.layout.part, dtype=torch.float32, device=q.device)
         self.plan.made.wait()
-        self.layout.begin(out, dout, lse, *(() if dlse is None else (dlse,)), rows, counters, *by_length)
-        parts: list[Tensor] = []
+        self.layout.begin(given)
+        self._launch(given)
+        self._finish(given)
         if self._combine is not None:
-            parts.append(torch.empty(self.plan.parts, self.layout.part, dtype=torch.float32, device=q.device))
-        self._launch(q, k, v, dout, rows, acc, dk, dv, counters, *parts, *by_length)
-        self._finish(acc, dq)
-        if self._combine is not None:
-            self._combine(*parts, dk, dv)
+            self._combine(given)
         return dq, dk, dv
 
     def launches(self) -> list[BoundLaunch]:
@@ -163,7 +166,8 @@ class Backward:
 
     def choices(self) -> list[KernelChoice]:
         """How the kernel runs that computes."""
-        loads = torch.stack([each.sum() for each in self.plan.work[:, 3].tensor_split(self.plan.start[1:-1].tolist())])
+        counts = self.plan.work[:, ITEM_COUNT.value]
+        loads = torch.stack([each.sum() for each in counts.tensor_split(self.plan.start[1:-1].tolist())])
         block = self.layout.rows, BLOCK[1]
         stages, parts = self.layout.stages, self.plan.parts
         return [described_choice("dk, dv and dq", block, 11, stages, self._launch, loads, parts)]

@@ -24,15 +24,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
 from sparseflash.backends.triton.hopper import cuts
 from sparseflash.backends.triton.hopper.plan import start_order
+from sparseflash.backends.triton.schedule.work_item import CUT_PARTS, place
 from sparseflash.backends.triton.schedule.worklists import TileLists
 from sparseflash.blockmask.bitmask import transposed, words_per_row
 from sparseflash.blockmask.streams import ReadyEvent
@@ -52,21 +54,50 @@ _BAND = 128
 _CLEARLY = 7  # tenths
 
 
+class BackwardItem(NamedTuple):
+    """The numbers of an item, in the order in which they are stored."""
+
+    number: Any  # of batch and head of keys
+    first_key: Any
+    first_entry: Any
+    count: Any  # of its entries
+    part: Any  # number among all parts of items that are cut, from 1; 0: not cut
+
+
+class Entry(NamedTuple):
+    """The numbers of an entry of an item."""
+
+    row: Any  # number of batch, query head and tile of queries
+    tile: Any  # the number of that tile's bits; 0: full
+    chain: Any
+    rank: Any  # in the chain
+
+
+# Where kernels find them.
+ITEM = tl.constexpr(len(BackwardItem._fields))
+ITEM_NUMBER = place(BackwardItem, "number")
+ITEM_FIRST_KEY = place(BackwardItem, "first_key")
+ITEM_FIRST_ENTRY = place(BackwardItem, "first_entry")
+ITEM_COUNT = place(BackwardItem, "count")
+ITEM_PART = place(BackwardItem, "part")
+ENTRY = tl.constexpr(len(Entry._fields))
+ENTRY_ROW = place(Entry, "row")
+ENTRY_TILE = place(Entry, "tile")
+ENTRY_CHAIN = place(Entry, "chain")
+ENTRY_RANK = place(Entry, "rank")
+
+
 @dataclass(frozen=True)
 class BackwardPlan:
     """The lists of all programs, and the chains of all tiles of queries."""
 
     start: Tensor  # int32 [programs + 1], the first item of each program
-    # int32 [W, 5]: number of batch and head of keys, first key, first entry, how many; number among all parts of items
-    # that are cut, from 1, 0: not cut.
-    work: Tensor
-    # int32 [E, 4]: number of batch, query head and tile of queries; number of the tile's bits, 0: full; chain; rank in
-    # it.
-    entries: Tensor
+    work: Tensor  # int32 [W, ITEM]
+    entries: Tensor  # int32 [E, ENTRY]
     chain: Tensor  # int32 [B * Hq * tiles + 1], the first chain of each tile of queries
     words: Tensor  # int32 [T, 128 * 4], the bits of the partial tiles, of every key its queries
     chains: int
-    merged: Tensor  # int32 [items that are cut, 4]: see `cut_items`
+    merged: Tensor  # int32 [items that are cut, CUT_ITEM]
     parts: int  # of all of these
     made: ReadyEvent = field(init=False, repr=False, compare=False)
 
@@ -110,10 +141,11 @@ def backward_plan(
     chain, rank, chains = chained(row, time, program, rows, batch * heads * rows, items.programs)
 
     first_key = number % columns * lists.tiling.held
-    work = torch.stack([number // columns, first_key, first, size, parts.part[sequence, 0]], dim=1)
-    entries = torch.stack([row, lists.tile[source], chain, rank], dim=1)
+    work = torch.stack(BackwardItem(number // columns, first_key, first, size, parts.part[sequence, 0]), dim=1)
+    entries = torch.stack(Entry(row, lists.tile[source], chain, rank), dim=1)
+    parts_cut = int(merged[:, CUT_PARTS.value].sum())
     return BackwardPlan(
-        start, work.int(), entries.int(), chains.int(), _by_key(lists), int(chains[-1]), merged, int(merged[:, 2].sum())
+        start, work.int(), entries.int(), chains.int(), _by_key(lists), int(chains[-1]), merged, parts_cut
     )
 
 

@@ -9,6 +9,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sparseflash.backends.triton.schedule.work_item import (
+    CUT_FIRST_PART,
+    CUT_ITEM,
+    CUT_NUMBER,
+    CUT_PARTS,
+    CUT_UNUSED,
+)
+
 # A program is kept as one number: its work, 31 bits; its number, as many as PADDED needs; its items, COUNT_BITS. So
 # sorting finds the program with the least work, and the first of several.
 COUNT_BITS = tl.constexpr(24)
@@ -47,7 +55,7 @@ def cut_kernel(
     size_ptr,  # int32 [items]
     first_ptr,  # int32 [2, items + 1]: the first part of each item; those of all items before it that are cut
     part_size_ptr,  # int32 [most_items]: of every part, also the only one of an item
-    merged_ptr, total_ptr,  # int32 [items, 4]: see `splits.cut_items`; [6]: parts, those of cut items, cut items
+    merged_ptr, total_ptr,  # int32 [items, CUT_ITEM]; [6]: parts, those of cut items, cut items
     items, programs, far, worth, worth_alike, parts, shortest,  # the last five: see `cuts.Rule`
     AT_ONCE: tl.constexpr,
 ):  # fmt: skip
@@ -77,11 +85,11 @@ def cut_kernel(
         for part in range(tl.max(count, 0)):
             begin, end = part * size // parts_here, (part + 1) * size // parts_here
             tl.store(part_size_ptr + first_part + part, (end - begin).to(tl.int32), mask=part < count)
-        row_ptr = merged_ptr + (cut + tl.cumsum(is_cut.to(tl.int32), 0) - 1).to(tl.int64) * 4
-        tl.store(row_ptr, item, mask=is_cut)
-        tl.store(row_ptr + 1, first_cut, mask=is_cut)
-        tl.store(row_ptr + 2, count, mask=is_cut)
-        tl.store(row_ptr + 3, tl.zeros([AT_ONCE], tl.int32), mask=is_cut)
+        row_ptr = merged_ptr + (cut + tl.cumsum(is_cut.to(tl.int32), 0) - 1).to(tl.int64) * CUT_ITEM
+        tl.store(row_ptr + CUT_NUMBER, item, mask=is_cut)
+        tl.store(row_ptr + CUT_FIRST_PART, first_cut, mask=is_cut)
+        tl.store(row_ptr + CUT_PARTS, count, mask=is_cut)
+        tl.store(row_ptr + CUT_UNUSED, tl.zeros([AT_ONCE], tl.int32), mask=is_cut)
         made += tl.sum(count, 0)
         partial += tl.sum(count_cut, 0)
         cut += tl.sum(is_cut.to(tl.int32), 0)

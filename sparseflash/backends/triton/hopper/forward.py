@@ -27,10 +27,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from sparseflash.backends.triton.hopper import configs
 from sparseflash.backends.triton.hopper.gluon_api import async_load, async_store
+from sparseflash.backends.triton.hopper.plan import (
+    ITEM,
+    ITEM_BLOCK,
+    ITEM_COUNT,
+    ITEM_FULL,
+    ITEM_NUMBER,
+    ITEM_PART,
+    ITEM_START,
+    ITEM_TILE,
+)
 from sparseflash.backends.triton.portable.softmax import LN2
 
 NO_SCALE = gl.constexpr(2e-30)  # in units of log2(e); a scale of 0 arrives as less: see `configs.SMALLEST_SCALE`
-ITEM = gl.constexpr(8)  # numbers a work item: see plan.py
 RECORD = gl.constexpr(16)  # numbers that the loader tells the others of an item
 # Queries have two buffers, but of an item that ends they are given back before its record is read for the last time.
 RECORDS = gl.constexpr(4)
@@ -117,9 +126,9 @@ def loader(
     while ticket >= 0:
         is_item = ticket < items
         item_ptr = work_ptr + gl.minimum(ticket, items - 1) * ITEM
-        item, start = gl.load(item_ptr), gl.load(item_ptr + 1)
-        full, count = gl.load(item_ptr + 2), gl.load(item_ptr + 3)
-        block, tile, part = gl.load(item_ptr + 4), gl.load(item_ptr + 5), gl.load(item_ptr + 6)
+        item, start = gl.load(item_ptr + ITEM_NUMBER), gl.load(item_ptr + ITEM_START)
+        full, count = gl.load(item_ptr + ITEM_FULL), gl.load(item_ptr + ITEM_COUNT)
+        block, tile, part = gl.load(item_ptr + ITEM_BLOCK), gl.load(item_ptr + ITEM_TILE), gl.load(item_ptr + ITEM_PART)
         if is_item:
             ticket = next_item(counter_ptr, items)
         else:

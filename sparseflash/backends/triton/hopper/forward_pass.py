@@ -14,11 +14,11 @@ from sparseflash.backends.triton.hopper.choices import described_choice
 from sparseflash.backends.triton.hopper.configs import BLOCK, GROUPS, ROWS, SMALLEST_SCALE, config_for
 from sparseflash.backends.triton.hopper.descriptors import as_read, described_as, read_as
 from sparseflash.backends.triton.hopper.forward import forward_kernel
-from sparseflash.backends.triton.hopper.plan import forward_plan
+from sparseflash.backends.triton.hopper.plan import ITEM_COUNT, forward_plan
 from sparseflash.backends.triton.launcher import BoundLaunch, Launch
 from sparseflash.backends.triton.portable.choice import can_describe
 from sparseflash.backends.triton.portable.combine import TOKENS_TO_COMBINE, combine_rows_kernel
-from sparseflash.backends.triton.portable.launches import SOME_LENGTHS, SOME_PARTS, launch_of, strides_of
+from sparseflash.backends.triton.portable.launches import SOME_LENGTHS, SOME_PARTS, launch_of, of_call, strides_of
 from sparseflash.backends.triton.portable.merging import bind_merge, merge_launch
 from sparseflash.backends.triton.portable.passes import like, one_number_of
 from sparseflash.backends.triton.portable.softmax import LOG2E
@@ -57,12 +57,10 @@ class ForwardLayout:
             "REGISTERS": config.registers, "LOADER_REGISTERS": config.loader_registers,
         }  # fmt: skip
         tiles = {"q_desc": read_as(q), "k_desc": read_as(k), "v_desc": read_as(v), "o_desc": out}
-        examples: dict[str, Any] = {**tiles, "lse_ptr": lse}
+        examples: dict[str, Any] = {**tiles, "lse_ptr": lse, "counter_ptr": _SOME_COUNTERS[:1]}
+        examples |= of_call(SOME_LENGTHS if setting.lengths else None)
         if merges:
             examples["parts_ptr"] = SOME_PARTS
-        if setting.lengths:
-            examples |= {"lengths_ptr": SOME_LENGTHS, "lengths_stride": SOME_LENGTHS.stride(0)}
-        examples["counter_ptr"] = _SOME_COUNTERS[:1]
         tokens = {"q_desc": ROWS, "k_desc": BLOCK[1], "v_desc": BLOCK[1], "o_desc": ROWS}
         described = {name: described_as(x, tokens[name], config.dim) for name, x in tiles.items()}
         self.launch = launch_of(
@@ -113,17 +111,15 @@ class Forward:
         if not layout.as_they_are:
             q, k, v = as_read(q), as_read(k), as_read(v)
         self.plan.ready.wait()
-        given: list[Any] = [q, k, v, out, lse]
-        parts = None
+        given: dict[str, Any] = {
+            "q_desc": q, "k_desc": k, "v_desc": v, "o_desc": out, "out_ptr": out, "lse_ptr": lse,
+            "counter_ptr": counter(q.device), **of_call(lengths),
+        }  # fmt: skip
         if self._combine is not None:
-            parts = torch.empty(self.plan.parts, layout.part, dtype=torch.float32, device=q.device)
-            given.append(parts)
-        if lengths is not None:
-            given += [lengths, lengths.stride(0)]
-        given.append(counter(q.device))
-        self._launch(*given)
+            given["parts_ptr"] = torch.empty(self.plan.parts, layout.part, dtype=torch.float32, device=q.device)
+        self._launch(given)
         if self._combine is not None:
-            self._combine(parts, out, lse, *(() if lengths is None else (lengths,)))
+            self._combine(given)
         return out, lse, None
 
     def launches(self) -> list[BoundLaunch]:
@@ -132,11 +128,8 @@ class Forward:
 
     def choices(self) -> list[KernelChoice]:
         """How the kernel runs that computes."""
-        return [
-            described_choice(
-                "forward", BLOCK, 9, self.layout.stages, self._launch, self.plan.work[:, 3], self.plan.parts
-            )
-        ]
+        counts = self.plan.work[:, ITEM_COUNT.value]
+        return [described_choice("forward", BLOCK, 9, self.layout.stages, self._launch, counts, self.plan.parts)]
 
 
 def planned_forward(plan: Plan, programs: int) -> Worklist:

@@ -17,6 +17,7 @@ from sparseflash.backends.triton.hopper import backward_plan as reference
 from sparseflash.backends.triton.hopper import cuts, dealing, timeline
 from sparseflash.backends.triton.hopper.backward_plan import BackwardPlan
 from sparseflash.backends.triton.launcher import Launch
+from sparseflash.backends.triton.schedule.work_item import CUT_ITEM
 from sparseflash.backends.triton.schedule.worklists import TileLists
 from sparseflash.blockmask.bitmask import words_per_row
 from sparseflash.blockmask.cache import bounded
@@ -59,7 +60,7 @@ def backward_plan(
     )  # fmt: skip
     made = made.cumsum(1, dtype=torch.int32)
 
-    size, first, merged = empty(items), empty(2, items + 1), empty(items, 4)
+    size, first, merged = empty(items), empty(2, items + 1), empty(items, CUT_ITEM.value)
     part_size, key = empty(2, room).unbind()
     dealt, total, given = empty(3, room), empty(6), empty(2, programs + 1)
     place = (*pattern.stride(), kv_heads, columns, group)
@@ -84,7 +85,7 @@ def backward_plan(
     place += (rows, band, reference.stride_of(band), room)
     kernels.timeline.start(items * group, *walked, size, first, dealt, cells, *place, span, programs)
     kernels.meet.start(span, cells, meeting, rows, heads, span, programs, lanes)
-    work, listed = empty(parts, 5), empty(entries, 4)
+    work, listed = empty(parts, reference.ITEM.value), empty(entries, reference.ENTRY.value)
     moment, added = empty(entries, dtype=torch.int64), empty(entries)
     kernels.entry.start(
         items * group, *walked, lists.tile, size, first, part_size, dealt, start, first_entry, meeting, made, cursor,

@@ -8,13 +8,15 @@ other heads are.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from sparseflash.backends.triton.schedule.costs import SPLITS
 from sparseflash.backends.triton.schedule.splits import Cuts, Items, cut_items
+from sparseflash.backends.triton.schedule.work_item import place
 from sparseflash.backends.triton.schedule.worklists import TileLists, Worklist, check_number_of_items
 
 
@@ -34,14 +36,39 @@ class Rule(NamedTuple):
 RULE = Rule()
 
 
+class ForwardItem(NamedTuple):
+    """The numbers of an item, in the order in which they are stored.
+
+    The first entry of the list stands here, too, so that nothing waits for two loads.
+    """
+
+    number: Any  # of batch, head and tile of queries
+    start: Any  # of its list, as the next two: see `TileLists`
+    full: Any
+    count: Any
+    block: Any  # of the first tile of the list
+    tile: Any  # the number of that tile's bits; 0: full; -1: dead
+    part: Any  # number among all chunks of rows that are cut, from 1; 0: not cut
+    unused: Any  # so that an item has 32 bytes
+
+
+# Where the kernel finds them.
+ITEM = tl.constexpr(len(ForwardItem._fields))
+ITEM_NUMBER = place(ForwardItem, "number")
+ITEM_START = place(ForwardItem, "start")
+ITEM_FULL = place(ForwardItem, "full")
+ITEM_COUNT = place(ForwardItem, "count")
+ITEM_BLOCK = place(ForwardItem, "block")
+ITEM_TILE = place(ForwardItem, "tile")
+ITEM_PART = place(ForwardItem, "part")
+
+
 def forward_plan(
     lists: TileLists, pattern: Tensor, q_len: int, k_len: int, *, programs: int, may_wait: bool
 ) -> Worklist:
-    """The plan for `pattern [B, Hq]`.
+    """The plan for `pattern [B, Hq]`, with items `[W, ITEM]`.
 
-    An item of its work `[W, 8]` is `(number of batch and head and tile of queries, start, full, count, first block,
-    first tile, part, 0)`: see `TileLists` for its list, whose first entry stands here, too, so that nothing waits for
-    two loads. A row without tiles has one of which no score is live, tile number -1.
+    A row without tiles has one of which no score is live, tile number -1.
 
     programs: how many run at a time, on which only the order depends. may_wait: the host may wait for the device,
     once, where rows may have to be cut.
@@ -77,15 +104,15 @@ def _chunks(count: Tensor, rows: int) -> Tensor:
 
 
 def _work(items: Items, index: Tensor, tile: Tensor, programs: int) -> Tensor:
-    """int32 [W, 8], in the order in which programs take them."""
+    """int32 [W, ITEM], in the order in which programs take them."""
     number, start, full, count, part = (x.view(-1) for x in items)
     is_empty = count == 0
     start = torch.where(is_empty, 0, start)
     first_block = torch.where(is_empty, 0, index[start.long()])
     first_tile = torch.where(is_empty, -1, tile[start.long()])
     count = count.clamp(min=1)
-    work = torch.stack([number, start, full, count, first_block, first_tile, part, torch.zeros_like(part)], dim=-1)
-    return work[start_order(count, programs)].contiguous()
+    work = ForwardItem(number, start, full, count, first_block, first_tile, part, torch.zeros_like(part))
+    return torch.stack(work, dim=-1)[start_order(count, programs)].contiguous()
 
 
 def start_order(lengths: Tensor, programs: int) -> Tensor:

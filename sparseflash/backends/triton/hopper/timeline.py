@@ -10,6 +10,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from sparseflash.backends.triton.hopper.backward_plan import (
+    ENTRY,
+    ENTRY_CHAIN,
+    ENTRY_RANK,
+    ENTRY_ROW,
+    ENTRY_TILE,
+    ITEM,
+    ITEM_COUNT,
+    ITEM_FIRST_ENTRY,
+    ITEM_FIRST_KEY,
+    ITEM_NUMBER,
+    ITEM_PART,
+)
+
 AT_ONCE = tl.constexpr(64)  # entries of a list that are compared with as many others
 _LANES = tl.constexpr(32)  # programs that are compared with all at a time
 _ORDERS = tl.constexpr(4)
@@ -180,7 +194,7 @@ def entry_kernel(
     program_start_ptr, program_entry_ptr,
     meeting_ptr, made_ptr,  # int32 [orders, heads], [2, tiles + 1]: the first addition of each tile of queries
     cursor_ptr, moment_ptr, added_ptr,  # int32 [tiles], zeros; int64, int32 [entries]
-    work_ptr, entries_ptr,  # int32 [parts, 5], [entries, 4]
+    work_ptr, entries_ptr,  # int32 [parts, ITEM], [entries, ENTRY]
     batch_stride, head_stride, kv_heads, columns, group, rows, band, stride, room, items, programs, heads, held, tenths,
 ):  # fmt: skip
     """Writes the entries of one list in the best order of its head, and for every tile of queries, in any order, when
@@ -193,12 +207,12 @@ def entry_kernel(
         first_cut = tl.load(first_ptr + (items + 1) + item)
         for part in range(first, stop):
             program, time, nth = _dealt(part, dealt_ptr, room)
-            item_ptr = work_ptr + (tl.load(program_start_ptr + program) + nth).to(tl.int64) * 5
-            tl.store(item_ptr, item // columns)
-            tl.store(item_ptr + 1, column * held)
-            tl.store(item_ptr + 2, tl.load(program_entry_ptr + program) + time - nth)
-            tl.store(item_ptr + 3, tl.load(part_size_ptr + part))
-            tl.store(item_ptr + 4, tl.where(stop - first > 1, first_cut + part - first + 1, 0))
+            item_ptr = work_ptr + (tl.load(program_start_ptr + program) + nth).to(tl.int64) * ITEM
+            tl.store(item_ptr + ITEM_NUMBER, item // columns)
+            tl.store(item_ptr + ITEM_FIRST_KEY, column * held)
+            tl.store(item_ptr + ITEM_FIRST_ENTRY, tl.load(program_entry_ptr + program) + time - nth)
+            tl.store(item_ptr + ITEM_COUNT, tl.load(part_size_ptr + part))
+            tl.store(item_ptr + ITEM_PART, tl.where(stop - first > 1, first_cut + part - first + 1, 0))
     best, fewest = 0, tl.load(meeting_ptr + head).to(tl.int64)
     for order in tl.static_range(1, _ORDERS):
         meetings = tl.load(meeting_ptr + order * heads + head).to(tl.int64)
@@ -216,9 +230,9 @@ def entry_kernel(
         part, place = _part_of(before + place, size_ptr, first_ptr, item)
         program, time, nth = _dealt(part, dealt_ptr, room)
         tile, number = head * rows + row, tl.load(program_entry_ptr + program) + time - nth + place
-        entry_ptr = entries_ptr + number.to(tl.int64) * 4
-        tl.store(entry_ptr, tile, mask=here)
-        tl.store(entry_ptr + 1, tl.load(tile_ptr + start + entry, mask=here, other=0), mask=here)
+        entry_ptr = entries_ptr + number.to(tl.int64) * ENTRY
+        tl.store(entry_ptr + ENTRY_ROW, tile, mask=here)
+        tl.store(entry_ptr + ENTRY_TILE, tl.load(tile_ptr + start + entry, mask=here, other=0), mask=here)
         at = tl.load(made_ptr + tile, mask=here, other=0) + tl.atomic_add(cursor_ptr + tile, 1, mask=here)
         tl.store(moment_ptr + at, (time + place).to(tl.int64) * programs + program, mask=here)
         tl.store(added_ptr + at, number, mask=here)
@@ -240,9 +254,9 @@ def rank_kernel(made_ptr, moment_ptr, added_ptr, entries_ptr, tiles):
             is_there = other < count
             earlier = tl.load(moment_ptr + first_made + other, mask=is_there, other=0)[None, :] < moment[:, None]
             number += tl.sum((earlier & is_there[None, :]).to(tl.int32), 1)
-        entry_ptr = entries_ptr + tl.load(added_ptr + first_made + place, mask=here, other=0).to(tl.int64) * 4
-        tl.store(entry_ptr + 2, chain + number % chains, mask=here)
-        tl.store(entry_ptr + 3, number // chains, mask=here)
+        entry_ptr = entries_ptr + tl.load(added_ptr + first_made + place, mask=here, other=0).to(tl.int64) * ENTRY
+        tl.store(entry_ptr + ENTRY_CHAIN, chain + number % chains, mask=here)
+        tl.store(entry_ptr + ENTRY_RANK, number // chains, mask=here)
 
 
 @triton.jit(do_not_specialize_on_alignment=["words_ptr"])

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparseflash.backends.registration import empty_gradient
+from sparseflash.backends.saved import Saved
 from sparseflash.backends.triton.family import KernelChoice, Setting
 from sparseflash.backends.triton.launcher import BoundLaunch
 from sparseflash.backends.triton.portable.changed import Changed
-from sparseflash.backends.triton.portable.launches import KernelLayout
+from sparseflash.backends.triton.portable.launches import KernelLayout, of_call
 from sparseflash.backends.triton.portable.learned import Learned, Sums
 from sparseflash.backends.triton.portable.merging import Combine, combine_gradients, combine_means
 from sparseflash.backends.triton.portable.pass_layout import Layout
@@ -50,6 +51,9 @@ class BackwardLayout(Layout):
         self.rows = self.lse.new_empty(*self.lse.shape[:2], stride)
         self.two_rows = one_number_of(self.lse.new_empty(2, *self.rows.shape), setting.plan.device)
         self.dq, self.dk, self.dv = (empty_gradient(like(x)) for x in (q, k, v))
+        # What makes them at a call: what `empty_gradient` checks is the layout.
+        are_alike = all(torch.empty_like(like(x)).stride(-1) == 1 for x in (q, k, v))
+        self.empty: Callable[[Tensor], Tensor] = torch.empty_like if are_alike else empty_gradient
         q, k, v, dout = self.examples(q, k, v, dout)
         tiles = {"q": q, "k": k, "v": v}
         strides = {**tiles, "dout": dout, "out": self.out, "dq": self.dq}
@@ -98,58 +102,58 @@ class Backward:
         self._combine_keys = combine_gradients(self.keys, layout.keys, layout.dk, layout.dv)
 
     def __call__(
-        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        kept: Tensor | None, lengths: Tensor | None, dropout: Dropout | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """`(dq, dk, dv)`; `kept` as the forward returned it."""
-        return self._run(dout, dlse, q, k, v, out, lse, kept, lengths, dropout)[0]
+        self, dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None, dropout: Dropout | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`(dq, dk, dv)`."""
+        return self._run(dout, dlse, saved, lengths, dropout)[0]
 
     def with_learned(
-        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        kept: Tensor | None, lengths: Tensor | None, dropout: Dropout | None, changes: Scores,
+        self, dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None, dropout: Dropout | None,
+        changes: Scores,
     ) -> tuple[tuple[Tensor, Tensor, Tensor], list[Tensor | None]]:  # fmt: skip
         """`(dq, dk, dv)`, and the gradients of the tensors of the changes that the layout was made for."""
         learned = self._layout.learned
         if learned is None:
             raise RuntimeError("the backward was prepared for scores that nothing changes")
-        sums = Sums(learned, changes, self.queries, self.keys, self._tile_places, q, k)
-        gradients, delta = self._run(dout, dlse, q, k, v, out, lse, kept, lengths, dropout, changes, sums)
-        drow = -delta[:, :, : lse.shape[2]]
+        sums = Sums(learned, changes, self.queries, self.keys, self._tile_places, saved.q, saved.k)
+        gradients, delta = self._run(dout, dlse, saved, lengths, dropout, changes, sums)
+        drow = -delta[:, :, : saved.lse.shape[2]]
         if self.means is not None and dlse is not None:  # in half precision delta includes it
             drow = drow + dlse
-        return gradients, sums.gradients(lse, drow)
+        return gradients, sums.gradients(saved.lse, drow)
 
     def _run(
-        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-        kept: Tensor | None, lengths: Tensor | None, dropout: Dropout | None, changes: Scores | None = None,
-        sums: Sums | None = None,
+        self, dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None, dropout: Dropout | None,
+        changes: Scores | None = None, sums: Sums | None = None,
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:  # fmt: skip
         """The gradients, and delta `[B, Hq, row stride]`."""
-        layout = self._layout
-        dq, dk, dv = empty_gradient(q), empty_gradient(k), empty_gradient(v)
-        more = () if changes is None else tuple(Changed.tensors(changes, dq.dtype, dq.device))
-        of_queries = more if sums is None else (*more, *sums.of_queries())
-        of_keys = more if sums is None else (*more, *sums.of_keys())
+        layout, (q, k, v, out, lse, kept) = self._layout, saved
+        dq, dk, dv = layout.empty(q), layout.empty(k), layout.empty(v)
         if not layout.as_they_are:
             q, k, v, dout = layout.operands(q, k, v, dout)
-        through_lse = () if dlse is None else (dlse,)
-        merged_keys = dk, dv, *(() if lengths is None else (lengths, lengths.stride(0)))
-        first, second = torch.empty_like(layout.two_rows).unbind()
-        if self.means is None or kept is None:
-            given = q, k, v, dout, out, lse, *through_lse, first, second, dq
-            run_kernel(self.queries, self._combine_queries, given, (dq,), lengths, dropout, of_queries)
-            given = q, k, v, dout, first, second, dk, dv
-            run_kernel(self.keys, self._combine_keys, given, merged_keys, lengths, dropout, of_keys)
-            return (dq, dk, dv), second
-        (maximum, inverse), (delta, own_inverse) = kept.unbind(), (first, second)
-        sinks = () if changes is None else tuple(Changed.sinks(changes))
-        merged = inverse, delta, own_inverse, *((maximum, *sinks) if sinks else ())
-        given = q, k, v, dout, out, maximum, inverse, delta, own_inverse
-        run_kernel(self.means, self._combine_means, given, merged, lengths, dropout, (*more, *sinks))
-        given = q, k, v, dout, *through_lse, maximum, own_inverse, delta, dq
-        run_kernel(self.queries, self._combine_queries, given, (dq,), lengths, dropout, of_queries)
-        given = q, k, v, dout, maximum, own_inverse, delta, *through_lse, dk, dv
-        run_kernel(self.keys, self._combine_keys, given, merged_keys, lengths, dropout, of_keys)
+        lse2, delta = torch.empty_like(layout.two_rows).unbind()
+        given: dict[str, Any] = {
+            "q": q, "k": k, "v": v, "dout_ptr": dout, "dout": dout, "out_ptr": out, "lse_ptr": lse, "dlse_ptr": dlse,
+            "lse2_ptr": lse2, "lse2": lse2, "delta_ptr": delta, "delta": delta, "dq_ptr": dq, "dk_ptr": dk,
+            "dv_ptr": dv,
+        }  # fmt: skip
+        if lengths is not None or dropout is not None:
+            given |= of_call(lengths, dropout)
+        if changes is not None:
+            given |= Changed.tensors(changes, dq.dtype, dq.device)
+        if self.means is not None and kept is not None:
+            (maximum, inverse), own_inverse = kept.unbind(), lse2
+            given |= {"lse2_ptr": maximum, "lse2": maximum, "inverse_ptr": inverse, "own_inverse_ptr": own_inverse}
+            if changes is not None:
+                given |= Changed.sink_of(changes)
+            run_kernel(self.means, self._combine_means, given)
+            given["inverse_ptr"] = own_inverse
+        if sums is not None:
+            given |= sums.of_queries()
+        run_kernel(self.queries, self._combine_queries, given)
+        if sums is not None:
+            given |= sums.of_keys()
+        run_kernel(self.keys, self._combine_keys, given)
         return (dq, dk, dv), delta
 
     def launches(self) -> list[BoundLaunch]:

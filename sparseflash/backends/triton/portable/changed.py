@@ -29,7 +29,7 @@ class Changed:
         dtype = q.dtype
         keep = dtype == torch.float32  # the maximum that a sink is compared with must be in its units
         cap, decay = changes.find("softcap"), changes.find("distance")
-        table, sink = changes.find("relative"), changes.find("sink")
+        table = changes.find("relative")
         key_bias, bias = changes.find("key_bias"), changes.find("bias")
         self.flags = 0
         if keep or changes.without("sink").changes:
@@ -40,65 +40,61 @@ class Changed:
             self.flags |= 0 if table is None or INTERPRETED else COMPILED.value
         self.kinds = changes.kinds if self.flags else ()  # of what is done to every score
         self.numbers: dict[str, Any] = {}
-        self.examples: dict[str, Any] = {}
+        self.own, self.function = None, None
+        device = q.device
         if cap is not None:
             self.numbers |= {"cap": cap.cap, "inverse_cap": 1.0 / cap.cap}
-        if decay is not None:
-            self.examples["slopes_ptr"] = like(decay.slopes)
         if table is not None:
-            codes = len(table.buckets)
-            self.numbers["values_stride"] = codes
-            self.examples |= {
-                "values_ptr": torch.empty(numbers.heads, codes, dtype=dtype, device="meta"),
-                **{name: like(x) for name, x in _codes(table).items()},
-            }
+            self.numbers["values_stride"] = len(table.buckets)
         for name, found in (("key_bias", key_bias), ("bias", bias)):
             if found is not None:
                 values = _readable(found.values)
                 self.numbers[f"{name}_strides"] = tuple(
                     0 if n == 1 else stride for n, stride in zip(values.shape, values.stride())
                 )
-                self.examples[f"{name}_ptr"] = like(values)
         if (tiles := changes.find("tile_bias")) is not None:
             self.numbers |= _numbers_of_tiles(tiles)
-            self.examples["tile_bias_ptrs"] = tuple(like(x.contiguous()) for x in tiles.tensors())
-        self.sink = {} if sink is None else {"sink_ptr": like(sink.logits)}
-        self.own, self.function = None, None
         if (function := changes.find("function")) is not None:
             sizes = dict(zip("bhqk", (q.shape[0], numbers.heads, numbers.q_len, numbers.k_len)))
             # Where its tensors are; of q alone something may be asked on the meta device, where nothing is recorded.
             device = next((x.device for x in function.given), q.device if q.device.type != "meta" else _CPU)
-            self.own = own = Own(function, sizes, device, wanted_of(changes, wanted)["function"])
-            self.function = own.changed
-            if tensors := Own.tensors(function, device):
-                self.examples["own_ptrs"] = tuple(map(like, tensors))
-                self.numbers["own_numbers"] = own.numbers
+            self.own = Own(function, sizes, device, wanted_of(changes, wanted)["function"])
+            self.function = self.own.changed
+        self.examples = {name: _like(x) for name, x in self.tensors(changes, dtype, device).items()}
+        if self.own is not None and "own_ptrs" in self.examples:
+            self.numbers["own_numbers"] = self.own.numbers
+        self.sink = {name: like(x) for name, x in self.sink_of(changes).items()}
 
     @staticmethod
-    def tensors(changes: Scores, dtype: torch.dtype, device: torch.device) -> list[Any]:
-        """The tensors that a call passes for `examples`."""
-        found: list[Any] = []
+    def tensors(changes: Scores, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+        """The tensors that the kernels take, by their names."""
+        found: dict[str, Any] = {}
         if (decay := changes.find("distance")) is not None:
-            found.append(aligned_start(decay.slopes.contiguous()))
+            found["slopes_ptr"] = aligned_start(decay.slopes.contiguous())
         if (table := changes.find("relative")) is not None:
             # In half precision two bytes each: the compiler would pass four through shared memory, one by one.
-            values = table.table.to(dtype).index_select(1, table.buckets)
-            found += [values, *(aligned_start(x.contiguous()) for x in _codes(table).values())]
+            found["values_ptr"] = table.table.to(dtype).index_select(1, table.buckets)
+            found |= {name: aligned_start(x.contiguous()) for name, x in _codes(table).items()}
         for kind in ("key_bias", "bias"):
             if (bias := changes.find(kind)) is not None:
-                found.append(_readable(bias.values))
+                found[f"{kind}_ptr"] = _readable(bias.values)
         if (tiles := changes.find("tile_bias")) is not None:
-            found.append(tuple(aligned_start(x.contiguous()) for x in tiles.tensors()))
+            found["tile_bias_ptrs"] = tuple(aligned_start(x.contiguous()) for x in tiles.tensors())
         if (function := changes.find("function")) is not None:
             if own := Own.tensors(function, device):
-                found.append(tuple(map(aligned_start, own)))
+                found["own_ptrs"] = tuple(map(aligned_start, own))
         return found
 
     @staticmethod
-    def sinks(changes: Scores) -> list[Tensor]:
-        """The tensors that a call passes for `sink`."""
+    def sink_of(changes: Scores) -> dict[str, Tensor]:
+        """The sink, if there is one, by the kernels' name."""
         found = changes.find("sink")
-        return [] if found is None else [aligned_start(found.logits.contiguous())]
+        return {} if found is None else {"sink_ptr": aligned_start(found.logits.contiguous())}
+
+
+def _like(x: Any) -> Any:
+    """A tensor of the same layout on the meta device, or one for each of several."""
+    return tuple(map(like, x)) if isinstance(x, tuple) else like(x)
 
 
 def wanted_of(changes: Scores, wanted: Sequence[bool]) -> dict[str, list[bool]]:

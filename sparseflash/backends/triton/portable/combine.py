@@ -12,11 +12,18 @@ from sparseflash.backends.triton.portable.forward import write_rows
 from sparseflash.backends.triton.portable.gradients import write_gradients
 from sparseflash.backends.triton.portable.loads import part_pointers
 from sparseflash.backends.triton.portable.softmax import decay
+from sparseflash.backends.triton.schedule.work_item import CUT_FIRST_PART, CUT_ITEM, CUT_NUMBER, CUT_PARTS
 
-MERGED = tl.constexpr(4)  # numbers per item that was cut: see cut_items
 # Pipeline depth of the loads: waiting for each part before requesting the next would take longer than everything else.
 AHEAD = tl.constexpr(4)
 TOKENS_TO_COMBINE = 16  # of a program: few, because few items may be cut, each into many chunks
+
+
+@triton.jit
+def cut_item(merged_ptr, number):
+    """Of an item that was cut its number, its first part and how many parts it has."""
+    item_ptr = merged_ptr + number * CUT_ITEM
+    return tl.load(item_ptr + CUT_NUMBER), tl.load(item_ptr + CUT_FIRST_PART), tl.load(item_ptr + CUT_PARTS)
 
 
 @triton.jit(
@@ -24,7 +31,7 @@ TOKENS_TO_COMBINE = 16  # of a program: few, because few items may be cut, each 
     do_not_specialize_on_alignment=["lengths_ptr"],
 )
 def combine_rows_kernel(
-    parts_ptr, merged_ptr,  # fp32 [parts, BLOCK_M * (PADDED_DV + 2)], as in forward_kernel; [cut, MERGED]
+    parts_ptr, merged_ptr,  # fp32 [parts, BLOCK_M * (PADDED_DV + 2)], as in forward_kernel; [cut, CUT_ITEM]
     out_ptr, lse_ptr, maximum_ptr, inverse_ptr,  # as in forward_kernel
     lengths_ptr, lengths_offset,  # int32 [2, B] or None, and the offset of the lengths of queries
     amplification, scale, qk_scale, heads, q_len, row_tiles, out_strides,
@@ -35,8 +42,7 @@ def combine_rows_kernel(
     """out and lse of TOKENS queries. A chunk without a live key has maximum -inf and sum 0."""
     SIZE: tl.constexpr = BLOCK_M * (PADDED_DV + 2)
     SUMS: tl.constexpr = BLOCK_M * PADDED_DV
-    item_ptr = merged_ptr + tl.program_id(0) // (BLOCK_M // TOKENS) * MERGED
-    item, first_part, parts = tl.load(item_ptr), tl.load(item_ptr + 1), tl.load(item_ptr + 2)
+    item, first_part, parts = cut_item(merged_ptr, tl.program_id(0) // (BLOCK_M // TOKENS))
     token = tl.program_id(0) % (BLOCK_M // TOKENS) * TOKENS
     batch_head = item // row_tiles
     first_q = item % row_tiles * BLOCK_M + token
@@ -84,7 +90,7 @@ def sum_of_parts(
     do_not_specialize_on_alignment=["lengths_ptr"],
 )
 def combine_gradients_kernel(
-    parts_ptr, merged_ptr,  # fp32 [parts, BLOCK * (PADDED_D + PADDED_DV)], or without PADDED_DV; [cut, MERGED]
+    parts_ptr, merged_ptr,  # fp32 [parts, BLOCK * (PADDED_D + PADDED_DV)], or without PADDED_DV; [cut, CUT_ITEM]
     x_ptr, y_ptr,  # dk and dv, or dq and None
     lengths_ptr, lengths_offset,  # int32 [2, B] or None, and the offset of the lengths of keys
     amplification, scale, heads, tokens, tiles, x_strides, y_strides,
@@ -93,8 +99,7 @@ def combine_gradients_kernel(
 ):  # fmt: skip
     """dk and dv of TOKENS keys, or dq of TOKENS queries."""
     SIZE: tl.constexpr = BLOCK * PADDED_D if y_ptr is None else BLOCK * (PADDED_D + PADDED_DV)
-    item_ptr = merged_ptr + tl.program_id(0) // (BLOCK // TOKENS) * MERGED
-    item, first_part, parts = tl.load(item_ptr), tl.load(item_ptr + 1), tl.load(item_ptr + 2)
+    item, first_part, parts = cut_item(merged_ptr, tl.program_id(0) // (BLOCK // TOKENS))
     token = tl.program_id(0) % (BLOCK // TOKENS) * TOKENS
     batch_head = item // tiles
     first = item % tiles * BLOCK + token
@@ -115,15 +120,14 @@ def combine_gradients_kernel(
 
 @triton.jit(do_not_specialize=["heads", "q_len", "row_tiles"])
 def combine_means_kernel(
-    parts_ptr, merged_ptr,  # fp32 [parts, BLOCK_M * 3], as in dq_kernel; [cut, MERGED]
+    parts_ptr, merged_ptr,  # fp32 [parts, BLOCK_M * 3], as in dq_kernel; [cut, CUT_ITEM]
     inverse_ptr, delta_ptr, own_inverse_ptr,  # [B, Hq, Nq] contiguous; the last two are written
     maximum_ptr, sink_ptr, heads,  # as in forward_kernel; the first two None without a sink
     q_len, row_tiles, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """delta and the inverse sums of BLOCK_M queries. All chunks of a row have the same estimate of delta."""
     SIZE: tl.constexpr = BLOCK_M * 3
-    item_ptr = merged_ptr + tl.program_id(0) * MERGED
-    item, first_part, parts = tl.load(item_ptr), tl.load(item_ptr + 1), tl.load(item_ptr + 2)
+    item, first_part, parts = cut_item(merged_ptr, tl.program_id(0))
     rows = item % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     at = tl.cast(item // row_tiles, tl.int64) * q_len + rows
     delta = sum_of_parts(parts_ptr, 0, first_part, parts, SIZE, 0, BLOCK_M, 1).reshape(BLOCK_M)

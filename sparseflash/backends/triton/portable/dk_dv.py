@@ -22,7 +22,6 @@ from sparseflash.backends.triton.portable.loads import (
 from sparseflash.backends.triton.portable.scores import changed_scores
 from sparseflash.backends.triton.portable.softmax import recomputed_weights, score_gradients
 from sparseflash.backends.triton.portable.walk import (
-    ITEM,
     cut_at_length,
     list_of_item,
     listed_block,
@@ -30,6 +29,7 @@ from sparseflash.backends.triton.portable.walk import (
     partial_tile,
     tokens_of_block,
 )
+from sparseflash.backends.triton.schedule.work_item import ITEM, ITEM_NUMBER
 
 
 @triton.jit
@@ -142,7 +142,7 @@ def dk_dv_kernel(
     SPLIT: tl.constexpr = BLOCK_Q // BLOCK_M
     tl.static_assert(GATHERED == 0 or SPLIT == 1, "a gathered tile is taken whole")
     item_ptr = work_ptr + tl.cast(tl.program_id(0), tl.int64) * group * ITEM
-    item = tl.load(item_ptr)
+    item = tl.load(item_ptr + ITEM_NUMBER)
     batch_kv_head = item // col_tiles
     first_k = item % col_tiles * BLOCK_N
     batch, kv_head = batch_kv_head // kv_heads, batch_kv_head % kv_heads

@@ -17,13 +17,13 @@ from sparseflash.backends.triton.portable.loads import load_columns, load_tokens
 from sparseflash.backends.triton.portable.position_tables import add_last_run, no_run
 from sparseflash.backends.triton.portable.softmax import LOG2E
 from sparseflash.backends.triton.portable.walk import (
-    ITEM,
     listed_block,
     part_of,
     partial_tile,
     row_item,
     tokens_of_block,
 )
+from sparseflash.backends.triton.schedule.work_item import ITEM
 
 
 @triton.jit(

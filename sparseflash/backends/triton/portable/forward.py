@@ -19,13 +19,13 @@ from sparseflash.backends.triton.portable.loads import (
 from sparseflash.backends.triton.portable.scores import changed_scores, with_sink
 from sparseflash.backends.triton.portable.softmax import LN2, softmax_step
 from sparseflash.backends.triton.portable.walk import (
-    ITEM,
     listed_block,
     part_of,
     partial_tile,
     row_item,
     tokens_of_block,
 )
+from sparseflash.backends.triton.schedule.work_item import ITEM
 
 
 @triton.jit
@@ -119,7 +119,7 @@ def forward_kernel(
     q, k, v,  # [B, Hq, Nq, D], [B, Hkv, Nk, D], [B, Hkv, Nk, DV]: pointers, or descriptors if TMA
     out_ptr, lse_ptr,  # [B, Hq, Nq, DV], [B, Hq, Nq] contiguous
     maximum_ptr, inverse_ptr,  # [B, Hq, Nq] contiguous, if KEEP: the maximum raw score, and the inverse sum
-    work_ptr,  # [W, ITEM]: see schedule/plan.py
+    work_ptr,  # [W, ITEM]: see schedule/work_item.py
     parts_ptr,  # fp32 [parts, BLOCK_M * (PADDED_DV + 2)], written: acc, m_i, l_i; None if no item is a chunk
     index_ptr, tile_ptr, words_ptr,  # the tile lists, with one entry more than needed; the bits
     lengths_ptr, lengths_stride,  # int32 [2, B] if HAS_LENGTHS: live queries, live keys

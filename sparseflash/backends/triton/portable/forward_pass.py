@@ -14,7 +14,7 @@ from sparseflash.backends.registration import empty_out
 from sparseflash.backends.triton.family import KernelChoice, Setting
 from sparseflash.backends.triton.launcher import BoundLaunch
 from sparseflash.backends.triton.portable.changed import Changed
-from sparseflash.backends.triton.portable.launches import Bound, KernelLayout
+from sparseflash.backends.triton.portable.launches import Bound, KernelLayout, of_call
 from sparseflash.backends.triton.portable.merging import combine_rows
 from sparseflash.backends.triton.portable.pass_layout import Layout
 from sparseflash.backends.triton.portable.passes import empty_kept, layouts, like, one_number_of, run_kernel
@@ -68,15 +68,18 @@ class Forward:
         kept = empty_kept(q) if layout.keep else None
         if not layout.as_they_are:
             q, k, v = layout.operands(q, k, v)
-        written = (out, lse) if kept is None else (out, lse, kept[0], kept[1])
+        given: dict[str, Any] = {"q": q, "k": k, "v": v, "out_ptr": out, "lse_ptr": lse}
+        if kept is not None:
+            given["maximum_ptr"], given["inverse_ptr"] = kept.unbind()
         if self._is_plain:  # a shorter way for the calls that take the least time
             kernel.work.ready.wait()
-            kernel.launch(q, k, v, *written)
+            kernel.launch(given)
             return out, lse, kept
-        sinks = [] if changes is None else Changed.sinks(changes)
-        more = [] if changes is None else [*Changed.tensors(changes, out.dtype, out.device), *sinks]
-        merged = *written, *(() if lengths is None else (lengths,)), *sinks
-        run_kernel(kernel, self._combine, (q, k, v, *written), merged, lengths, dropout, more)
+        given |= of_call(lengths, dropout)
+        if changes is not None:
+            given |= Changed.tensors(changes, out.dtype, out.device)
+            given |= Changed.sink_of(changes)
+        run_kernel(kernel, self._combine, given)
         return out, lse, kept
 
     def launches(self) -> list[BoundLaunch]:

@@ -20,6 +20,7 @@ from sparseflash.backends.triton.portable.occupancy import resident_programs
 from sparseflash.backends.triton.portable.softmax import LOG2E
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
+from sparseflash.backends.triton.schedule.work_item import ITEM_COUNT
 from sparseflash.backends.triton.schedule.worklists import Worklist
 from sparseflash.blockmask.cache import BoundedDict
 from sparseflash.dropout import Dropout, amplification
@@ -50,27 +51,17 @@ class Numbers(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """A kernel bound to the work of a plan.
-
-    `launch` is called with tensors like the examples of its layout, followed by the result of `extra`.
-    """
+    """A kernel bound to the work of a plan."""
 
     launch: BoundLaunch
     work: Worklist
     choice: Choice
     tile: int  # tokens that a program holds
 
-    def extra(self, parts: Tensor | None, lengths: Tensor | None, dropout: Dropout | None) -> list[Any]:
-        """The last arguments of a call."""
-        given: list[Any] = [] if parts is None else [parts]
-        if lengths is not None:
-            given += [lengths, lengths.stride(0)]
-        return given if dropout is None else [*given, dropout.seed, *dropout.coordinates.values()]
-
     def described(self, kernel: str) -> KernelChoice:
         """What `explain` says of it."""
         choice, config = self.choice, self.choice.config
-        walked = self.work.work[..., 3].sum(1)
+        walked = self.work.work[..., ITEM_COUNT.value].sum(1)
         held, streamed, gathered = choice.tiling
         tiles = f"tiles of {held} x {streamed}"
         if gathered:
@@ -95,7 +86,7 @@ class KernelLayout:
     ) -> None:  # fmt: skip
         """The tensors are examples on the meta device, by the names of the kernel's arguments.
 
-        tiles: those loaded by tiles; q, k and v first. varying: the others that each call passes. strides: those whose
+        tiles: those loaded by tiles; q, k and v first. varying: the others of a call. strides: those whose
         strides the kernel takes. row_stride: the stride between heads of per-query numbers. means: dq_kernel with
         DELTA. changed: how scores are changed. more: further tensors and numbers, which only changed scores have.
         functions: of one's own change, for its gradients.
@@ -166,11 +157,8 @@ class KernelLayout:
         examples: dict[str, Any] = {**self._tiles, **self._varying}
         if split:
             examples["parts_ptr"] = SOME_PARTS
-        if self.lengths:
-            examples |= {"lengths_ptr": SOME_LENGTHS, "lengths_stride": SOME_LENGTHS.stride(0)}
-        if self.dropout:
-            examples["seed_ptr"] = SOME_SEED
-            examples |= {f"{name}_ptr": SOME_COORDINATES for name in self._coordinates}
+        dropout = Dropout(SOME_SEED, numbers.dropped, **dict.fromkeys(self._coordinates, SOME_COORDINATES))
+        examples |= of_call(SOME_LENGTHS if self.lengths else None, dropout if self.dropout else None)
         if self._changed is not None:
             numbers_by_name |= self._changed.numbers
             examples |= self._changed.examples
@@ -198,6 +186,17 @@ class KernelLayout:
                 shape = [batch * heads, self.numbers.q_len]
                 made[name] = Describe(self._varying[name], shape, [stride, 1], [1, config.block_m])
         return made
+
+
+def of_call(lengths: Tensor | None, dropout: Dropout | None = None) -> dict[str, Any]:
+    """The arguments that all kernels of a call get alike, by their names."""
+    found: dict[str, Any] = {}
+    if lengths is not None:
+        found |= {"lengths_ptr": lengths, "lengths_stride": lengths.stride(0)}
+    if dropout is not None:
+        found["seed_ptr"] = dropout.seed
+        found |= {f"{name}_ptr": x for name, x in dropout.coordinates.items()}
+    return found
 
 
 def launch_of(

@@ -17,7 +17,11 @@ from sparseflash.backends.triton.portable.changed import Changed, wanted_of
 from sparseflash.backends.triton.portable.launches import Bound, Numbers
 from sparseflash.backends.triton.portable.passes import like
 from sparseflash.backends.triton.schedule.tile_places import TilePlaces
+from sparseflash.backends.triton.schedule.work_item import ITEM_NUMBER
 from sparseflash.scores.change import Scores
+
+# What dq_kernel writes for changes of each kind.
+_PARTS = {"distance": "dslopes_ptr", "bias": "dbias_ptr", "tile_bias": "dtiles_ptr", "relative": "dtable_ptr"}
 
 
 class Learned:
@@ -114,23 +118,22 @@ class Sums:
                 tensor = changes.find("function").given[load.tensor]
                 self._own.append(empty(programs, load.entries(tensor)).zero_())
 
-    def of_queries(self) -> list[Any]:
+    def of_queries(self) -> dict[str, Any]:
         """Further arguments of dq_kernel."""
-        found: list[Any] = [self._parts[kind] for kind in ("distance", "bias") if kind in self._parts]
+        found: dict[str, Any] = {name: self._parts[kind] for kind, name in _PARTS.items() if kind in self._parts}
         if self._places is not None:
             self._places.ready.wait()
-            found += [self._parts["tile_bias"], self._places.starts]
+            found["dtiles_starts_ptr"] = self._places.starts
         if "relative" in self._parts:
-            found.append(self._parts["relative"])
-            found.append(aligned_start(self._changes.find("relative").buckets.contiguous()))
+            found["buckets_ptr"] = aligned_start(self._changes.find("relative").buckets.contiguous())
         own = [part for load, part in zip(self._learned.loads, self._own) if load.way != "keys"]
-        return [*found, tuple(own)] if own else found
+        return {**found, "own_parts": tuple(own)} if own else found
 
-    def of_keys(self) -> list[Any]:
+    def of_keys(self) -> dict[str, Any]:
         """Further arguments of dk_dv_kernel."""
-        found: list[Any] = [self._parts["key_bias"]] if "key_bias" in self._parts else []
+        found: dict[str, Any] = {"dkey_ptr": self._parts["key_bias"]} if "key_bias" in self._parts else {}
         own = [part for load, part in zip(self._learned.loads, self._own) if load.way == "keys"]
-        return [*found, tuple(own)] if own else found
+        return {**found, "own_parts": tuple(own)} if own else found
 
     def gradients(self, lse: Tensor, drow: Tensor) -> list[Tensor | None]:
         """The gradient of each tensor. drow: of the score of a key without a value, divided by its weight."""
@@ -219,8 +222,8 @@ class Sums:
 
 
 def _items(kernel: Bound) -> Tensor:
-    """The number of the work item of each program, int64 `[W]`; see `schedule/plan.py`."""
-    return kernel.work.work[:, 0, 0].long()
+    """The number of the work item of each program, int64 `[W]`."""
+    return kernel.work.work[:, 0, ITEM_NUMBER.value].long()
 
 
 def _unless_cut(kernel: Bound, programs: int) -> int | None:

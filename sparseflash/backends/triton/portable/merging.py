@@ -30,7 +30,7 @@ def merge_launch(
     function: Any, constants: Mapping[str, Any], numbers: Mapping[str, Any], examples: Mapping[str, Any],
     device: torch.device,
 ) -> Launch:  # fmt: skip
-    """The launch of a kernel of `combine.py`, without work; it takes the partial results, then the examples."""
+    """The launch of a kernel of `combine.py`, without work; it takes the partial results and the examples."""
     return launch_of(
         function, constants, numbers, {"parts_ptr": SOME_PARTS, **examples}, device, {}, bound=("merged_ptr",),
         num_warps=4, num_stages=2,
@@ -48,13 +48,22 @@ class Combine:
     def __init__(
         self, of: Bound, layout: KernelLayout, function: Any, numbers_a_token: int, tokens: int,
         constants: Mapping[str, Any], numbers: Mapping[str, Any], examples: Mapping[str, Any],
+        names: Mapping[str, str],
     ) -> None:  # fmt: skip
-        """numbers_a_token: fp32 numbers of a partial result per token. tokens: per program."""
+        """numbers_a_token: fp32 numbers of a partial result per token. tokens: per program.
+
+        names: those of its arguments that the other kernel has under another name, with that name.
+        """
         if of.work.merged is None:
             raise RuntimeError("there are no chunks to merge")
+        self._names = names
         self._shape, self._device = (of.work.parts, of.tile * numbers_a_token), layout.device
         unbound = merge_launch(function, constants, numbers, examples, layout.device)
         self.launch = bind_merge(unbound, of.work.merged, of.tile, tokens)
+
+    def __call__(self, given: Mapping[str, Any]) -> None:
+        """Launches the kernel. given: the arguments of the other, among them the workspace."""
+        self.launch({**given, **{name: given[theirs] for name, theirs in self._names.items()}})
 
     def workspace(self) -> Tensor:
         """Uninitialised memory for the partial results."""
@@ -64,8 +73,7 @@ class Combine:
 def combine_rows(
     of: Bound, layout: KernelLayout, written: Mapping[str, Tensor], sink: Mapping[str, Tensor]
 ) -> Combine | None:
-    """Merges into `written`: out and lse, in fp32 also the maximum and the inverse sum; then come lengths and the
-    sink, if any.
+    """Merges into `written`: out and lse, in fp32 also the maximum and the inverse sum.
 
     None if no item is cut into chunks, as in the functions below.
     """
@@ -82,11 +90,11 @@ def combine_rows(
         "row_tiles": -(-numbers.q_len // of.tile), "out_strides": strides_of(written["out_ptr"]),
     }  # fmt: skip
     examples = {**written, **({"lengths_ptr": SOME_LENGTHS} if layout.lengths else {}), **sink}
-    return Combine(of, layout, combine_rows_kernel, padded_v + 2, TOKENS_TO_COMBINE, constants, by_name, examples)
+    return Combine(of, layout, combine_rows_kernel, padded_v + 2, TOKENS_TO_COMBINE, constants, by_name, examples, {})
 
 
 def combine_gradients(of: Bound, layout: KernelLayout, x: Tensor, y: Tensor | None = None) -> Combine | None:
-    """Merges dq; or dk and dv, followed by lengths, if there are any, and the offset of those of keys."""
+    """Merges dq; or dk and dv."""
     if of.work.merged is None:
         return None
     numbers, padded, of_keys = layout.numbers, of.choice.padded, y is not None
@@ -101,24 +109,27 @@ def combine_gradients(of: Bound, layout: KernelLayout, x: Tensor, y: Tensor | No
         "x_strides": strides_of(x), "y_strides": strides_of(x if y is None else y), "lengths_offset": 0,
     }  # fmt: skip
     examples: dict[str, Any] = {"x_ptr": x}
+    names = {"x_ptr": "dq_ptr"}
     if y is not None:
         examples["y_ptr"] = y
+        names = {"x_ptr": "dk_ptr", "y_ptr": "dv_ptr"}
         if layout.lengths:  # gradients of queries without keys are 0 anyway
             examples |= {"lengths_ptr": SOME_LENGTHS, "lengths_offset": SOME_LENGTHS.stride(0)}
+            names["lengths_offset"] = "lengths_stride"  # the lengths of keys come after those of queries
     size = padded[0] + (padded[1] if of_keys else 0)
-    return Combine(of, layout, combine_gradients_kernel, size, TOKENS_TO_COMBINE, constants, by_name, examples)
+    return Combine(of, layout, combine_gradients_kernel, size, TOKENS_TO_COMBINE, constants, by_name, examples, names)
 
 
 def combine_means(of: Bound, layout: KernelLayout, rows: Tensor, sink: Mapping[str, Tensor]) -> Combine | None:
-    """Merges the results of dq_kernel with DELTA. Arguments: the forward's inverse sums, delta, the new inverse
-    sums; with a sink also the maxima and the sink.
-    """
+    """Merges the results of dq_kernel with DELTA."""
     if of.work.merged is None:
         return None
     numbers = layout.numbers
     by_name = {"q_len": numbers.q_len, "row_tiles": -(-numbers.q_len // of.tile)}
     examples = {"inverse_ptr": rows, "delta_ptr": rows, "own_inverse_ptr": rows}
+    names = {}
     if sink:
+        names["maximum_ptr"] = "lse2_ptr"
         by_name["heads"] = numbers.heads
         examples |= {"maximum_ptr": rows, **sink}
-    return Combine(of, layout, combine_means_kernel, 3, of.tile, {"BLOCK_M": of.tile}, by_name, examples)
+    return Combine(of, layout, combine_means_kernel, 3, of.tile, {"BLOCK_M": of.tile}, by_name, examples, names)

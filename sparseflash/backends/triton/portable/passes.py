@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,27 +11,19 @@ from torch import Tensor
 from sparseflash.backends.triton.portable.launches import Bound
 from sparseflash.backends.triton.portable.merging import Combine
 from sparseflash.blockmask.cache import BoundedDict
-from sparseflash.dropout import Dropout
 
 layouts = BoundedDict(256)  # by the direction and everything that they depend on
 
 
-def run_kernel(
-    kernel: Bound, combine: Combine | None, given: Sequence[Any], merged: Sequence[Any], lengths: Tensor | None,
-    dropout: Dropout | None, more: Sequence[Any] = (),
-) -> None:  # fmt: skip
-    """Launches a kernel, and the kernel that merges its chunks if there are any.
-
-    given: the kernel's arguments before lengths and dropout. merged: those of the merge after the partial results; see
-    the functions of `merging.py`. more: the kernel's last arguments, which only changed scores have.
-    """
+def run_kernel(kernel: Bound, combine: Combine | None, given: Mapping[str, Any]) -> None:
+    """Launches a kernel, and the kernel that merges its chunks if there are any, with what they take of `given`."""
     kernel.work.ready.wait()
     if combine is None:
-        kernel.launch(*given, *kernel.extra(None, lengths, dropout), *more)
+        kernel.launch(given)
         return
-    parts = combine.workspace()
-    kernel.launch(*given, *kernel.extra(parts, lengths, dropout), *more)
-    combine.launch(parts, *merged)
+    given = {**given, "parts_ptr": combine.workspace()}
+    kernel.launch(given)
+    combine(given)
 
 
 def empty_kept(q: Tensor) -> Tensor:

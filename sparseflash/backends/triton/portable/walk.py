@@ -8,7 +8,16 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-ITEM = tl.constexpr(8)  # numbers per work item, see schedule/plan.py
+from sparseflash.backends.triton.schedule.work_item import (
+    ITEM_COUNT,
+    ITEM_FULL,
+    ITEM_FULL_BLOCK,
+    ITEM_NUMBER,
+    ITEM_PART,
+    ITEM_PARTIAL_BLOCK,
+    ITEM_PARTIAL_TILE,
+    ITEM_START,
+)
 
 
 class Place(NamedTuple):
@@ -38,7 +47,7 @@ def part_of(item_ptr, parts_ptr):
     """
     part = 0
     if parts_ptr is not None:
-        part = tl.load(item_ptr + 7)
+        part = tl.load(item_ptr + ITEM_PART)
     return part
 
 
@@ -49,13 +58,14 @@ def list_of_item(item_ptr, index_ptr, TOKENS: tl.constexpr, GATHERED: tl.constex
     The blocks are `listed_block`. Unless GATHERED, they are stored in the item itself, so that no load has to wait for
     `start`.
     """
-    start, full, count = tl.load(item_ptr + 1), tl.load(item_ptr + 2), tl.load(item_ptr + 3)
+    start, full = tl.load(item_ptr + ITEM_START), tl.load(item_ptr + ITEM_FULL)
+    count = tl.load(item_ptr + ITEM_COUNT)
     if GATHERED > 0:
         first = listed_block(index_ptr, start, 0, TOKENS, GATHERED)
         first_partial = listed_block(index_ptr, start, full, TOKENS, GATHERED)
     else:
-        first, first_partial = tl.load(item_ptr + 4), tl.load(item_ptr + 5)
-    return (start, full, count), (first, first_partial, tl.load(item_ptr + 6))
+        first, first_partial = tl.load(item_ptr + ITEM_FULL_BLOCK), tl.load(item_ptr + ITEM_PARTIAL_BLOCK)
+    return (start, full, count), (first, first_partial, tl.load(item_ptr + ITEM_PARTIAL_TILE))
 
 
 @triton.jit
@@ -124,7 +134,7 @@ def row_item(
     next one is cut by the length, the number of partial tiles, and where those start. firsts: of `list_of_item`.
     lengths: live queries and live keys.
     """
-    item = tl.load(item_ptr)
+    item = tl.load(item_ptr + ITEM_NUMBER)
     listed, firsts = list_of_item(item_ptr, index_ptr, BLOCK_N, GATHERED)
     start, full, count = listed
     batch_head = item // row_tiles

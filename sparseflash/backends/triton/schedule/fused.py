@@ -14,6 +14,17 @@ from torch import Tensor
 from sparseflash.backends.triton.launcher import Launch
 from sparseflash.backends.triton.schedule.launch_order import is_exact
 from sparseflash.backends.triton.schedule.tilings import Tiling
+from sparseflash.backends.triton.schedule.work_item import (
+    ITEM,
+    ITEM_COUNT,
+    ITEM_FULL,
+    ITEM_FULL_BLOCK,
+    ITEM_NUMBER,
+    ITEM_PART,
+    ITEM_PARTIAL_BLOCK,
+    ITEM_PARTIAL_TILE,
+    ITEM_START,
+)
 from sparseflash.backends.triton.schedule.worklists import TileLists
 from sparseflash.blockmask.cache import bounded
 
@@ -34,7 +45,7 @@ def full_first(indptr: Tensor, index: Tensor, tile: Tensor, words: Tensor, tilin
 def work_in_start_order(
     lists: TileLists, pattern: Tensor, shape: tuple[int, int, int], length: int, tile: int
 ) -> Tensor:
-    """The work of a plan, int32 `[W, group, 8]`, with `pattern [B, Hq]` and `shape = (B, H, group)`: see plan.py.
+    """The work of a plan, int32 `[W, group, ITEM]`, with `pattern [B, Hq]` and `shape = (B, H, group)`.
 
     The tiles of the lists must be those of the mask, and none is cut.
     """
@@ -45,7 +56,7 @@ def work_in_start_order(
     sizing, writing = _working(device, group, exact)
     programs = -(-items // _AT_ONCE)
     keys = torch.empty(items, dtype=torch.int32 if exact else torch.int8, device=device)
-    work = torch.empty(items, group, 8, dtype=torch.int32, device=device)
+    work = torch.empty(items, group, ITEM.value, dtype=torch.int32, device=device)
     place = (*pattern.stride(), items, heads, tiles, blocks, tile, held)
     sizing.start(programs, pattern, lists.count, keys, *place, exact, group, _AT_ONCE)
     order = torch.sort(keys, stable=True, descending=True).indices
@@ -155,7 +166,7 @@ def size_kernel(
 )
 def work_kernel(
     pattern_ptr, start_ptr, full_ptr, count_ptr, index_ptr, tile_ptr,  # int32 [B, Hq], [rows] thrice, [room] twice
-    order_ptr, work_ptr,  # int64 [items], int32 [items, GROUP, 8]
+    order_ptr, work_ptr,  # int64 [items], int32 [items, GROUP, ITEM]
     batch_stride, head_stride, items, heads, tiles, blocks, tile, held,  # heads: without the group
     GROUP: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
@@ -169,12 +180,12 @@ def work_kernel(
         )
         start, full = tl.load(start_ptr + row), tl.load(full_ptr + row)
         masked = start + full
-        item_ptr = work_ptr + (place * GROUP + member) * 8
-        tl.store(item_ptr, number.to(tl.int32), mask=here)
-        tl.store(item_ptr + 1, start, mask=here)
-        tl.store(item_ptr + 2, full, mask=here)
-        tl.store(item_ptr + 3, tl.load(count_ptr + row), mask=here)
-        tl.store(item_ptr + 4, tl.load(index_ptr + start), mask=here)
-        tl.store(item_ptr + 5, tl.load(index_ptr + masked), mask=here)
-        tl.store(item_ptr + 6, tl.load(tile_ptr + masked), mask=here)
-        tl.store(item_ptr + 7, tl.zeros([AT_ONCE], tl.int32), mask=here)
+        item_ptr = work_ptr + (place * GROUP + member) * ITEM
+        tl.store(item_ptr + ITEM_NUMBER, number.to(tl.int32), mask=here)
+        tl.store(item_ptr + ITEM_START, start, mask=here)
+        tl.store(item_ptr + ITEM_FULL, full, mask=here)
+        tl.store(item_ptr + ITEM_COUNT, tl.load(count_ptr + row), mask=here)
+        tl.store(item_ptr + ITEM_FULL_BLOCK, tl.load(index_ptr + start), mask=here)
+        tl.store(item_ptr + ITEM_PARTIAL_BLOCK, tl.load(index_ptr + masked), mask=here)
+        tl.store(item_ptr + ITEM_PARTIAL_TILE, tl.load(tile_ptr + masked), mask=here)
+        tl.store(item_ptr + ITEM_PART, tl.zeros([AT_ONCE], tl.int32), mask=here)

@@ -19,11 +19,13 @@ from sparseflash.backends.triton.alignment import aligned_start
 from sparseflash.backends.triton.cuda_graphs import refuse_to_record
 from sparseflash.backends.triton.device import runs_kernels
 from sparseflash.backends.triton.overrides import overrides
+from sparseflash.backends.triton.schedule import fused
 from sparseflash.backends.triton.schedule.costs import HOST_PLAN_ITEMS
 from sparseflash.backends.triton.schedule.launch_order import start_order
 from sparseflash.backends.triton.schedule.retiling import Retiling
 from sparseflash.backends.triton.schedule.splits import Items, cut_items, cuts_of
 from sparseflash.backends.triton.schedule.tilings import Cost, Tile, Tiling, Warps, usual_warps
+from sparseflash.backends.triton.schedule.work_item import WorkItem
 from sparseflash.backends.triton.schedule.worklists import (
     TileLists,
     Worklist,
@@ -125,8 +127,6 @@ class Plan:
         count = -(-tokens[axis] // tile)
         check_number_of_items(batch, shape[1], count)
         if self.lists.fused:
-            from sparseflash.backends.triton.schedule import fused  # late: needs Triton
-
             lists.ready.wait()
             work = fused.work_in_start_order(lists, self.pattern, shape, tokens[axis], tile)
             return Worklist(work, lists.index, lists.tile, lists.words)
@@ -197,11 +197,8 @@ def _mask_lists(problem: Problem, tokens: tuple[int, int], cache: MaskCache) -> 
     indices, may_wait = indices.detach(), cache.may_wait
     # On the device, where the kernels read them.
     own_words = aligned_start(words if problem.words is None else problem.words)
-    list_tiles, fused = full_first, False
-    if not may_wait and device.type in _DEVICES and len(indices) < _MOST_ENTRIES and runs_kernels(device):
-        from sparseflash.backends.triton.schedule.fused import full_first as list_tiles  # late: needs Triton
-
-        fused = True
+    by_kernels = not may_wait and device.type in _DEVICES and len(indices) < _MOST_ENTRIES and runs_kernels(device)
+    list_tiles = fused.full_first if by_kernels else full_first
 
     def make(axis: int) -> TileLists:
         if may_wait:
@@ -212,7 +209,8 @@ def _mask_lists(problem: Problem, tokens: tuple[int, int], cache: MaskCache) -> 
     return MaskLists(
         make, (len(indptr) - 1) // row_blocks, tokens, may_wait=may_wait, reusable=may_wait,
         device=device, pattern=None if host is None else pattern,
-        retiling=Retiling(indptr, indices, tile, words, pattern, tokens, blocks) if may_wait else None, fused=fused,
+        retiling=Retiling(indptr, indices, tile, words, pattern, tokens, blocks) if may_wait else None,
+        fused=by_kernels,
     )  # fmt: skip
 
 
@@ -282,14 +280,13 @@ def _items(lists: TileLists, pattern: Tensor, length: int, tile: int) -> Items:
 
 
 def _in_start_order(items: Items, lists: TileLists) -> Tensor:
-    """The items as the kernels read them: int32 `[W, group, 8]`, in the order in which programs start.
-
-    An item is `(batch, head and tile as one number, start, full, count)` of its list, then the first full block, the
-    first partial block and its tile number, and its number among the chunks. The first blocks are stored here because a
-    program that looked them up in the lists would wait for memory once more before it could load any keys.
-    """
+    """The items as the kernels read them: int32 `[W, group, ITEM]`, in the order in which programs start."""
     start, masked = items.start.view(-1), (items.start + items.full).view(-1)
     index = lists.index.view(len(lists.tile), -1)[:, 0]  # of a gathered tile, which has several, none is read
-    firsts = index.index_select(0, start), index.index_select(0, masked), lists.tile.index_select(0, masked)
-    work = torch.stack([*items[:4], *(x.view_as(items.start) for x in firsts), items.part], dim=-1)
-    return work.index_select(0, start_order(items.size.sum(1)))
+    work = WorkItem(
+        number=items.number, start=items.start, full=items.full, count=items.size, part=items.part,
+        full_block=index.index_select(0, start).view_as(items.start),
+        partial_block=index.index_select(0, masked).view_as(items.start),
+        partial_tile=lists.tile.index_select(0, masked).view_as(items.start),
+    )  # fmt: skip
+    return torch.stack(work, dim=-1).index_select(0, start_order(items.size.sum(1)))

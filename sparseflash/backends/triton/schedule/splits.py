@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.backends.triton.schedule.costs import SplitRule
+from sparseflash.backends.triton.schedule.work_item import CutItem
 
 
 class Items(NamedTuple):
@@ -90,8 +91,7 @@ def cut_items(items: Items, cuts: Cuts) -> tuple[Items, Tensor]:
     n`. Full tiles come first in each list, so a chunk is again a list (maybe an empty one) for each member of the
     group.
 
-    The second result is int32 `[cut, 4]`: the number of an item that is cut, the index of its first chunk, from 0, the
-    number of its chunks, and a filler.
+    The second result is int32 `[cut, CUT_ITEM]`.
     """
     device = cuts.chunks.device
     item = torch.repeat_interleave(torch.arange(len(cuts.chunks), device=device), cuts.chunks, output_size=cuts.total)
@@ -113,5 +113,5 @@ def cut_items(items: Items, cuts: Cuts) -> tuple[Items, Tensor]:
     )
     parts = cuts.chunks * is_cut
     _, order = torch.sort(is_cut, stable=True, descending=True)
-    merged = torch.stack([items.number[:, 0], parts.cumsum(0) - parts, parts, torch.zeros_like(parts)], dim=-1)
-    return made, merged[order[: cuts.cut]].to(torch.int32)
+    merged = CutItem(items.number[:, 0], parts.cumsum(0) - parts, parts, torch.zeros_like(parts))
+    return made, torch.stack(merged, dim=-1)[order[: cuts.cut]].to(torch.int32)

@@ -52,12 +52,12 @@ class TileLists:
 class Worklist:
     """The work of a kernel over rows or columns: its items, and the lists that they point into."""
 
-    work: Tensor  # int32 [W, group, 8], see plan.py; other kernels may read other items
+    work: Tensor  # int32 [W, group, ITEM], see work_item.py; other kernels may read other items
     index: Tensor
     tile: Tensor
     words: Tensor
     parts: int = 0  # number of items that are chunks and write partial results
-    merged: Tensor | None = None  # int32 [items that are cut, 4], see splits.py
+    merged: Tensor | None = None  # int32 [items that are cut, CUT_ITEM]
     ready: ReadyEvent = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -11,6 +11,7 @@ from closeness import Results
 from exactness import plain_errors, results
 from sparseflash import testing
 from sparseflash.backends.problem import Problem as Asked
+from sparseflash.backends.saved import Saved
 from sparseflash.backends.triton import api
 from sparseflash.backends.triton.hopper import backward as backward_module
 from sparseflash.backends.triton.hopper import backward_pass, cuts, forward_pass, passes, plan
@@ -69,7 +70,7 @@ def interpreted(
         gradients = ()
         if dout is not None:
             run = passes.backward(setting, object(), q, k, v, out, dout, scale, 0, dlse=dlse is not None)
-            gradients = run(dout, dlse, q, k, v, out, lse, None, asked.lengths, None)
+            gradients = run(dout, dlse, Saved(q, k, v, out, lse, None), asked.lengths, None)
     assert counter.item() == 0, "the next launch would not begin with the first item"
     return (out, lse, *gradients)
 

@@ -1,0 +1,58 @@
+"""A work item: what a program is to do, as int32 numbers side by side, and where kernels find each of them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton.language as tl
+
+
+class WorkItem(NamedTuple):
+    """The numbers of an item of the portable kernels, in the order in which they are stored.
+
+    The first blocks are stored here because a program that looked them up in the lists would wait for memory once more
+    before it could load any keys.
+    """
+
+    number: Any  # of batch, head and tile of tokens
+    start: Any  # of its list, as the next two: see `TileLists`
+    full: Any
+    count: Any
+    full_block: Any  # of the first full tile of the list
+    partial_block: Any  # of the first partial tile
+    partial_tile: Any  # the number of the bits of that tile
+    part: Any  # number among all chunks of items that are cut, from 1; 0: not cut
+
+
+class CutItem(NamedTuple):
+    """The numbers of an item that is cut into chunks, whose partial results are merged."""
+
+    number: Any  # of the item
+    first_part: Any  # index of its first chunk among all chunks of items that are cut, from 0
+    parts: Any  # how many chunks it has
+    unused: Any  # so that it has 16 bytes
+
+
+def place(item: type[NamedTuple], field: str) -> tl.constexpr:
+    """Where kernels find a number of an item.
+
+    >>> place(WorkItem, "start").value
+    1
+    """
+    return tl.constexpr(item._fields.index(field))
+
+
+ITEM = tl.constexpr(len(WorkItem._fields))
+ITEM_NUMBER = place(WorkItem, "number")
+ITEM_START = place(WorkItem, "start")
+ITEM_FULL = place(WorkItem, "full")
+ITEM_COUNT = place(WorkItem, "count")
+ITEM_FULL_BLOCK = place(WorkItem, "full_block")
+ITEM_PARTIAL_BLOCK = place(WorkItem, "partial_block")
+ITEM_PARTIAL_TILE = place(WorkItem, "partial_tile")
+ITEM_PART = place(WorkItem, "part")
+CUT_ITEM = tl.constexpr(len(CutItem._fields))
+CUT_NUMBER = place(CutItem, "number")
+CUT_FIRST_PART = place(CutItem, "first_part")
+CUT_PARTS = place(CutItem, "parts")
+CUT_UNUSED = place(CutItem, "unused")
