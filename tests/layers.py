@@ -101,7 +101,7 @@ MAY_IMPORT = {
     "sparseflash/blockmask/ops": ("sparseflash/blockmask",),
     _BACKENDS: (),
     f"{_BACKENDS}/problem.py": ("sparseflash/blockmask", "sparseflash/dropout.py"),
-    f"{_BACKENDS}/flop_counter.py": (f"{_BACKENDS}/problem.py",),
+    f"{_BACKENDS}/flop_counter.py": (f"{_BACKENDS}/direct.py", f"{_BACKENDS}/problem.py"),
     f"{_BACKENDS}/direct.py": (),
     f"{_BACKENDS}/refused_derivatives.py": (),
     f"{_BACKENDS}/registration.py": (
