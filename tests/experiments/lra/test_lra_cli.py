@@ -266,6 +266,21 @@ def test_demo_trains_all_masks_and_compares_them(folder, tmp_path):
     assert len(json.loads((tmp_path / "demo.json").read_text())) == 1
 
 
+def test_a_demo_that_is_stopped_keeps_what_was_done(folder, tmp_path, monkeypatch):
+    train_one = demo.train_one
+
+    def stopped_at_the_third(config, *others):
+        if config.mask == "butterfly":
+            raise KeyboardInterrupt
+        return train_one(config, *others)
+
+    monkeypatch.setattr(demo, "train_one", stopped_at_the_third)
+    options = {name: value for name, value in {**OPTIONS, **WINDOW}.items() if name != "mask"}
+    assert call("train", preset="demo", data=folder, out=tmp_path, **{**options, "steps": 1}).exit_code != 0
+    outcomes = json.loads((tmp_path / "demo.json").read_text())
+    assert [outcome["name"] for outcome in outcomes] == ["dense", "local"]
+
+
 def test_demo_fails_where_a_mask_is_not_exact(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("experiments.lra.exactness.ALLOWED", 0.01)
     options = {name: value for name, value in OPTIONS.items() if name != "mask"}
