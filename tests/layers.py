@@ -304,11 +304,12 @@ MAY_IMPORT = {
         f"{_BENCHMARKS}/speed",
         f"{_BENCHMARKS}/timing.py",
         f"{_BENCHMARKS}/tune",
+        "experiments/training",
         _BACKENDS,
         *PUBLIC,
     ),
     f"{_BENCHMARKS}/distributed": (f"{_BENCHMARKS}/distributed", "experiments/training", *PUBLIC),
-    f"{_BENCHMARKS}/exactness": (),
+    f"{_BENCHMARKS}/exactness": ("experiments/training",),
     f"{_BENCHMARKS}/selection": (_FLEX, f"{_BENCHMARKS}/timing.py", "experiments/training", *PUBLIC),
     f"{_BENCHMARKS}/decode": (f"{_BENCHMARKS}/timing.py", "experiments/training", *PUBLIC),
     f"{_BENCHMARKS}/huggingface": (
@@ -318,7 +319,12 @@ MAY_IMPORT = {
         *PUBLIC,
     ),
     f"{_BENCHMARKS}/scores": (_FLEX, _INTERPRETER, f"{_BENCHMARKS}/timing.py", *PUBLIC),
-    f"{_BENCHMARKS}/patterns": (f"{_BENCHMARKS}/patterns/entries", "sparseflash/blockmask/arguments.py", *PUBLIC),
+    f"{_BENCHMARKS}/patterns": (
+        f"{_BENCHMARKS}/patterns/entries",
+        "experiments/training",
+        "sparseflash/blockmask/arguments.py",
+        *PUBLIC,
+    ),
     f"{_BENCHMARKS}/patterns/entries": PUBLIC,
 }
 

@@ -40,7 +40,7 @@ def test_an_unknown_pattern_is_refused(tmp_path):
 
 def test_a_measurement_without_torchrun_is_refused(tmp_path):
     result = CliRunner().invoke(app, ["measure", "--device", "cpu", "--out", str(tmp_path)])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "torchrun must start the processes: torchrun --nproc-per-node 2 -m" in result.output
 
 
