@@ -2,6 +2,7 @@
 
 import csv
 import json
+import warnings
 
 import pytest
 import torch
@@ -45,9 +46,10 @@ def test_a_measurement_without_torchrun_is_refused(tmp_path):
 
 
 def timed_briefly(*command):
-    """The command with short series: a test asks what is timed, not how exactly."""
+    """The command with short series: a test asks what is timed, not how exactly. Deprecated names are errors."""
     from experiments.benchmarks.distributed import measure
 
+    warnings.simplefilter("error", FutureWarning)
     measure.ROUNDS, measure.SERIES_MS = 2, 2.0
     execute(*command)
 
