@@ -8,8 +8,7 @@ from torch import Tensor
 
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.arguments import Block, block_pair, flag, token_counts
-from sparseflash.blockmask.cache import bounded
-from sparseflash.blockmask.streams import ReadyEvent
+from sparseflash.blockmask.cache import bounded_tensors
 from sparseflash.masks import fused
 from sparseflash.masks.tiling.arguments import head_count
 from sparseflash.masks.tiling.chosen import Frame, as_heads, dynamic_mask, frame, pattern_of
@@ -81,21 +80,14 @@ def mask_of_queries(index: Tensor, rows: int, block_k: int, k_len: int, causal: 
     )  # fmt: skip
 
 
+@bounded_tensors(maxsize=32)
 def _first_keys(block_k: int, rows: int, device: torch.device) -> Tensor:
     """The words of tiles of which the first 1, 2, ... keys are live: int32 `[block_k - 1, rows, words]`."""
-    made, when = _made_first_keys(block_k, rows, device)
-    when.wait()
-    return made
+    words = torch.from_numpy(bitmask.below(np.arange(1, block_k), block_k))
+    return words.unsqueeze(1).expand(-1, rows, -1).contiguous().to(device, non_blocking=True)
 
 
 _first_keys._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-@bounded(maxsize=32)
-def _made_first_keys(block_k: int, rows: int, device: torch.device) -> tuple[Tensor, ReadyEvent]:
-    words = torch.from_numpy(bitmask.below(np.arange(1, block_k), block_k))
-    made = words.unsqueeze(1).expand(-1, rows, -1).contiguous().to(device, non_blocking=True)
-    return made, ReadyEvent(made)
 
 
 def _tiles(index: Tensor, counts: Tensor | None, of: Frame, room: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -113,7 +113,10 @@ def attention(
     if others:
         refuse(others)
     place = None
-    kernels = KERNELS.get(backend)
+    try:
+        kernels = KERNELS.get(backend)
+    except TypeError:  # it cannot be hashed; `chosen_backend` refuses it
+        kernels = None
     if kernels is not None and type(dropout_p) is float and dropout_p == 0.0:
         place = call_cache.place_of(q, k, v, mask, scale, kernels, on_gpu_only=backend is None)
         if place is not None and scores is None and (call := place[0].get(place[1])) is not None:

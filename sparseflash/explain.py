@@ -106,7 +106,7 @@ def explain(
     check_tensors(q, k, v)
     if mask is not None:
         check_mask(mask, q, k, any_device=capability is not None)
-    if capability is not None and backend not in KERNELS:
+    if capability is not None and backend not in tuple(KERNELS):  # a tuple: backend may be no name at all
         raise ValueError(f"backend must be 'triton', 'hopper' or None if capability is given; got {backend!r}.")
     if capability is not None and not (isinstance(capability, tuple) and list(map(type, capability)) == [int, int]):
         raise TypeError(f"capability must be two integers, such as (9, 0) for an H100; got {capability!r}.")

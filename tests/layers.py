@@ -101,7 +101,7 @@ MAY_IMPORT = {
     "sparseflash/blockmask/ops": ("sparseflash/blockmask",),
     _BACKENDS: (),
     f"{_BACKENDS}/problem.py": ("sparseflash/blockmask", "sparseflash/dropout.py"),
-    f"{_BACKENDS}/flop_counter.py": (f"{_BACKENDS}/problem.py",),
+    f"{_BACKENDS}/flop_counter.py": (f"{_BACKENDS}/direct.py", f"{_BACKENDS}/problem.py"),
     f"{_BACKENDS}/saved.py": (),
     f"{_BACKENDS}/direct.py": (f"{_BACKENDS}/saved.py",),
     f"{_BACKENDS}/refused_derivatives.py": (),
@@ -311,11 +311,12 @@ MAY_IMPORT = {
         f"{_BENCHMARKS}/speed",
         f"{_BENCHMARKS}/timing.py",
         f"{_BENCHMARKS}/tune",
+        "experiments/training",
         _BACKENDS,
         *PUBLIC,
     ),
     f"{_BENCHMARKS}/distributed": (f"{_BENCHMARKS}/distributed", "experiments/training", *PUBLIC),
-    f"{_BENCHMARKS}/exactness": (),
+    f"{_BENCHMARKS}/exactness": ("experiments/training",),
     f"{_BENCHMARKS}/selection": (_FLEX, f"{_BENCHMARKS}/timing.py", "experiments/training", *PUBLIC),
     f"{_BENCHMARKS}/decode": (f"{_BENCHMARKS}/timing.py", "experiments/training", *PUBLIC),
     f"{_BENCHMARKS}/huggingface": (
@@ -325,7 +326,12 @@ MAY_IMPORT = {
         *PUBLIC,
     ),
     f"{_BENCHMARKS}/scores": (_FLEX, _INTERPRETER, f"{_BENCHMARKS}/timing.py", *PUBLIC),
-    f"{_BENCHMARKS}/patterns": (f"{_BENCHMARKS}/patterns/entries", "sparseflash/blockmask/arguments.py", *PUBLIC),
+    f"{_BENCHMARKS}/patterns": (
+        f"{_BENCHMARKS}/patterns/entries",
+        "experiments/training",
+        "sparseflash/blockmask/arguments.py",
+        *PUBLIC,
+    ),
     f"{_BENCHMARKS}/patterns/entries": PUBLIC,
 }
 

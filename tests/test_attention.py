@@ -1,5 +1,7 @@
 """`attention()`: what follows from its definition, on every backend, and what it refuses."""
 
+import re
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,7 +10,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import scaled_dot_product_attention
 
 from forked import python
-from sparseflash import BlockMask, attention, masks
+from sparseflash import BlockMask, attention, explain, masks, sdpa
 from strategies import SEEDS, Problem, dense_masks, problems
 
 BACKENDS = ["reference", "blockwise", "triton"]
@@ -265,6 +267,13 @@ def test_an_unknown_backend_is_refused():
         ValueError, match=r"backend must be one of 'triton', 'hopper', 'blockwise', 'reference', or None; got 'x'"
     ):
         attention(Q, Q, Q, backend="x")
+
+
+@pytest.mark.parametrize("backend", [[], {}, 2.5, ("triton",)])
+@pytest.mark.parametrize("call", [attention, sdpa, explain])
+def test_a_backend_that_is_no_name_is_refused(call, backend):
+    with pytest.raises(ValueError, match=f"backend must be one of .*, or None; got {re.escape(repr(backend))}"):
+        call(Q, Q, Q, backend=backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -14,7 +14,6 @@ from sparseflash import BlockMask, analysis, attention, clear_caches, interop, m
 from sparseflash.decode import attention_with_cache, choose_pages
 from sparseflash.grouped import selected_attention
 from sparseflash.masks.block_index import mask_of_queries
-from sparseflash.masks.tiling import chosen as choosing
 from sparseflash.varlen import attention_varlen, varlen_mask
 
 ELSEWHERE = torch.device("meta")
@@ -26,8 +25,7 @@ ELSEWHERE = torch.device("meta")
 @pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: pattern.name)
 def test_a_pattern_is_the_same_mask_on_the_cpu(pattern):
     want = pattern.build(1024, 32)
-    choosing._frame.cache_clear()  # or what was made on the CPU would do
-    choosing._pattern_of.cache_clear()
+    clear_caches()  # or what was made on the CPU would do
     with ELSEWHERE:
         got = pattern.build(1024, 32)
     assert got.device.type == "cpu" and got == want

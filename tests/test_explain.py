@@ -151,6 +151,8 @@ def test_what_attention_refuses_is_refused():
     named = "backend must be 'triton', 'hopper' or None if capability is given; got 'reference'"
     with pytest.raises(ValueError, match=named):
         explain(q, k, v, backend="reference", **HOPPER)
+    with pytest.raises(ValueError, match=r"if capability is given; got \[\]"):
+        explain(q, k, v, backend=[], **HOPPER)
     with pytest.raises(ValueError, match="backend must be one of"):
         explain(q, k, v, backend="cuda")
     for wrong in ("H100", 9.0, (9,), [9, 0], ("9", "0")):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
+
+from experiments.training.reading import read_json
 
 PANELS = (("tokens_per_s", "tokens/s", 1.0), ("mfu", "MFU, %", 100.0), ("peak_gb", "peak memory, GB", 1.0))
 
@@ -32,7 +33,7 @@ def plot(stored: Path, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    found = json.loads(stored.read_text())
+    found = read_json(stored, "what `bench` has measured", "rows")
     panels = [panel for panel in PANELS if lines(found["rows"], panel[0])]
     if not panels:
         raise ValueError(f"{stored} must have a row with numbers; all have failed, as its column failure says")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +11,7 @@ from rich import box
 from rich.table import Table
 
 from experiments.training import run_folder, run_log
+from experiments.training.reading import read_json, reading
 from experiments.training.run_log import Record
 
 
@@ -49,9 +49,10 @@ def read(folder: Path) -> Finished:
     metrics, positions = folder / "metrics.json", folder / "positions.csv"
     rows = []
     if positions.is_file():
-        with open(positions, newline="") as file:
+        with reading(positions, "a table of losses by position"), open(positions, newline="") as file:
             rows = [(int(row["begin"]), int(row["end"]), float(row["loss"])) for row in csv.DictReader(file)]
-    return Finished(folder.name, records, json.loads(metrics.read_text()) if metrics.is_file() else None, rows)
+    result = read_json(metrics, "the result of a run") if metrics.is_file() else None
+    return Finished(folder.name, records, result, rows)
 
 
 def table(runs: Sequence[Finished]) -> Table:

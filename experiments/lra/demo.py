@@ -38,9 +38,11 @@ def run(config: Config, data: Data, out: Path, console: Console, *, names: tuple
     built = {short(name): mask_of(replace(config, mask=name)) for name in names}
     drawn = mask_picture.draw(built, out / "masks.png")
     console.print(f"The masks: {drawn}", soft_wrap=True)
-    outcomes = [train_one(replace(config, mask=name), data, out, console) for name in names]
     results = out / "demo.json"
-    write_json(results, [asdict(outcome) for outcome in outcomes])
+    outcomes: list[Outcome] = []
+    for name in names:
+        outcomes.append(train_one(replace(config, mask=name), data, out, console))
+        write_json(results, [asdict(outcome) for outcome in outcomes])  # kept if Ctrl-C stops the next one
     console.print(table(outcomes, data))
     for line in verdicts(outcomes, data):
         console.print(line)

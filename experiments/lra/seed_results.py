@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from experiments.lra.config import FREE_ON_RESUME, Config, as_dict, from_saved, resumed
 from experiments.training.fingerprint import check_same_data
+from experiments.training.reading import read_json
 from experiments.training.run_folder import SETTINGS
 from experiments.training.series import Metrics
 
@@ -29,13 +29,13 @@ def state(config: Config, data: dict[str, Any], folder: Path) -> tuple[Metrics |
     if not saved.exists():
         return None, False
     chosen = {name: value for name, value in as_dict(config).items() if name not in FREE_ON_RESUME}
-    began = json.loads(saved.read_text())
+    began = read_json(saved, "the settings of a run", "config", "data")
     resumed(from_saved(began["config"]), chosen)
     check_same_data(began["data"], data)
     path = folder / "metrics.json"
     if not path.is_file():
         return None, True
-    metrics: Metrics = json.loads(path.read_text())
+    metrics: Metrics = read_json(path, "the result of a run", "config")
     used = metrics["config"]
     return metrics if (used["steps"], used["minutes"]) == (config.steps, config.minutes) else None, True
 

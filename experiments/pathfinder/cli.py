@@ -61,7 +61,7 @@ def generate_command(
     with short_errors():
         if out.suffix in (".npz", ".npy", ".safetensors"):
             raise ValueError(f"--out must be a folder, in which the file gets a name of its own; got {out}")
-        chosen = parameters_of(size, contour) if parameters is None else Parameters.from_json(parameters.read_text())
+        chosen = parameters_of(size, contour) if parameters is None else Parameters.read(parameters)
         path = generated(Settings(chosen, images, seed), out, workers)
     console.print(f"Generated images (not the released ones): {path}", soft_wrap=True)
 

@@ -9,7 +9,10 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, fields
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any
+
+from experiments.training.reading import reading
 
 FOLDS = {6: "curv_baseline", 9: "curv_contour_length_9", 14: "curv_contour_length_14"}  # the release's folder names
 LABEL = "generated.json"  # the file beside generated images in the release's layout
@@ -88,6 +91,12 @@ class Parameters:
         if values.keys() != names:
             raise ValueError(f"parameters must be {', '.join(sorted(names))}; got {', '.join(sorted(values))}")
         return cls(**{**values, "margins": tuple(values["margins"])})
+
+    @classmethod
+    def read(cls, path: Path) -> Parameters:
+        """Those of a JSON file; raises ValueError if it holds something else."""
+        with reading(path, "a JSON file of all parameters of a generator"):
+            return cls.from_json(path.read_text(encoding="utf-8"))
 
 
 # The number of distractors is 20, 22, 35 and 30 over 2, their length at contour length 6: the original computes it

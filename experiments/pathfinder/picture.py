@@ -10,6 +10,7 @@ from PIL import Image, ImageDraw
 
 from experiments.pathfinder.render import render
 from experiments.pathfinder.vectors import Vectors
+from experiments.training.reading import reading
 
 GAP = 2  # white pixels around every tile, as in the strips of real ones
 LINE = 16  # height of a line of text
@@ -35,7 +36,7 @@ def picture(vectors: Vectors, path: Path, *, real: Path | None = None, tiles: in
     ours = strip(np.concatenate([connected, apart]))
     rows = [(f"generated, {vectors.parameters.name}, seed {vectors.seed}: {len(connected)} connected, rest not", ours)]
     if real is not None:
-        with Image.open(real) as file:
+        with reading(real, "a picture of eight real tiles"), Image.open(real) as file:
             theirs = np.asarray(file.convert("L"))
         if theirs.shape != ours.shape:
             raise ValueError(f"{real} must be {ours.shape[1]} x {ours.shape[0]} pixels, as ours; got {theirs.shape}")

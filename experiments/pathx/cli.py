@@ -174,10 +174,11 @@ def evaluate(
                 raise ValueError("--renderings draws images anew, which a release cannot; leave out one of them")
             tested = made_test_set(stage.size, stage.contour, data, workers)
             say(rendering_table.HEAD)
-            with Stream(workers) as stream:
+            total = images * len(rendering_table.RENDERINGS)
+            with Stream(workers) as stream, counting_bar(console, "Testing", total) as progress:
                 found = rendering_table.table(
                     model, config, stage, tested, images, stream, place,
-                    report=lambda row: say(rendering_table.line(row)),
+                    report=lambda row: say(rendering_table.line(row)), progress=progress,
                 )  # fmt: skip
             say(rendering_table.spread(found))
             if keep:

@@ -13,6 +13,7 @@ from experiments.pathx.data.packing import BACKGROUNDS
 from experiments.pathx.masks.relations import Relation, parse_layers
 from experiments.training import run_folder
 from experiments.training.lr_schedule import SCHEDULES
+from experiments.training.reading import reading
 from experiments.training.settings import RunSettings, changed, check_at_least, check_fractions, check_one_of, setting
 
 INTENSITIES, POSITIONS = ("smooth", "rows"), ("plane", "line")
@@ -197,11 +198,9 @@ def curriculum_from(path: Path) -> tuple[Stage, ...]:
     """The stages of a JSON file: a list of objects with the fields of Stage."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no curriculum {path}")
-    stages = json.loads(path.read_text())
-    known = {each.name for each in fields(Stage)}
-    if not isinstance(stages, list) or not all(isinstance(stage, dict) and stage.keys() <= known for stage in stages):
-        raise ValueError(f"{path} must be a list of stages with the fields {', '.join(sorted(known))}")
-    return tuple(Stage(**stage) for stage in stages)
+    known = ", ".join(sorted(each.name for each in fields(Stage)))
+    with reading(path, f"a list of stages with the fields {known}"):
+        return tuple(Stage(**stage) for stage in json.loads(path.read_text()))
 
 
 def stretched(curriculum: tuple[Stage, ...], minutes: float) -> tuple[Stage, ...]:

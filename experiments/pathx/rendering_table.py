@@ -49,11 +49,12 @@ def scores_in(
     stream: Stream,
     device: torch.device,
     name: str,
+    progress: Callable[[int], None] = lambda images: None,
 ) -> Scores:
-    """The scores of a model on the first images of a file in the rendering with this name."""
+    """The scores of a model on the first images of a file in a rendering; progress as in `scores_on`."""
     recipe = recipe_for(config, stage)
     calls = ((recipe, file, first, last, name) for first, last in batches_of(recipe, images))
-    return score(model, stream.in_order(pack_rendered, calls), recipe.layers, config, device)
+    return score(model, stream.in_order(pack_rendered, calls), recipe.layers, config, device, progress)
 
 
 def table(
@@ -66,15 +67,21 @@ def table(
     device: torch.device,
     names: Sequence[str] = tuple(RENDERINGS),
     report: Callable[[Row], None] = lambda row: None,
+    progress: Callable[[int], None] = lambda images: None,
 ) -> dict[str, Any]:
     """A row for each rendering, with what is needed to judge and repeat them.
 
-    report: called with every row as soon as it is known.
+    report: called with every row as soon as it is known. progress: with the number of images that are answered, of all
+        renderings together.
     """
     model.to(device)
     rows: list[Row] = []
     for name in names:
-        found = scores_in(model, config, stage, file, images, stream, device, name)
+
+        def counted(done: int, before: int = images * len(rows)) -> None:
+            progress(before + done)
+
+        found = scores_in(model, config, stage, file, images, stream, device, name, counted)
         rows.append({
             "rendering": name, "images": images, "right": int(found.right.sum()), "accuracy": found.accuracy,
             "error": standard_error(found.accuracy, images),

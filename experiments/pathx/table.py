@@ -10,6 +10,7 @@ from experiments.pathfinder.cnn.results import STORED, stored
 from experiments.pathfinder.parameters import lra
 from experiments.pathx.masks.relations import parse_layers
 from experiments.pathx.supervision import described, of_model
+from experiments.training.reading import reading
 
 HEAD = [
     "system", "Path-X", "Path-256", "labels", "background", "positions", "order", "layers", "images", "parameters",
@@ -50,7 +51,8 @@ def found_below(folder: Path) -> list[tuple[str, dict[str, Any]]]:
     """
     found = []
     for path in sorted(folder.rglob("*.json")):
-        values = json.loads(path.read_text())
+        with reading(path, "JSON, as all such files where models lie"):
+            values = json.loads(path.read_text())
         if isinstance(values, dict) and "sha256" in values and values.get("results"):
             found.append((path.parent.name if path.stem == "model" else path.stem, values))
     return found

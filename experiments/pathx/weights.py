@@ -6,7 +6,6 @@ model.json          the SHA-256 of that file, the cost of training, and the resu
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from experiments.pathx.model.classifier import PathModel
 from experiments.training import tensor_files
 from experiments.training.atomic_files import write_json
 from experiments.training.fingerprint import sha256
+from experiments.training.reading import read_json
 
 KIND = "experiments.pathx model"
 
@@ -82,5 +82,4 @@ def beside(path: Path) -> dict[str, Any]:
     note = path.with_suffix(".json")
     if not note.is_file():
         raise FileNotFoundError(f"{path} is not loaded without its SHA-256, which {note} would hold; pass --sha256")
-    values: dict[str, Any] = json.loads(note.read_text())
-    return values
+    return read_json(note, "the file that belongs to weights", "sha256")

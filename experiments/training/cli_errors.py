@@ -13,11 +13,14 @@ from rich.text import Text
 
 @contextmanager
 def short_errors() -> Iterator[None]:
-    """Show errors that the user can correct in one line, and all others with their traceback."""
+    """Show errors that the user can correct in one line, and all others with their traceback.
+
+    They end with exit code 2, as options that are refused do; a training that has diverged with 1.
+    """
     try:
         yield
     except (ValueError, FileNotFoundError, FileExistsError, FloatingPointError) as error:
         rank = os.environ.get("RANK", "0")  # of the processes that torchrun started, only the first reports
         who = "" if rank == "0" else f"process {rank}: "
         Console(stderr=True).print(Text.assemble((f"{who}Error: ", "red"), str(error)), soft_wrap=True)
-        raise typer.Exit(1) from error
+        raise typer.Exit(1 if isinstance(error, FloatingPointError) else 2) from error

@@ -139,7 +139,11 @@ class Ranks:
             return model
         device = next(model.parameters()).device
         places = [device] if device.type == "cuda" else None
-        return DistributedDataParallel(model, device_ids=places, broadcast_buffers=False)  # buffers are constants
+        wrapped = DistributedDataParallel(model, device_ids=places)
+        # Buffers are constants, which no forward need send. As an attribute, because the argument is deprecated since
+        # PyTorch 2.13, and its successor is not in 2.11; they are sent once, when the model is wrapped.
+        wrapped.broadcast_buffers = False
+        return wrapped
 
     def seed_by_rank(self, seed: int) -> None:
         """Give every process but the first its own random numbers, so that no two drop the same features.

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Collection
 from dataclasses import replace
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from experiments.training import checkpoint, tensor_files
+from experiments.training.reading import read_json
 
 SETTINGS = "config.json"
 LOG = "log.jsonl"
@@ -27,8 +27,7 @@ def saved_settings(path: Path) -> dict[str, Any]:
     """The settings that a run has written to its folder; raises FileNotFoundError if there are none."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no run to resume in {path.parent}")
-    saved: dict[str, Any] = json.loads(path.read_text())
-    return saved
+    return read_json(path, "the settings of a run", "config")
 
 
 def resumed(saved: Settings, chosen: dict[str, Any], free: Collection[str]) -> Settings:

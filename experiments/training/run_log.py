@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.training.atomic_files import write_text
+from experiments.training.reading import reading
 
 Record = dict[str, Any]  # kind ("train", "val" or "test"), step, and the numbers of that kind
 
@@ -43,8 +44,12 @@ def read(path: Path) -> list[Record]:
     """The records of a log, without a last line that was cut short when the process was killed."""
     if not path.exists():
         return []
-    lines = path.read_text().split("\n")[:-1]  # what follows the last line break is incomplete
-    return [json.loads(line) for line in lines]
+    with reading(path, "the log of a run, a JSON object with its kind a line"):
+        lines = path.read_text().split("\n")[:-1]  # what follows the last line break is incomplete
+        records: list[Record] = [json.loads(line) for line in lines]
+        for record in records:
+            record["kind"]
+    return records
 
 
 def write(path: Path, records: Iterable[Record]) -> None:

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 from experiments.training.atomic_files import write_json
 from experiments.training.distributed import SINGLE, Ranks
+from experiments.training.reading import read_json
 from experiments.training.run_folder import SETTINGS, check_unused, discard
 
 SERIES = "seeds.json"
@@ -42,7 +42,7 @@ def parsed(text: str) -> tuple[int, ...]:
 def saved(folder: Path) -> tuple[int, ...] | None:
     """The seeds of the series in a folder; None if there is none."""
     path = folder / SERIES
-    return tuple(json.loads(path.read_text())["seeds"]) if path.is_file() else None
+    return tuple(read_json(path, "the seeds of a series of runs", "seeds")["seeds"]) if path.is_file() else None
 
 
 def begin(

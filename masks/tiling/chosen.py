@@ -16,9 +16,8 @@ from torch import Tensor
 
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.arguments import dense_tensor, described, integer_tensor
-from sparseflash.blockmask.cache import bounded
+from sparseflash.blockmask.cache import bounded_tensors
 from sparseflash.blockmask.csr import row_of_entry
-from sparseflash.blockmask.streams import ReadyEvent
 
 # Shares are added up in units of 2^-40, because a sum of integers does not depend on the order.
 SHARE_UNITS = float(1 << 40)
@@ -39,6 +38,7 @@ class Frame(NamedTuple):
     forced_in_row: int  # the largest number in any row
 
 
+@bounded_tensors(maxsize=32)
 def frame(
     q_len: int, k_len: int, block: tuple[int, int], causal: bool, sink: int, local: int, device: torch.device
 ) -> Frame:
@@ -48,19 +48,6 @@ def frame(
     The diagonal is aligned at the bottom right; a block row may cross it in several tiles, which are all at distance 0.
     A frame is made once and cached. To torch.compile it is a constant, because how it is made cannot be traced.
     """
-    made, when = _frame(q_len, k_len, block, causal, sink, local, device)
-    when.wait()
-    return made
-
-
-# What `torch.compiler.assume_constant_result` sets, without the second that importing the compiler takes.
-frame._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-@bounded(maxsize=32)
-def _frame(
-    q_len: int, k_len: int, block: tuple[int, int], causal: bool, sink: int, local: int, device: torch.device
-) -> tuple[Frame, ReadyEvent]:
     block_q, block_k = block
     shift = k_len - q_len
     i, j = (torch.arange(-(-n // b), device="cpu") for n, b in ((q_len, block_q), (k_len, block_k)))
@@ -83,11 +70,14 @@ def _frame(
         # The copy need not have finished when this returns: the kernels that read it are queued after it.
         return x.to(device, non_blocking=True)
 
-    made = Frame(
+    return Frame(
         q_len, k_len, block, causal, there(open_), there(forced), there(kind.view(-1)), there(edges.bits),
         (0, *_longer_than(open_.sum(1), open_.shape[1]).cumsum(0).tolist()), int(forced.sum(1).max()),
     )  # fmt: skip
-    return made, ReadyEvent(made)
+
+
+# What `torch.compiler.assume_constant_result` sets, without the second that importing the compiler takes.
+frame._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _longer_than(counts: Tensor, stop: int) -> Tensor:
@@ -126,21 +116,14 @@ def dynamic_mask(
     )
 
 
+@bounded_tensors(maxsize=32)
 def pattern_of(batch: int, heads: int, group: int, device: torch.device) -> Tensor:
     """`BlockMask.pattern` if `group` query heads share each of `heads` choices."""
-    made, when = _pattern_of(batch, heads, group, device)
-    when.wait()
-    return made
+    pattern = torch.arange(batch * heads, dtype=torch.int32, device="cpu").view(batch, heads, 1)
+    return pattern.expand(-1, -1, group).reshape(batch, heads * group).contiguous().to(device, non_blocking=True)
 
 
 pattern_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-@bounded(maxsize=32)
-def _pattern_of(batch: int, heads: int, group: int, device: torch.device) -> tuple[Tensor, ReadyEvent]:
-    pattern = torch.arange(batch * heads, dtype=torch.int32, device="cpu").view(batch, heads, 1)
-    pattern = pattern.expand(-1, -1, group).reshape(batch, heads * group).contiguous().to(device, non_blocking=True)
-    return pattern, ReadyEvent(pattern)
 
 
 def mask_of_blocks(frame: Frame, kept: Tensor, most: int, group: int) -> BlockMask:

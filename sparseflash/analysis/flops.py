@@ -9,6 +9,7 @@ import torch
 from sparseflash.analysis.heads import dims, repeats
 from sparseflash.analysis.walks import walks
 from sparseflash.blockmask import BlockMask
+from sparseflash.blockmask.arguments import check_floating, flag
 
 # For each score, the number of (products over the head dim D, products over the value dim Dv).
 _FORWARD = 1, 1  # S = Q K^T; O = P V
@@ -81,6 +82,8 @@ def flops(
     Raises ValueError if a dim is not positive, or if the mask does not fit the number of heads or batch elements.
     """
     head_dim, v_dim = dims(head_dim, v_dim)
+    backward = flag(backward, "backward")
+    check_floating(dtype)
     times = repeats(mask, batch, heads)
     live = tiles = 0
     for walk in walks(mask):

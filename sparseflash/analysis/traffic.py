@@ -9,7 +9,7 @@ import torch
 from sparseflash.analysis.heads import dims, repeats
 from sparseflash.analysis.walks import walks
 from sparseflash.blockmask import BlockMask, bitmask
-from sparseflash.blockmask.arguments import checked_mask, integer
+from sparseflash.blockmask.arguments import check_floating, checked_mask, integer
 
 _LEAST = 16  # queries and keys of the smallest tile for tensor cores
 _WORK_ITEM = 32  # bytes of a program's entry in the plan
@@ -109,8 +109,7 @@ def bytes_moved(
     default those of the mask. Raises ValueError if not even 16 queries fit on chip.
     """
     head_dim, v_dim = dims(head_dim, v_dim)
-    if not dtype.is_floating_point:
-        raise TypeError(f"dtype must be a floating-point type; got {dtype}.")
+    check_floating(dtype)
     e = dtype.itemsize
     held = _held(
         checked_mask(mask).block_q, head_dim, v_dim, e, integer(sram_bytes, "sram_bytes", "bytes"), tile_queries

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from sparseflash.backends.direct import have_contents
 from sparseflash.backends.problem import Problem
 
 Formula = Callable[..., int]
@@ -63,7 +63,7 @@ def scores(q: Tensor, k: Tensor, problem: Problem) -> int:
     if indptr is None or indices is None or pattern is None:
         return batch * heads * q_len * k_len
     rows = -(-q_len // block_q)
-    if any(isinstance(x, FakeTensor) or x.is_meta for x in (q, indptr)):
+    if not have_contents(q, indptr):
         return batch * heads * indices.shape[0] * block_q * block_k * rows // max(1, indptr.shape[0] - 1)
     tiles = indptr[rows::rows].long() - indptr[:-1:rows].long()  # per pattern
     own_batch, own_heads = pattern.shape

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.backends import flop_counter
-from sparseflash.backends.direct import call_directly, differentiably, is_plain_call
+from sparseflash.backends.direct import call_directly, differentiably, have_contents, is_plain_call
 from sparseflash.backends.problem import Problem, schema
 from sparseflash.backends.refused_derivatives import refuse_second_gradients, refuse_transforms, refuse_vmap
 from sparseflash.backends.registration import LIBRARY, define, empty_gradient, empty_lse, empty_out
@@ -95,7 +95,8 @@ class ScoredOperator:
         self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores
     ) -> tuple[Tensor, Tensor]:
         """`(out, lse)`, differentiable, of a call that need not be plain."""
-        return differentiably(_Run(self, problem, changes), q, k, v, *changes.tensors())
+        operator = self if have_contents(q) else self.with_passes(self._fake_forward, _shapes_of_backward)
+        return differentiably(_Run(operator, problem, changes), q, k, v, *changes.tensors())
 
     def _run_forward(self, q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], changes: str, *problem: Any) -> Any:
         return self.forward(q, k, v, Problem(*problem), put_together(changes, tensors))
@@ -127,9 +128,7 @@ class ScoredOperator:
         dq, dk, dv, learned = self._backward_op(dout, dlse, *saved, tensors, changes, wanted, *problem)
         return dq, dk, dv, *(x if wants else None for x, wants in zip(learned, wanted, strict=True))
 
-    def _fake_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, tensors: list[Tensor], changes: str, *problem: Any
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _fake_forward(self, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
         return empty_out(q, v), empty_lse(q), self._empty_kept(q)
 
     def _let_count(self) -> None:
@@ -210,6 +209,13 @@ def _fake_backward(
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
     learned = [x.new_empty(x.shape if wants else 0) for x, wants in zip(tensors, wanted, strict=True)]
     return empty_gradient(q), empty_gradient(k), empty_gradient(v), learned
+
+
+def _shapes_of_backward(*given: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
+    """Empty gradients, with the arguments of `ScoredOperator._backward`."""
+    *inputs, changes, wanted, problem = given
+    dq, dk, dv, learned = _fake_backward(*inputs, changes.tensors(), "", wanted, *problem)
+    return dq, dk, dv, [x if wants else None for x, wants in zip(learned, wanted, strict=True)]
 
 
 def _forward_flops(

@@ -52,6 +52,19 @@ def integer(value: Any, name: str, unit: str) -> int:
     return operator.index(value)
 
 
+def check_at_least_one(**sizes: Any) -> None:
+    """Raises unless the sizes are positive integers; their names are for the message."""
+    for name, size in sizes.items():
+        if integer(size, name, "") < 1:
+            raise ValueError(f"{name} must be at least 1; got {size}.")
+
+
+def check_floating(dtype: Any) -> None:
+    """Raises TypeError unless this is a dtype of floating-point numbers."""
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"dtype must be a floating-point type; got {dtype!r}.")
+
+
 def _is_index(value: Any) -> bool:
     # int first: the check of the protocol takes 20 us, a dozen times per mask that is rebuilt at every step.
     if isinstance(value, int):

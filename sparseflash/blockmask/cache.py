@@ -87,6 +87,27 @@ def bounded(maxsize: int) -> Callable[[F], F]:
     return decorate
 
 
+def bounded_tensors(maxsize: int) -> Callable[[F], F]:
+    """`bounded` for a function that makes tensors, all of whose arguments are given by position: what it made is safe
+    on any CUDA stream.
+    """
+
+    def decorate(function: F) -> F:
+        made = BoundedDict(maxsize)
+
+        @functools.wraps(function)
+        def cached(*arguments: Any) -> Any:
+            found = made.get(arguments)  # as in `once`, but every choice of blocks comes here, at each step
+            if found is None:
+                return once(made, arguments, lambda: function(*arguments))
+            found[1].wait()
+            return found[0]
+
+        return cached  # type: ignore[return-value]
+
+    return decorate
+
+
 def cleared_with_caches(clear: Callable[[], None]) -> Callable[[], None]:
     """Registers a function for `clear_caches` to call."""
     _clearings.append(clear)
@@ -166,11 +187,16 @@ def is_countable(indices: Tensor) -> bool:
 
 
 def once(cache: dict[Any, Any], key: Any, make: Callable[[], T]) -> T:
-    """`cache[key]`, made on first use; safe on any CUDA stream."""
+    """`cache[key]`, made on first use; safe on any CUDA stream.
+
+    What is made while PyTorch runs a program on fake tensors, or traces it, holds tensors without contents that belong
+    to that run alone. It is returned, but not kept.
+    """
     found = cache.get(key)
     if found is None:
         value = make()
-        cache[key] = value, ReadyEvent(value)
+        if all(type(x) is Tensor for x in streams.tensors_in(value)):
+            cache[key] = value, ReadyEvent(value)
         return value
     cached: T = found[0]
     found[1].wait()

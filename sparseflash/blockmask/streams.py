@@ -27,7 +27,7 @@ class ReadyEvent:
     """
 
     def __init__(self, made: Any) -> None:
-        self._tensors = [x for x in _tensors_in(made) if x.is_cuda]
+        self._tensors = [x for x in tensors_in(made) if x.is_cuda]
         if self._tensors:
             self._device = self._tensors[0].device
             self._captured = is_capturing(self._device)
@@ -62,11 +62,12 @@ def _number_of_stream(device: int) -> int:
     return int(torch._C._cuda_getCurrentRawStream(device))
 
 
-def _tensors_in(made: Any) -> list[Tensor]:
+def tensors_in(made: Any) -> list[Tensor]:
+    """All tensors of a tuple, list, dict or dataclass that holds tensors, or others of these."""
     if isinstance(made, Tensor):
         return [made]
     if isinstance(made, dict):
         made = tuple(made.values())
     elif is_dataclass(made) and not isinstance(made, type):
         made = tuple(getattr(made, each.name) for each in fields(made))
-    return [tensor for each in made for tensor in _tensors_in(each)] if isinstance(made, (tuple, list)) else []
+    return [tensor for each in made for tensor in tensors_in(each)] if isinstance(made, (tuple, list)) else []

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
+from sparseflash.blockmask.arguments import check_at_least_one, check_floating
 from sparseflash.blockmask.cache import BoundedDict
 from sparseflash.distributed import costs
 from sparseflash.distributed.collect import gathered, scattered
@@ -240,7 +241,12 @@ class ShardPlan:
         """
         heads = self.mask.shape[1] if heads is None else heads
         kv_heads = heads if kv_heads is None else kv_heads
-        return explained(self, Shape(batch, heads, kv_heads, dim, v_dim or dim, dtype), machine or self.machine())
+        v_dim = dim if v_dim is None else v_dim
+        check_at_least_one(batch=batch, heads=heads, kv_heads=kv_heads, dim=dim, v_dim=v_dim)
+        check_floating(dtype)
+        if not isinstance(machine, Machine | None):
+            raise TypeError(f"machine must be a distributed.Machine or None; got {machine!r}.")
+        return explained(self, Shape(batch, heads, kv_heads, dim, v_dim, dtype), machine or self.machine())
 
     def _once(self, key: object, make: Callable[[], T]) -> T:
         found: T | None = self._made.get(key)

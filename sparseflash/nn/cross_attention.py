@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from sparseflash.attention import Backend
+from sparseflash.blockmask.arguments import check_at_least_one
 from sparseflash.nn.heads import Heads, check_features, padded
 from sparseflash.nn.layer_mask import Mask
 from sparseflash.nn.multihead import check_plain, copy_projections
-from sparseflash.nn.sizes import check_at_least_one
 
 
 class SparseCrossAttention(Heads):

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from sparseflash.attention import Backend, attention
 from sparseflash.blockmask import BlockMask
+from sparseflash.blockmask.arguments import check_at_least_one
 from sparseflash.nn.layer_mask import LayerMask, Mask
-from sparseflash.nn.sizes import check_at_least_one, check_dropout
+from sparseflash.nn.sizes import check_dropout
 
 
 class Heads(nn.Module):

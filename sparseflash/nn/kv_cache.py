@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparseflash.nn.sizes import check_at_least_one
+from sparseflash.blockmask.arguments import check_at_least_one
 
 
 class KVCache:

@@ -191,6 +191,15 @@ def test_traffic_refuses_what_no_kernel_could_run():
         bytes_moved(mask, 64, dtype=torch.int32)
 
 
+def test_what_is_no_dtype_and_no_flag_is_refused():
+    mask = BlockMask.dense(64, block=32)
+    for count in (bytes_moved, flops):
+        with pytest.raises(TypeError, match="dtype must be a floating-point type; got 'bf16'"):
+            count(mask, 64, dtype="bf16")
+    with pytest.raises(TypeError, match="backward must be True or False; got 'no'"):
+        flops(mask, 64, backward="no")
+
+
 # ---------------------------------------------------------------------- balance
 
 

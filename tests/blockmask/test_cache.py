@@ -11,12 +11,16 @@ from unittest import mock
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sparseflash
 from plans import plan
 from sparseflash import BlockMask, attention, clear_caches, masks, scores
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.blockmask.cache import is_countable, mask_cache, once
+from sparseflash.blockmask.numbering import tile_numbers
+from sparseflash.masks.block_index import mask_of_queries
+from sparseflash.masks.tiling.chosen import frame
 
 N = 64
 BACKENDS = ["blockwise", "triton"]
@@ -232,3 +236,39 @@ def test_every_cache_of_the_library_is_bounded_and_emptied_by_clear_caches():
         "graph_memory.py": ["_graphs", "functools.cache"],
         "cuda_driver.py": ["functools.cache"],
     }
+
+
+class Columns(torch.nn.Module):
+    def __init__(self, mask):
+        super().__init__()
+        self.mask = mask
+
+    def forward(self, x):
+        return x + self.mask.columns[0].sum()
+
+
+def parts_of_fake_inputs(mask):
+    """What is derived from a real mask while PyTorch runs on fake tensors, and what only depends on numbers."""
+    frame(70, 70, (16, 16), True, 0, 0, mask.device)  # its own making needs contents
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        mask.columns, tile_numbers(mask)
+        masks.top_k_blocks(torch.rand(2, 1, 5, 5), k=2, q_len=70, block=16, causal=True, group=3)
+        BlockMask.from_block_index(torch.arange(5).view(1, 1, 5, 1), q_len=70, block=16, causal=True)
+        mask_of_queries(torch.zeros(1, 1, 70, 2, dtype=torch.int64), 16, 16, 70, causal=True)
+
+
+def parts_of_an_export(mask):
+    torch.export.export(Columns(mask), (torch.ones(3),), strict=False)
+
+
+@pytest.mark.parametrize("derive", [parts_of_fake_inputs, parts_of_an_export])
+def test_what_is_made_of_fake_tensors_is_not_kept(derive):
+    clear_caches()
+    mask, same = (masks.causal(70, block=16) for _ in range(2))
+    derive(mask)
+    for got, want in zip([*mask.columns, *tile_numbers(mask)], [*same.columns, *tile_numbers(same)], strict=True):
+        assert type(got) is torch.Tensor and torch.equal(got, want)
+    chosen = masks.top_k_blocks(torch.rand(2, 1, 5, 5), k=2, q_len=70, block=16, causal=True, group=3)
+    assert chosen.pattern.tolist() == [[0, 0, 0], [1, 1, 1]]
+    rows = mask_of_queries(torch.zeros(1, 1, 70, 2, dtype=torch.int64), 16, 16, 70, causal=True)
+    assert rows.validate().canonical().density > 0

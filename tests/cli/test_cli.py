@@ -167,6 +167,17 @@ def test_a_python_file_is_no_mask(own):
     assert said.startswith("Error: ") and f"'function(4096)' --from {own}" in said
 
 
+@pytest.mark.parametrize("contents", [b"def broken(:\n", b"x = 1\x00\n", b"\xff\xfe = 1\n"])
+@pytest.mark.parametrize("as_module", [False, True])
+def test_a_file_of_ones_own_that_is_no_python_is_told_in_a_line(contents, as_module, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    name = f"no_python_{len(contents)}"
+    (tmp_path / f"{name}.py").write_bytes(contents)
+    source = name if as_module else f"{name}.py"
+    said = run("show", "causal(64)", "--from", source, code=2)
+    assert said.startswith(f"Error: {source} must be Python source; got ") and len(said.splitlines()) == 1
+
+
 def test_the_way_to_an_error_in_ones_own_code_begins_at_the_expression(own):
     said = run("show", "branches(256)", "--from", own, code=1)
     assert "typer" not in said and 'File "<mask>", line 1' in said and "if k > q:" in said

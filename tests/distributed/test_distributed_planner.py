@@ -183,6 +183,24 @@ def test_queries_travel_where_they_are_few():
     assert distributed.shard(masks.causal(65536), ranks=2).chosen(shape).strategy == "keys"
 
 
+@pytest.mark.parametrize("name", ["batch", "heads", "kv_heads", "dim", "v_dim"])
+def test_explain_refuses_sizes_that_are_none(name):
+    plan = distributed.shard(masks.causal(256, block=16), ranks=2)
+    for size in (2.5, [], "2", True):
+        with pytest.raises(TypeError, match=f"{name} must be an integer; got"):
+            plan.explain(**{name: size})
+    with pytest.raises(ValueError, match=f"{name} must be at least 1; got 0"):
+        plan.explain(**{name: 0})
+
+
+def test_explain_refuses_what_is_no_dtype_and_no_machine():
+    plan = distributed.shard(masks.causal(256, block=16), ranks=2)
+    with pytest.raises(TypeError, match="dtype must be a floating-point type; got 'bf16'"):
+        plan.explain(dtype="bf16")
+    with pytest.raises(TypeError, match=r"machine must be a distributed\.Machine or None; got 'H100'"):
+        plan.explain(machine="H100")
+
+
 def test_explain_says_what_is_sent_and_chosen():
     plan = distributed.shard(masks.butterfly(4096, block=64), ranks=4)
     text = plan.explain(heads=8, kv_heads=4, dim=64)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from hypothesis import given, settings
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from scored import KINDS, Scored, check, results, scored
 from sparseflash import BlockMask, attention, masks, scores
@@ -89,6 +90,7 @@ ON_META = {
     "temperature": lambda mask: scores.temperature(torch.empty(2, **META)),
     "tile_bias": lambda mask: scores.tile_bias(torch.empty(1, 1, 3, 16, 16, **META), mask),
     "sink": lambda mask: scores.sink(torch.empty(2, **META)),
+    "function": lambda mask: scores.function(lambda score, b, h, q, k, gain: score * gain[h], torch.empty(2, **META)),
 }
 
 
@@ -103,6 +105,17 @@ def test_shapes_come_out_on_the_meta_device(kind, backend):
     gradients = torch.autograd.grad(out.sum(), (q, learned))
     assert out.is_meta and out.shape == q.shape
     assert [x.shape for x in gradients] == [q.shape, learned.shape]
+
+
+@pytest.mark.parametrize("backend", ["blockwise", "triton"])
+def test_a_function_of_fake_tensors_gives_shapes(backend):
+    mask = masks.causal(32, block=16)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        q, gain = (torch.empty(shape, requires_grad=True) for shape in ((3, 2, 32, 16), (2,)))
+        change = scores.function(lambda score, b, h, q, k, gain: score * gain[h], gain)
+        out = attention(q, q, q, mask, scores=change, backend=backend)
+        gradients = torch.autograd.grad(out.sum(), (q, gain))
+    assert [x.shape for x in (out, *gradients)] == [q.shape, q.shape, gain.shape]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -16,6 +16,8 @@ from rich.table import Table
 from scipy.optimize import least_squares
 
 from experiments.benchmarks.tune.space import parse
+from experiments.training.cli_errors import short_errors
+from experiments.training.reading import reading
 from sparseflash.backends.triton.portable.fitting import config_for
 from sparseflash.backends.triton.portable.occupancy import held_and_streamed
 from sparseflash.backends.triton.schedule.tilings import HALF, Cost, Tiling, cheapest
@@ -43,7 +45,8 @@ def main(
     scatter: standard deviation of the logarithm of time over cost. choice: time of the chosen tiling over that of the
     fastest, averaged over all masks and kernels for which more than one was timed.
     """
-    frame = read(times, without or (), shipped=shipped)
+    with short_errors():
+        frame = read(times, without or (), shipped=shipped)
     fitted = fit(frame)
     table = Table(box=box.SIMPLE_HEAD)
     for column in ("", *FITTED, "scatter", "choice", "at worst"):
@@ -68,11 +71,18 @@ def read(paths: Sequence[Path], without: Sequence[str] = (), *, shipped: bool = 
     """The measured times. Of a tiling and configuration that was timed more than once, the first counts. If `shipped`,
     only the fastest configuration of each tiling that would run today is kept.
     """
-    frame = pd.concat([pd.read_csv(path) for path in paths], ignore_index=True)
+    frame = pd.concat([_times(path) for path in paths], ignore_index=True)
     frame = frame[~frame.kind.isin(without)]
     if shipped:
         frame = frame[[would_run(row) for row in frame.itertuples()]].sort_values("ms", kind="stable")
     return frame.drop_duplicates([*_CASE, "tiling"] if shipped else [*_CASE, "tiling", "config"]).reset_index(drop=True)
+
+
+def _times(path: Path) -> pd.DataFrame:
+    with reading(path, "blocks.csv of a run"):
+        found = pd.read_csv(path)
+        found[[*_CASE, "tiling", "config", "tiles", "length", "ms"]]  # raises KeyError for a column that is not there
+    return found
 
 
 def would_run(row: Any) -> bool:

@@ -10,12 +10,14 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import all_gather_tensor_autograd, wait_tensor
+from torch.distributed import _functional_collectives as collectives
 from torch.nn import functional as F
 
 from sparseflash import BlockMask, attention, distributed
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+# PyTorch 2.13 has another name for it, and warns of the one that 2.11 has.
+all_gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
 ONE, PEER = "one rank", "context_parallel"
 COLLECTIVE = ", collective"
 _KEYS = tuple(f"keys, {stages} st." for stages in range(3))
@@ -69,7 +71,7 @@ def gathering(setting: Setting) -> Way:
     mask = mask.crop(q=(start, start + plan.queries.counts[plan.rank])).to(setting.device)
 
     def whole(x: Tensor) -> Tensor:
-        return wait_tensor(all_gather_tensor_autograd(x.contiguous(), 2, plan.process_group))
+        return collectives.wait_tensor(all_gather(x.contiguous(), 2, plan.process_group))
 
     return setting.local(lambda q, k, v: attention(q, whole(k), whole(v), mask))
 

@@ -1,4 +1,4 @@
 """How exact the drawn cases of a test run were: from the records that the tests leave to a table.
 
-Command: ``python -m experiments.benchmarks.exactness``. May import nothing: it reads files.
+Command: ``python -m experiments.benchmarks.exactness``. May import `training`.
 """

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from experiments.benchmarks.exactness.summary import markdown, read
+from experiments.training.cli_errors import short_errors
 
 app = typer.Typer(add_completion=False)
 
@@ -25,10 +26,8 @@ def main(
     out: Annotated[Path | None, typer.Option(help="Write the page here too.")] = None,
 ) -> None:
     """Condense the records that the exactness tests leave. Exits with 1 if a case exceeds what is allowed."""
-    try:
+    with short_errors():
         frame = read(records)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     page = markdown(frame, about or [])
     print(page, end="")
     if out is not None:

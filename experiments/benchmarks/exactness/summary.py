@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pandas as pd
 
+from experiments.training.reading import reading
+
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 _KEPT = ("backend", "device", "dtype", "dim", "v_dim", "tokens", "problem", *RESULTS)
 
@@ -35,7 +37,9 @@ def _rows(path: Path) -> Iterator[dict[str, object]]:
         for file in sorted(path.glob("*.jsonl")):
             yield from _rows(file)
         return
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    with reading(path, "records of an exactness run"):
+        lines = path.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:

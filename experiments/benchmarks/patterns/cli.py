@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from experiments.benchmarks.patterns import flex, gallery, table
 from experiments.benchmarks.patterns.catalogue import PATTERNS, Pattern, select
 from experiments.benchmarks.patterns.measure import AT, BLOCK, Row, measure
+from experiments.training.cli_errors import short_errors
 from sparseflash.blockmask.arguments import BLOCKS
 
 app = typer.Typer(
@@ -102,7 +103,8 @@ def make_table(
             f"a test with --tokens, --at or --block must not replace what is in {RESULTS}: name another file by "
             "--results"
         )
-    rows = table.load(results)
+    with short_errors():
+        rows = table.load(results)
     start, left_out = time.monotonic(), []
     with _progress() as bar:
         task = bar.add_task("", total=len(chosen))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from experiments.benchmarks.patterns.flex import Peer
 from experiments.benchmarks.patterns.measure import Row
+from experiments.training.reading import reading
 
 BEGIN, END = "<!-- patterns table: begin -->", "<!-- patterns table: end -->"
 COLUMNS = (
@@ -87,7 +88,8 @@ def load(path: Path) -> dict[str, Row]:
     """The rows that were measured before, by name."""
     if not path.exists():
         return {}
-    return {values["name"]: Row.of_json(values) for values in json.loads(path.read_text(encoding="utf-8"))}
+    with reading(path, "a JSON file of rows that this command has written"):
+        return {values["name"]: Row.of_json(values) for values in json.loads(path.read_text(encoding="utf-8"))}
 
 
 def save(rows: Iterable[Row], path: Path) -> None:

@@ -85,9 +85,7 @@ def _bias(leaf: Leaf, heads: int, mask: BlockMask) -> Case:
 def _tile_bias(leaf: Leaf, heads: int, mask: BlockMask) -> Case:
     """FlexAttention reads the same tiles, by the number of each in a table of all."""
     values = leaf(1, heads, len(mask.indices), mask.block_q, mask.block_k)
-    rows = torch.repeat_interleave(mask.indptr.diff().long())
-    number = torch.zeros(mask.blocks, dtype=torch.int32, device=mask.device)
-    number[rows, mask.indices.long()] = torch.arange(len(mask.indices), dtype=torch.int32, device=mask.device)
+    number = (mask.to_layout().flatten().cumsum(0) - 1).int().view(mask.blocks)  # right where a tile is live
 
     def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         tile = number[q // mask.block_q, k // mask.block_k]

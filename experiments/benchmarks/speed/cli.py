@@ -21,6 +21,7 @@ from experiments.benchmarks.speed.inputs import Options
 from experiments.benchmarks.speed.peers import DEFAULT_PEERS, PEERS, ours
 from experiments.benchmarks.speed.rows import FAILED, OURS, WRONG, Row, write_csv
 from experiments.benchmarks.speed.run import run_cases
+from experiments.training.cli_errors import short_errors
 from experiments.training.environment import environment
 from sparseflash.blockmask.arguments import BLOCKS
 
@@ -182,10 +183,8 @@ def report_command(
     out: Annotated[Path, typer.Option(help="Where all.csv, speed.md and the pictures go.")] = RESULTS,
 ) -> None:
     """Make one report of several runs. Ratios are of one run; of a case that several runs have, the newest is shown."""
-    try:
+    with short_errors():
         rows = frame.read(files)
-    except ValueError as failure:
-        raise typer.BadParameter(str(failure)) from None
     out.mkdir(parents=True, exist_ok=True)
     rows.to_csv(out / "all.csv", index=False, lineterminator="\n")
     _report(files, out)

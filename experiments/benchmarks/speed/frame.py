@@ -9,6 +9,7 @@ import pandas as pd
 
 from experiments.benchmarks.speed.rows import NOT_RUN, OK, OURS
 from experiments.training.environment import FACTS
+from experiments.training.reading import reading
 
 # The columns that identify a measurement apart from the implementation. Rows of one run that agree in them may be
 # compared.
@@ -24,10 +25,11 @@ def read(paths: Iterable[Path]) -> pd.DataFrame:
     """
     frames = []
     for path in paths:
-        found = pd.read_csv(path, dtype=dict.fromkeys(TEXT, str), keep_default_na=False, na_values={
-            name: [""] for name in ("density", "ms", "spread", "tflops", "ratio", "memory_mib", "first_call_s", "error",
-                                    "difference")
-        })  # fmt: skip
+        with reading(path, "speed.csv of a run"):
+            found = pd.read_csv(path, dtype=dict.fromkeys(TEXT, str), keep_default_na=False, na_values={
+                name: [""] for name in ("density", "ms", "spread", "tflops", "ratio", "memory_mib", "first_call_s",
+                                        "error", "difference")
+            })  # fmt: skip
         missing = [name for name in (*CASE, *TEXT, "ms", "memory_mib") if name not in found]
         if missing:
             raise ValueError(f"{path.name} must have the columns of speed.csv; it lacks {', '.join(missing)}.")

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import numpy as np
 from experiments.lm.data.files import VALIDATION_SHARE, Document, Found, find, text_of
 from experiments.lm.data.tokenizer import BYTES, FILE, BytePairs, Bytes, Tokenizer, load
 from experiments.training.atomic_files import write_json
+from experiments.training.reading import read_json, reading
 
 ABOUT = "about.json"
 PARTS = ("train", "val")
@@ -64,8 +64,9 @@ def opened(folder: Path) -> Store:
     path = folder / ABOUT
     if not path.is_file():
         raise FileNotFoundError(f"there are no tokens in {folder}")
-    about = json.loads(path.read_text())
-    train, val = (Part(_mapped(folder, name, about), np.load(folder / f"{name}.starts.npy")) for name in PARTS)
+    about = read_json(path, "what `corpus` writes about tokens", "dtype", "vocabulary")
+    with reading(folder, "a folder of tokens that `corpus` has made"):
+        train, val = (Part(_mapped(folder, name, about), np.load(folder / f"{name}.starts.npy")) for name in PARTS)
     return Store(folder, train, val, about)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from experiments.lra.config import GENERATOR, VALIDATION
 from experiments.lra.tasks.task import Options
+from experiments.training.reading import read_json, reading
 from experiments.training.run_log import read
 
 _LINES = 20  # at the end of a log, because a single line covers only a few hundred examples
@@ -67,10 +68,11 @@ def collect(folder: Path) -> list[Accuracy]:
     """
     groups: dict[str, list[tuple[Path, dict[str, Any]]]] = {}
     for path in sorted(folder.rglob("metrics.json")):
-        metrics = json.loads(path.read_text())
+        metrics = read_json(path, "the result of a run", "config")
         if metrics.get("objective", "classify") != "classify":
             continue
-        groups.setdefault(key(metrics), []).append((path, metrics))
+        with reading(path, "the result of a run"):
+            groups.setdefault(key(metrics), []).append((path, metrics))
     for runs in groups.values():
         by_seed: dict[int, Path] = {}
         for path, metrics in runs:

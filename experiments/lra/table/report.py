@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,6 +13,7 @@ from experiments.lra.table.accuracy import Accuracy
 from experiments.lra.table.measure import FAILED, WRONG, Row
 from experiments.lra.table.shapes import FIVE, VARIANTS
 from experiments.training.atomic_files import write_json, write_text
+from experiments.training.reading import read_json, reading
 
 # FlashAttention (Dao et al., 2022), table 3: speed-up as a geometric mean over the five tasks, and its mean accuracy.
 PAPER = {"standard": (1.0, 0.593), "dense": (2.4, 0.598), "block-sparse": (2.8, 0.596)}
@@ -215,8 +215,9 @@ def read_times(out: Path) -> Results:
     path = out / "table.json"
     if not path.is_file():
         raise FileNotFoundError(f"there are no times to keep in {out}: table.json is missing")
-    saved = json.loads(path.read_text())
-    return Results(saved["facts"], [Row(**row) for row in saved["times"]])
+    saved = read_json(path, "the times of an earlier table", "facts", "times")
+    with reading(path, "the times of an earlier table"):
+        return Results(saved["facts"], [Row(**row) for row in saved["times"]])
 
 
 def all_right(times: Sequence[Row]) -> bool:

@@ -5,11 +5,11 @@ experiments/results/pathfinder/cnn-pathfinder32-cl14.json
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from experiments.training.atomic_files import write_json
+from experiments.training.reading import read_json
 
 STORED = Path(__file__).parents[2] / "results" / "pathfinder"
 RULE = "small 2-D CNN"  # its name in tables of baselines
@@ -35,8 +35,7 @@ def stored(name: str, folder: Path | None = None) -> Figure | None:
     path = path_of(name, STORED if folder is None else folder)
     if not path.is_file():
         return None
-    figure: Figure = json.loads(path.read_text())
-    return figure
+    return read_json(path, "the result of a network")
 
 
 def as_rule(figure: Figure) -> Figure:
@@ -47,5 +46,8 @@ def as_rule(figure: Figure) -> Figure:
 
 def all_in(folder: Path) -> list[Figure]:
     """All results in a folder, by size, then contour length."""
-    figures = [json.loads(path.read_text()) for path in folder.glob(path_of("*", folder).name)]
+    figures = [
+        read_json(path, "the result of a network", "size", "contour", "images_of")
+        for path in folder.glob(path_of("*", folder).name)
+    ]
     return sorted(figures, key=lambda figure: (figure["size"], figure["contour"], figure["images_of"]))

@@ -77,7 +77,7 @@ def test_results_are_written_with_what_is_needed_to_repeat_them(tmp_path):
     assert shown.exit_code == 0 and (tmp_path / "plots.png").stat().st_size > 1000
     (tmp_path / "bench.json").write_text(json.dumps({**found, "rows": found["rows"][1:]}))
     shown = CliRunner().invoke(app, ["show", str(tmp_path), "--out", str(tmp_path / "plots.png")])
-    assert shown.exit_code == 1 and "must have a row with numbers" in shown.stderr
+    assert shown.exit_code == 2 and "must have a row with numbers" in shown.stderr
 
 
 def test_a_profile_lists_the_operations_of_each_row_the_longest_first(tmp_path):

@@ -107,7 +107,7 @@ def test_a_complete_comparison_is_not_trained_again_and_other_settings_are_refus
     assert invoke(store, whole[0]).exit_code == 0
     assert path.stat().st_mtime_ns == before
     done = invoke(store, whole[0], lr=1e-2)
-    assert done.exit_code == 1 and "must hold a run with the settings and the text of this" in done.stderr
+    assert done.exit_code == 2 and "must hold a run with the settings and the text of this" in done.stderr
 
 
 def run_of(name, seconds_a_step):

@@ -147,7 +147,7 @@ def test_a_run_may_go_on_with_other_processes_and_layers_computed_again():
 def test_a_lone_process_is_refused_on_the_command_line(store):
     words = ["train", "--preset", "cpu", "--data", str(store.folder), "--context-parallel", "2"]
     done = CliRunner().invoke(app, words)
-    assert done.exit_code == 1 and "context_parallel must divide the number of processes, 1; got 2" in done.stderr
+    assert done.exit_code == 2 and "context_parallel must divide the number of processes, 1; got 2" in done.stderr
     help_text = CliRunner().invoke(app, ["compare", "--help"], env={"COLUMNS": "200"}).stdout
     assert "--sharding" in help_text and "--context-parallel" not in help_text  # it runs in one process
     assert "Processes that share the tokens of each sequence" in HELP["context_parallel"]

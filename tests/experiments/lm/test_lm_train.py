@@ -164,7 +164,7 @@ def test_commands_explain_themselves(command):
 )
 def test_wrong_commands_say_what_to_change(words, message):
     done = invoke(*words)
-    assert done.exit_code == 1 and message in done.stderr
+    assert done.exit_code == 2 and message in done.stderr
 
 
 def test_corpus_show_and_sample_work_on_the_command_line(store, whole, tmp_path):

@@ -145,7 +145,7 @@ def test_several_seeds_are_resumed_where_they_stopped(folder, tmp_path):
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert [run["steps"] for run in summary["runs"]] == [4, 4, 4]
     result = call("train", data=folder, out=tmp_path, seeds="0", **settings)
-    assert result.exit_code == 1 and "holds runs; go on by --resume" in result.output
+    assert result.exit_code == 2 and "holds runs; go on by --resume" in result.output
 
 
 def test_several_seeds_replace_all_runs_of_those_before(folder, tmp_path):
@@ -167,7 +167,7 @@ def test_several_seeds_leave_runs_of_their_names_alone_unasked(folder, tmp_path)
     settings = {**OPTIONS, "steps": 1, "data": folder}
     assert call("train", out=tmp_path / "seed1", seed=1, **settings).exit_code == 0
     result = call("train", out=tmp_path, seeds="0,1", **settings)
-    assert result.exit_code == 1 and "seed1 holds a run" in result.output
+    assert result.exit_code == 2 and "seed1 holds a run" in result.output
     assert (tmp_path / "seed1/metrics.json").exists() and not (tmp_path / "seeds.json").exists()
 
 
@@ -176,7 +176,7 @@ def test_nothing_is_deleted_for_runs_that_cannot_begin(folder, tmp_path):
     assert call("train", seeds="0,1", **settings).exit_code == 0
     for initial, message in ((tmp_path / "nowhere", "there is no file"), (tmp_path / "seed0", "--overwrite deletes")):
         result = call("train", "--overwrite", seeds="0,1", initial=initial, **settings)
-        assert result.exit_code == 1 and message in result.output.replace("\n", " ")
+        assert result.exit_code == 2 and message in result.output.replace("\n", " ")
         assert all((tmp_path / f"seed{seed}/model.safetensors").exists() for seed in (0, 1))
 
 
@@ -185,7 +185,7 @@ def test_a_series_is_of_one_set_of_data(folder, tmp_path):
     assert call("train", seeds="0", data=folder, out=tmp_path / "series", **settings).exit_code == 0
     other = generate(replace(DATA, seed=5), tmp_path, workers=1)
     result = call("train", "--resume", seeds="0,1", data=other, out=tmp_path / "series")
-    assert result.exit_code == 1 and "a resumed run must see the same data" in result.output
+    assert result.exit_code == 2 and "a resumed run must see the same data" in result.output
 
 
 def test_a_run_that_is_replaced_leaves_no_test_of_it(folder, tmp_path):
@@ -203,7 +203,7 @@ def test_a_series_holds_no_run_of_other_settings(folder, tmp_path):
     other = {**settings, "seed": 1, "lr": 0.1}
     assert call("train", out=tmp_path / "series/seed1", **other).exit_code == 0
     result = call("train", "--resume", seeds="0,1", out=tmp_path / "series")
-    assert result.exit_code == 1 and "a resumed run must keep its settings: --lr was 0.1, got 0.003" in result.output
+    assert result.exit_code == 2 and "a resumed run must keep its settings: --lr was 0.1, got 0.003" in result.output
 
 
 @pytest.mark.parametrize("words", [[], ["--overwrite"]], ids=["as it is", "overwrite"])
@@ -211,7 +211,7 @@ def test_a_single_run_is_not_put_where_a_series_is(folder, tmp_path, words):
     settings = {**OPTIONS, "steps": 1, "data": folder, "out": tmp_path}
     assert call("train", seeds="0", **settings).exit_code == 0
     result = call("train", *words, **settings)
-    assert result.exit_code == 1 and "holds runs with several seeds; choose another folder" in result.output
+    assert result.exit_code == 2 and "holds runs with several seeds; choose another folder" in result.output
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_a_single_run_is_not_put_where_a_series_is(folder, tmp_path, words):
 )
 def test_a_setting_without_effect_is_refused(folder, tmp_path, words, message):
     result = call("train", *words, data=folder, out=tmp_path / "run")
-    assert result.exit_code == 1 and message in result.output
+    assert result.exit_code == 2 and message in result.output
     assert not (tmp_path / "run").exists()
 
 
@@ -266,6 +266,21 @@ def test_demo_trains_all_masks_and_compares_them(folder, tmp_path):
     assert len(json.loads((tmp_path / "demo.json").read_text())) == 1
 
 
+def test_a_demo_that_is_stopped_keeps_what_was_done(folder, tmp_path, monkeypatch):
+    train_one = demo.train_one
+
+    def stopped_at_the_third(config, *others):
+        if config.mask == "butterfly":
+            raise KeyboardInterrupt
+        return train_one(config, *others)
+
+    monkeypatch.setattr(demo, "train_one", stopped_at_the_third)
+    options = {name: value for name, value in {**OPTIONS, **WINDOW}.items() if name != "mask"}
+    assert call("train", preset="demo", data=folder, out=tmp_path, **{**options, "steps": 1}).exit_code != 0
+    outcomes = json.loads((tmp_path / "demo.json").read_text())
+    assert [outcome["name"] for outcome in outcomes] == ["dense", "local"]
+
+
 def test_demo_fails_where_a_mask_is_not_exact(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("experiments.lra.exactness.ALLOWED", 0.01)
     options = {name: value for name, value in OPTIONS.items() if name != "mask"}
@@ -298,7 +313,7 @@ def test_demo_fails_where_a_mask_is_not_exact(folder, tmp_path, monkeypatch):
 )
 def test_mistakes_are_answered_in_one_line(folder, tmp_path, words, message):
     result = call("train", *words, data=folder, out=tmp_path / "run")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert message in result.output
     assert "Traceback" not in result.output
 
@@ -316,16 +331,16 @@ def test_mistakes_are_answered_in_one_line(folder, tmp_path, words, message):
 def test_mistakes_are_found_before_data_are_generated(tmp_path, monkeypatch, preset, words, message):
     monkeypatch.chdir(tmp_path)
     result = call("train", *preset, *words)
-    assert result.exit_code == 1 and message in result.output
+    assert result.exit_code == 2 and message in result.output
     assert not any(tmp_path.iterdir())
 
 
 def test_missing_data_is_not_replaced_by_generated_data(tmp_path):
     result = call("train", data=tmp_path / "nowhere", out=tmp_path / "run")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "nowhere does not exist; place basic_train.tsv" in result.output
     result = call("generate", out=tmp_path, longer_than=5, shorter_than=6)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "strictly between the bounds" in result.output
 
 

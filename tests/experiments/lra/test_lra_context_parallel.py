@@ -194,7 +194,7 @@ def test_the_demo_and_a_lone_process_are_refused_on_the_command_line():
         (["--attention", "sdpa"], "attention must be sparseflash if context_parallel is above 1"),
     ):
         result = CliRunner().invoke(app, ["train", "--context-parallel", "2", *words])
-        assert result.exit_code == 1 and message in result.output
+        assert result.exit_code == 2 and message in result.output
 
 
 def test_the_command_shares_sequences(folders, tmp_path):

@@ -108,6 +108,7 @@ def test_the_command_under_torchrun_says_everything_once(folder, tmp_path):
         "cpu",
     ]
     done = torchrun("-m", "experiments.lra", *words, *sizes)
+    assert "FutureWarning" not in done.stderr, done.stderr
     assert done.stdout.count("mean ± std") == done.stdout.count("seed0: BlockMask") == 1
     metrics = [json.loads((tmp_path / "runs" / f"seed{seed}" / "metrics.json").read_text()) for seed in (0, 1)]
     assert [each["processes"] for each in metrics] == [2, 2]

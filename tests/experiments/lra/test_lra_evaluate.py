@@ -84,17 +84,17 @@ def test_other_data_are_tested_and_another_split_of_the_same_is_not(run, tmp_pat
     assert found["test_examples"] == 40 and found["data"]["origin"] != found["trained_on"][0]["origin"]
     smaller = generate(Settings(10, 60, 32, 8, 24), tmp_path, workers=1)
     result = call(made.folder, "--data", smaller)
-    assert result.exit_code == 1 and "was trained on another split of the same examples" in result.output
+    assert result.exit_code == 2 and "was trained on another split of the same examples" in result.output
 
 
 def test_what_does_not_classify_is_refused(folder, tmp_path):
     Run(replace(TINY, objective="denoise", steps=1), load("listops", folder), tmp_path).train()
     result = call(tmp_path, "--data", folder)
-    assert result.exit_code == 1 and "must hold a model that classifies; it was trained with objective=denoise" in (
+    assert result.exit_code == 2 and "must hold a model that classifies; it was trained with objective=denoise" in (
         result.output.replace("\n", " ")
     )
     result = call(tmp_path / "nothing", "--data", folder)
-    assert result.exit_code == 1 and "Error" in result.output
+    assert result.exit_code == 2 and "Error" in result.output
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,7 @@ def test_a_run_on_hard_paths_is_tested_on_easy_ones(images, tmp_path):
     made.train()
     easy = generate_images(Images(lra(32, 6), 100), tmp_path, workers=1)
     result = call(made.folder, "--data", easy)
-    assert result.exit_code == 1 and "needs images of 32 pixels with paths of 14 dashes" in result.output
+    assert result.exit_code == 2 and "needs images of 32 pixels with paths of 14 dashes" in result.output
     found, _ = evaluated(made, "--data", easy, "--difficulty", "easy")
     assert found["test_examples"] == 10
     check_groups(found)

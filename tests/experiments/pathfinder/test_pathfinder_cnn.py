@@ -242,6 +242,6 @@ def test_the_command_trains_tests_and_writes(tmp_path):
 def test_mistakes_are_answered_in_one_line(words, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = call("cnn", *words)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert message in result.stderr
     assert list(tmp_path.iterdir()) == []

@@ -16,5 +16,5 @@ def test_the_command_line_helps_and_says_what_is_wrong(tmp_path):
         (["evaluate", str(tmp_path / "none")], "there is no file"),
     ):
         result = runner.invoke(app, arguments)
-        assert result.exit_code == 1
+        assert result.exit_code == 2
         assert text in result.output

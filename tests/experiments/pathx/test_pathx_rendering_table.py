@@ -16,6 +16,7 @@ from experiments.pathx import cli, rendering_table, weights
 from experiments.pathx.config import Config, Stage
 from experiments.pathx.data.batches import recipe_of
 from experiments.pathx.data.stream import Stream
+from experiments.training import progress_bar
 from pathx_runs import TINY
 
 IMAGES = 6
@@ -44,11 +45,14 @@ class Bright(torch.nn.Module):
 def test_every_rendering_has_a_row_of_the_same_images(tests):
     config = Config(**{**vars(TINY), "block": 32, "registers": 0})
     stage = Stage(size=32, contour=9, tokens=4096, lr=1.0, steps=1)
-    reported = []
+    reported, answered = [], []
     with Stream(0) as stream:
         found = rendering_table.table(
-            Bright(), config, stage, tests, IMAGES, stream, torch.device("cpu"), report=reported.append
-        )
+            Bright(), config, stage, tests, IMAGES, stream, torch.device("cpu"), report=reported.append,
+            progress=answered.append,
+        )  # fmt: skip
+    assert answered == sorted(answered) and answered[-1] == IMAGES * len(RENDERINGS)
+    assert set(answered) >= {IMAGES * rows for rows in range(1, len(RENDERINGS) + 1)}
     assert [row["rendering"] for row in found["rows"]] == list(RENDERINGS) and reported == found["rows"]
     labels = load_vectors(tests).labels[:IMAGES]
     for row in found["rows"]:
@@ -72,7 +76,8 @@ def test_images_are_those_of_the_second_renderer(tests):
         assert sorted(live.tolist()) == sorted(level for image in images for level in image[image > 0].tolist())
 
 
-def test_the_command_prints_and_stores_the_table(tests, tmp_path):
+def test_the_command_prints_and_stores_the_table(tests, tmp_path, monkeypatch):
+    monkeypatch.setattr(progress_bar, "SECONDS", 0)
     model = tmp_path / "model.safetensors"
     weights.save(model, weights.build(TINY), TINY, {"cost": {}, "auxiliary": 0.0, "initial": None})
     arguments = ["evaluate", str(model), "--renderings", f"--images={IMAGES}", f"--data={tests.parent}", "--workers=0",
@@ -81,6 +86,7 @@ def test_the_command_prints_and_stores_the_table(tests, tmp_path):
     assert result.exit_code == 0, result.output
     for name in RENDERINGS:
         assert f"| {name} | " in result.output
+    assert f"Testing: {IMAGES} of {IMAGES * len(RENDERINGS)}" in result.output.splitlines()
     stored = json.loads((tmp_path / "renderings.json").read_text())
     assert stored == json.loads((tmp_path / "out.json").read_text())
     assert (tmp_path / "renderings.md").read_text() == rendering_table.markdown(stored)

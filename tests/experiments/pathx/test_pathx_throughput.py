@@ -63,4 +63,4 @@ def test_names_of_kernels_are_shown_as_they_are(monkeypatch):
 def test_a_probe_of_a_gpu_is_not_begun_on_a_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     result = CliRunner().invoke(app, ["probe"])
-    assert result.exit_code == 1 and "there is no CUDA device" in result.output
+    assert result.exit_code == 2 and "there is no CUDA device" in result.output

@@ -162,10 +162,10 @@ def test_the_command_writes_a_table_numbers_and_a_picture(tmp_path, monkeypatch)
     assert (tmp_path / "table.md").read_text() == table(results) + "\n"
     assert (tmp_path / "recall.png").stat().st_size > 5000
     assert found.output.startswith("| way | accuracy |")  # a row follows as soon as it is known
-    assert CliRunner().invoke(app, ["--preset", "huge", "--out", str(tmp_path)]).exit_code == 1
+    assert CliRunner().invoke(app, ["--preset", "huge", "--out", str(tmp_path)]).exit_code == 2
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     found = CliRunner().invoke(app, ["--preset", "gpu", "--out", str(tmp_path)])
-    assert found.exit_code == 1 and "PyTorch sees 0 GPUs here" in found.output
+    assert found.exit_code == 2 and "PyTorch sees 0 GPUs here" in found.output
     assert all(settings.task.tokens == settings.sizes.tokens for settings in PRESETS.values())
 
 

@@ -64,4 +64,4 @@ def test_the_command_thins_all_logs_below_a_folder(tmp_path):
     assert f"{long}: 211 of 1,011 lines" in result.output and str(short) not in result.output
     assert read(long) == thinned(log(1000)) and short.read_bytes() == before
     result = CliRunner().invoke(app, ["thin", str(long), "--most", "5"])
-    assert result.exit_code == 1 and "most must be more than the 20 last" in result.output
+    assert result.exit_code == 2 and "most must be more than the 20 last" in result.output

@@ -61,7 +61,7 @@ def test_a_resumed_run_leaves_out_what_it_writes_again(folder, tmp_path, written
 def test_a_run_without_tensorboard_says_so_before_it_begins(folder, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # as if it could not be imported
     result = call("train", "--tensorboard", data=folder, out=tmp_path / "run", **OPTIONS)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "--tensorboard needs the package tensorboard: pip install tensorboard" in result.output
     assert not (tmp_path / "run").exists()
 

@@ -128,8 +128,10 @@ class Backward:
     def __init__(self, layout: BackwardLayout, plan: BackwardPlan) -> None:
         self.layout, self.plan = layout, plan
         self._finish = layout.finish.bind(layout.pieces, chain_ptr=plan.chain)
+        # Without a live tile no item has an entry, and an empty array no address. The kernel reads none, but gets one.
+        entries = plan.entries if len(plan.entries) else torch.empty_like(plan.work[:1])
         self._launch = layout.launch.bind(
-            plan.programs, start_ptr=plan.start, work_ptr=plan.work, entry_ptr=plan.entries, words_ptr=plan.words
+            plan.programs, start_ptr=plan.start, work_ptr=plan.work, entry_ptr=entries, words_ptr=plan.words
         )
         self._combine: BoundLaunch | None = None
         if layout.combine is not None:

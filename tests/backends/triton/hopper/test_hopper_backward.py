@@ -13,6 +13,7 @@ from missing_lines import assert_noticed, synchronising_lines, without
 
 from sparseflash.backends.triton.hopper import backward as backward_module
 from sparseflash.backends.triton.hopper import backward_plan, cuts
+from sparseflash.backends.triton.launcher import Launch
 from strategies import Problem, Recipe
 
 SEEDS = st.integers(0, 2**16)
@@ -89,10 +90,19 @@ def test_sequences_without_a_token_have_no_gradients():
     assert all(not x[1].any() for x in got[2:])
 
 
-def test_a_mask_without_a_live_tile_has_no_entries_and_gradients_of_zero():
-    arguments = {**some_problem().recipe.arguments, "patterns": [["dead"], ["dead"]]}
+def test_a_mask_without_a_live_tile_has_no_entries_and_gradients_of_zero(monkeypatch):
+    arguments, bound = {**some_problem().recipe.arguments, "patterns": [["dead"], ["dead"]]}, []
+    bind = Launch.bind
+
+    def recorded(self, programs, **tensors):
+        bound.append(tensors)
+        return bind(self, programs, **tensors)
+
+    monkeypatch.setattr(Launch, "bind", recorded)
     got = run(some_problem(recipe=Recipe("from_dense", arguments)), gradients=True)
     assert got[1].isneginf().all() and not any(x.any() for x in (got[0], *got[2:]))
+    assert any("entry_ptr" in tensors for tensors in bound)
+    assert all(x.data_ptr() for tensors in bound for x in tensors.values()), "a kernel gets no null pointer"
 
 
 # ---------------------------------------------------------------------- what the interpreter notices

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import warnings
 
 import pytest
 import torch
@@ -40,14 +41,15 @@ def test_an_unknown_pattern_is_refused(tmp_path):
 
 def test_a_measurement_without_torchrun_is_refused(tmp_path):
     result = CliRunner().invoke(app, ["measure", "--device", "cpu", "--out", str(tmp_path)])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "torchrun must start the processes: torchrun --nproc-per-node 2 -m" in result.output
 
 
 def timed_briefly(*command):
-    """The command with short series: a test asks what is timed, not how exactly."""
+    """The command with short series: a test asks what is timed, not how exactly. Deprecated names are errors."""
     from experiments.benchmarks.distributed import measure
 
+    warnings.simplefilter("error", FutureWarning)
     measure.ROUNDS, measure.SERIES_MS = 2, 2.0
     execute(*command)
 

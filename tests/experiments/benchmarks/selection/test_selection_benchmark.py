@@ -45,5 +45,5 @@ def test_the_command_writes_a_table_and_numbers(tmp_path):
 
 def test_a_missing_gpu_is_told(tmp_path):
     found = CliRunner().invoke(app, ["--device", "cuda:99", "--out", str(tmp_path / "none")])
-    assert found.exit_code == 1 and "GPUs here; got the device 'cuda:99'" in found.output
+    assert found.exit_code == 2 and "GPUs here; got the device 'cuda:99'" in found.output
     assert not (tmp_path / "none").exists()

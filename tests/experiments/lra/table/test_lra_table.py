@@ -301,7 +301,7 @@ def test_a_run_is_not_counted_twice(tmp_path):
 )
 def test_mistakes_are_answered_in_one_line(tmp_path, words, message):
     result = table(tmp_path, *words)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert message in result.output.replace("\n", " ")
 
 

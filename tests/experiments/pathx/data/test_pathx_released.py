@@ -171,7 +171,7 @@ def test_the_command_tests_on_a_release_and_says_what_it_was(exported, tmp_path)
         (["--contour=14"], f"holds no pathfinder32/{FOLDS[14]}"),
     ):
         result = CliRunner().invoke(app, arguments + more)
-        assert result.exit_code == 1 and message in " ".join(result.output.split())
+        assert result.exit_code == 2 and message in " ".join(result.output.split())
 
 
 def test_a_release_has_no_pixel_labels_and_few_images_have_no_splits(exported, tmp_path):

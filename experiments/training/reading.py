@@ -1,0 +1,40 @@
+"""Files that a command is told to read, or that an earlier command has written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+@contextmanager
+def reading(path: Path, what: str) -> Iterator[None]:
+    """Names the file, and what it must be, in the error of one that is missing or holds something else.
+
+    >>> with reading(Path("nowhere.json"), "a JSON list"):
+    ...     json.loads(Path("nowhere.json").read_text())
+    Traceback (most recent call last):
+    ValueError: nowhere.json must be a JSON list; there is no such file
+
+    Only what reads and takes apart the contents belongs inside. Raises ValueError.
+    """
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise ValueError(f"{path} must be {what}; there is no such file") from error
+    except IsADirectoryError as error:
+        raise ValueError(f"{path} must be {what}; it is a folder") from error
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} must be {what}; got {type(error).__name__}: {error}") from error
+
+
+def read_json(path: Path, what: str, *names: str) -> dict[str, Any]:
+    """The object of a JSON file, which must have these names; raises ValueError."""
+    with reading(path, what):
+        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        missing = [name for name in names if name not in values.keys()]  # noqa: SIM118  a list has no keys
+    if missing:
+        raise ValueError(f"{path} must be {what}; it has no {', '.join(missing)}")
+    return values

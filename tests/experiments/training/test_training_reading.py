@@ -1,0 +1,57 @@
+"""A file that a command cannot read is named in one line, with what it must be."""
+
+import importlib
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+NOT_TEXT, NO_JSON, OTHER = b"\xff\xfe\x00\x90", b"{", b'{"a": 1}\n'
+
+# The command, what it must be given, and which file of the folder it reads.
+COMMANDS = {
+    "pathfinder parameters": ("experiments.pathfinder.cli", "generate --parameters {}/a.json --out {}/out", "a.json"),
+    "pathfinder picture": ("experiments.pathfinder.cli", "picture --real {}/a.png --out {}/b.png", "a.png"),
+    "thin": ("experiments.training.__main__", "thin {}/log.jsonl", "log.jsonl"),
+    "lra table": ("experiments.lra.cli", "table --keep-times --out {} --runs {}", "table.json"),
+    "lra runs": ("experiments.lra.cli", "table --keep-times --out {}/times --runs {}/run", "run/metrics.json"),
+    "lra series": ("experiments.lra.cli", "train --resume --out {}", "seeds.json"),
+    "lra resume": ("experiments.lra.cli", "train --resume --out {}", "config.json"),
+    "lm resume": ("experiments.lm.cli", "train --resume --out {}", "config.json"),
+    "pathx resume": ("experiments.pathx.cli", "train --resume --out {}", "config.json"),
+    "pathx curriculum": ("experiments.pathx.cli", "train --curriculum {}/a.json --out {}/out", "a.json"),
+    "pathx weights": ("experiments.pathx.cli", "evaluate {}", "model.json"),
+    "lm tokens": ("experiments.lm.cli", "train --data {} --steps 1 --device cpu --out {}/out", "about.json"),
+    "lm show": ("experiments.lm.cli", "show {}", "log.jsonl"),
+    "lm bench": ("experiments.lm.cli", "show {} --out {}/a.png", "bench.json"),
+    "speed report": ("experiments.benchmarks.speed.cli", "report {}/speed.csv --out {}/out", "speed.csv"),
+    "exactness": ("experiments.benchmarks.exactness.__main__", "{}/records.jsonl", "records.jsonl"),
+    "blocks": ("experiments.benchmarks.blocks.fit", "{}/blocks.csv", "blocks.csv"),
+    "patterns": ("experiments.benchmarks.patterns.cli", "table --only causal --results {}/rows.json", "rows.json"),
+}
+
+
+@pytest.mark.parametrize("contents", [NOT_TEXT, NO_JSON, OTHER], ids=["not text", "no JSON", "other JSON"])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_file_of_something_else_is_named_in_one_line(name, contents, tmp_path):
+    module, words, file = COMMANDS[name]
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_bytes(contents + b"\n")
+    if name == "lra runs":
+        (tmp_path / "times").mkdir()
+        (tmp_path / "times/table.json").write_text(json.dumps({"facts": {}, "times": []}))
+    if name == "pathx weights":
+        (tmp_path / "model.safetensors").write_bytes(b"")
+    app = importlib.import_module(module).app
+    result = CliRunner().invoke(app, words.format(*[tmp_path] * words.count("{}")).split())
+    assert result.exit_code == 2, result.output
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stderr.startswith("Error: ") and file.rpartition("/")[2] in result.stderr
+
+
+def test_a_missing_file_and_a_folder_are_named(tmp_path):
+    app = importlib.import_module("experiments.pathfinder.cli").app
+    for path, said in ((tmp_path / "a.json", "there is no such file"), (tmp_path, "it is a folder")):
+        result = CliRunner().invoke(app, ["generate", "--parameters", str(path), "--out", str(tmp_path / "out")])
+        assert result.exit_code == 2
+        assert f"{path} must be a JSON file of all parameters of a generator; {said}" in result.stderr
