@@ -211,11 +211,12 @@ def _fake_backward(
     return empty_gradient(q), empty_gradient(k), empty_gradient(v), learned
 
 
-def _shapes_of_backward(*given: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
-    """Empty gradients, with the arguments of `ScoredOperator._backward`."""
-    *inputs, changes, wanted, problem = given
-    dq, dk, dv, learned = _fake_backward(*inputs, changes.tensors(), "", wanted, *problem)
-    return dq, dk, dv, [x if wants else None for x, wants in zip(learned, wanted, strict=True)]
+def _shapes_of_backward(
+    dout: Tensor, dlse: Tensor | None, saved: Saved, changes: Scores, wanted: Sequence[bool], problem: Problem
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
+    """Empty gradients."""
+    learned = [torch.empty_like(x) if wants else None for x, wants in zip(changes.tensors(), wanted, strict=True)]
+    return empty_gradient(saved.q), empty_gradient(saved.k), empty_gradient(saved.v), learned
 
 
 def _forward_flops(
