@@ -80,6 +80,30 @@ def test_fp32_that_is_split_where_it_is_multiplied_has_one_layout_too():
     assert done.stdout.split("\n")[:-1] == [f"{kernel} True False" for kernel in ("forward", "dq", "dq", "dk_dv")]
 
 
+def test_a_bias_whose_rows_begin_anywhere_leaves_scores_in_the_layout_of_the_products():
+    """Otherwise a row is reduced across a warp, by 648 shuffles or more."""
+    source = (
+        "import torch\n"
+        "from experiments.benchmarks.compile import report\n"
+        "from experiments.benchmarks.compile.without_gpu import compiling_for\n"
+        "from sparseflash import scores\n"
+        "from sparseflash.backends.triton.overrides import NEVER_SPLIT, override\n"
+        "from sparseflash.scores.change import Scores\n"
+        "report.TOKENS = 1000\n"
+        "bias = Scores((scores.bias(torch.zeros(1, 2, 1000, 1000, dtype=torch.bfloat16)),))\n"
+        "for dim in (32, 64, 128):\n"
+        "    with override(splits=NEVER_SPLIT), compiling_for(90, 'forward', assemble=False) as compiled:\n"
+        "        report.launch_all(90, 'bfloat16', dim, dim, 128, lengths=False, dropout=False, changes=bias)\n"
+        "    print(*(kernel.asm['ptx'].count('shfl.sync') for _, kernel in compiled))"
+    )
+    done = python("-c", source)
+    assert done.returncode == 0, done.stderr
+    counts = [int(line) for line in done.stdout.split()]
+    assert len(counts) == 3
+    # Two loops, each with the maximum and the sum of two rows a thread over four threads; Triton may add a few.
+    assert all(16 <= count <= 20 for count in counts), counts
+
+
 @pytest.mark.parametrize(("arch", "block"), [(90, 32), (120, 128)])
 def test_fp32_in_pieces_takes_no_descriptors_where_tiles_come_through_registers(arch, block):
     found = reports("--arch", str(arch), "--block", str(block), "--dim", "64", "--arithmetic", "float32")

@@ -26,6 +26,7 @@ from sparseflash.scores.change import Scores
 
 # Offsets inside a tile, of at most 256 tokens, must fit in 32 bits.
 _FAR = 2**31 // 256
+_SHORT = 64  # without a mask, tiles of as many tokens are enough for sequences up to this length
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -181,6 +182,8 @@ def setting_of(
     heads, tokens = (q.shape[0], q.shape[1]), (q.shape[2], k.shape[2])
     block = problem.block_q, problem.block_k
     if problem.indptr is None:
+        block_q, block_k = (min(each, _SHORT) if count <= _SHORT else each for each, count in zip(block, tokens))
+        block = block_q, block_k
         plan = dense_plan(heads, k.shape[1], tokens, block, device or q.device)
     else:
         plan = plan_of(problem, heads, k.shape[1], tokens)

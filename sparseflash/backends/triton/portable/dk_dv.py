@@ -19,7 +19,7 @@ from sparseflash.backends.triton.portable.loads import (
     part_pointers,
     token_numbers,
 )
-from sparseflash.backends.triton.portable.scores import changed_scores
+from sparseflash.backends.triton.portable.scores import changed_scores, loaded_biases
 from sparseflash.backends.triton.portable.softmax import recomputed_weights, score_gradients
 from sparseflash.backends.triton.portable.walk import (
     cut_at_length,
@@ -58,11 +58,15 @@ def dk_dv_step(
     delta_row = numbers_of_rows(delta, batch_head, first_q, rows, q_len, row_stride, 0.0, BLOCK_M, not MASKED, ROWS_TMA)
     # In full fp32 scores and dp are summed in the same order as in dq_kernel, so that dp has the same rounding errors
     # as the delta that is subtracted from it.
+    if CHANGES:
+        biases = loaded_biases(
+            changes, batch, head, first_q, first_k, q_len, k_len, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, MASKED, True
+        )
     scores = products(k_tile, q_tile, PRECISION, True)
     if CHANGES:
         scores, factor, own = changed_scores(
-            scores, changes, scale, batch, head, first_q, first_k, q_len, k_len, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N,
-            CHANGES, OWN, MASKED, True,
+            scores, biases, changes, scale, batch, head, first_q, first_k, q_len, k_len, BLOCK_M, BLOCK_N, CHANGES, OWN,
+            True,
         )  # fmt: skip
     inverse, dlse, live = None, None, None
     if KEEP:

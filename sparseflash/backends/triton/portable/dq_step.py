@@ -17,7 +17,7 @@ from sparseflash.backends.triton.portable.position_tables import (
     code_differences,
     entries_at,
 )
-from sparseflash.backends.triton.portable.scores import changed_scores, slope_gradients
+from sparseflash.backends.triton.portable.scores import changed_scores, loaded_biases, slope_gradients
 from sparseflash.backends.triton.portable.softmax import recomputed_weights, score_gradients
 
 
@@ -39,12 +39,17 @@ def row_step(
     v_tile = load_tokens(
         v, place.batch, place.kv_head, first_k, k_len, v_strides, DV, PADDED_DV, BLOCK_N, not MASKED, TMA, PRECISION,
     )  # fmt: skip
+    if CHANGES:
+        biases = loaded_biases(
+            changes, place.batch, place.head, place.first_q, first_k, q_len, k_len, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N,
+            MASKED, False,
+        )  # fmt: skip
     scores = products(q_tile, k_tile, PRECISION)
     factor, own = 1.0, (1.0, ())
     if CHANGES:
         scores, factor, own = changed_scores(
-            scores, changes, scale, place.batch, place.head, place.first_q, first_k, q_len, k_len, BLOCK_Q, BLOCK_K,
-            BLOCK_M, BLOCK_N, CHANGES, OWN, MASKED, False,
+            scores, biases, changes, scale, place.batch, place.head, place.first_q, first_k, q_len, k_len, BLOCK_M,
+            BLOCK_N, CHANGES, OWN, False,
         )  # fmt: skip
     live, inverses = None, None
     if MASKED:

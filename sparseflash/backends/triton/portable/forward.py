@@ -16,7 +16,7 @@ from sparseflash.backends.triton.portable.loads import (
     part_pointers,
     store_tokens,
 )
-from sparseflash.backends.triton.portable.scores import changed_scores, with_sink
+from sparseflash.backends.triton.portable.scores import changed_scores, loaded_biases, with_sink
 from sparseflash.backends.triton.portable.softmax import LN2, softmax_step
 from sparseflash.backends.triton.portable.walk import (
     listed_block,
@@ -41,11 +41,16 @@ def forward_step(
     k_tile = load_tokens(
         k, place.batch, place.kv_head, first_k, k_len, k_strides, D, PADDED_D, BLOCK_N, not MASKED, TMA, PRECISION,
     )  # fmt: skip
+    if CHANGES:
+        biases = loaded_biases(
+            changes, place.batch, place.head, place.first_q, first_k, q_len, k_len, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N,
+            MASKED, False,
+        )  # fmt: skip
     scores = products(q_tile, k_tile, PRECISION)
     if CHANGES:
         scores, _, _ = changed_scores(
-            scores, changes, scale, place.batch, place.head, place.first_q, first_k, q_len, k_len, BLOCK_Q, BLOCK_K,
-            BLOCK_M, BLOCK_N, CHANGES, OWN, MASKED, False,
+            scores, biases, changes, scale, place.batch, place.head, place.first_q, first_k, q_len, k_len, BLOCK_M,
+            BLOCK_N, CHANGES, OWN, False,
         )  # fmt: skip
     live = None
     if MASKED:

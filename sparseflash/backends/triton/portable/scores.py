@@ -15,16 +15,44 @@ from sparseflash.backends.triton.portable.softmax import LN2, LOG2E
 
 
 @triton.jit
+def loaded_biases(
+    changes, batch, head, first_q, first_k, q_len, k_len,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, MASKED: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """What `changed_scores` adds to a tile of scores: `(a bias, a bias of live tiles)`, 0.0 for one that is not given.
+
+    To be called before the products. A bias is loaded in a layout of its own, and of two layouts that meet where no
+    product decides, as in the maximum of a row, Triton takes that of the later one. If that is the load, all scores
+    change into it and back, and a row is reduced across a warp: where the rows of a 16-bit bias do not begin at
+    multiples of 16 numbers, with 40 to 110 times the shuffles and 550 to 1,550 bytes of spills (forward, D = 32 to
+    128, Triton 3.6 and 3.9).
+    """
+    q, k = token_numbers(first_q, TILE_M), token_numbers(first_k, TILE_N)
+    bias = 0.0
+    if changes.bias_ptr is not None:
+        bias = load_bias(
+            changes.bias_ptr, changes.bias_strides, batch, head, first_q, first_k, q, k, q_len, k_len, TILE_M, TILE_N,
+            MASKED, TRANSPOSED,
+        )  # fmt: skip
+    tile_bias = 0.0
+    if changes.tile_bias_ptrs is not None:
+        tile_bias = load_tile_bias(
+            changes.tile_bias_ptrs, changes.tile_numbers, batch, head, first_q, first_k, BLOCK_Q, BLOCK_K, TILE_M,
+            TILE_N, TRANSPOSED,
+        )  # fmt: skip
+    return bias, tile_bias
+
+
+@triton.jit
 def changed_scores(
-    scores, changes, scale, batch, head, first_q, first_k, q_len, k_len,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, CHANGES: tl.constexpr,
-    OWN: tl.constexpr, MASKED: tl.constexpr, TRANSPOSED: tl.constexpr,
+    scores, biases, changes, scale, batch, head, first_q, first_k, q_len, k_len,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, CHANGES: tl.constexpr, OWN: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """`(changed scores, derivative of the cap, own)` of products; the derivative is 1.0 without a cap.
 
-    own: of one's own function, its derivative and what else the gradients need; or 1.0 and nothing. changes: the
-    kernel's ChangeArguments. Without MASKED no token of the tile is past the ends. See loads.py for `first_q` and
-    `first_k`.
+    own: of one's own function, its derivative and what else the gradients need; or 1.0 and nothing. biases: see
+    `loaded_biases`. changes: the kernel's ChangeArguments. See loads.py for `first_q` and `first_k`.
     """
     q, k = token_numbers(first_q, TILE_M), token_numbers(first_k, TILE_N)
     scores = scores * scale
@@ -54,15 +82,9 @@ def changed_scores(
         values = tl.load(changes.key_bias_ptr + start + k * strides[2], mask=k < k_len, other=0.0)
         scores = scores + along_keys(values.to(tl.float32), TRANSPOSED)
     if changes.bias_ptr is not None:
-        scores = scores + load_bias(
-            changes.bias_ptr, changes.bias_strides, batch, head, first_q, first_k, q, k, q_len, k_len, TILE_M, TILE_N,
-            MASKED, TRANSPOSED,
-        ).to(tl.float32)  # fmt: skip
+        scores = scores + biases[0].to(tl.float32)
     if changes.tile_bias_ptrs is not None:
-        scores = scores + load_tile_bias(
-            changes.tile_bias_ptrs, changes.tile_numbers, batch, head, first_q, first_k, BLOCK_Q, BLOCK_K, TILE_M,
-            TILE_N, TRANSPOSED,
-        ).to(tl.float32)  # fmt: skip
+        scores = scores + biases[1].to(tl.float32)
     own = 1.0, ()
     if OWN is not None:  # one's own function, which must see no places past the ends
         q, k = tl.minimum(q, q_len - 1), tl.minimum(k, k_len - 1)
