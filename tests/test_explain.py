@@ -82,6 +82,17 @@ def test_each_choice_has_its_reason():
     assert loads == {"tiles that are multiplied from registers need not come through shared memory"}
 
 
+def test_short_sequences_without_a_mask_have_small_tiles():
+    def tiles(tokens):
+        found = explain(*empty(tokens=tokens, dim=32), **HOPPER).kernels
+        return {each.kernel: (each.block_m, each.block_n) for each in found}, {each.walks for each in found}
+
+    short, walks = tiles(64)
+    assert set(short.values()) == {(64, 64)}
+    assert walks == {"tiles of 64 x 64: every score is live"}
+    assert tiles(65)[0]["forward"] == (64, 128)
+
+
 def test_the_arithmetic_of_each_dtype_is_told():
     assert {each.arithmetic for each in explain(*empty(), **HOPPER).kernels} == {"half"}
     found = explain(*empty(dtype=torch.float32), **HOPPER).kernels
