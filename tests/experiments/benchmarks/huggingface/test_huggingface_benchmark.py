@@ -17,6 +17,7 @@ from experiments.benchmarks.huggingface.implementations import OURS, with_attent
 from experiments.benchmarks.huggingface.measure import EXACT, FORWARD, STEP, Options, Row
 from experiments.benchmarks.huggingface.shapes import SHAPES, generating
 from sparseflash import huggingface, masks
+from sparseflash.testing import compare_results
 
 pytest.importorskip("transformers", minversion="5.17")
 
@@ -76,6 +77,20 @@ def test_gradients_of_biases_that_cancel_are_judged_by_their_summands():
     truth, magnitudes = true_results(model, inputs(0))
     name = "bert.encoder.layer.0.attention.self.key.bias"
     assert truth[name].abs().max() < 1e-10 < 1e-6 < magnitudes[name]
+
+
+def test_gradients_that_are_zero_may_have_the_errors_of_pytorchs_own_attention():
+    model, inputs = made("bert", torch.bfloat16)
+    yardstick = Yardstick.of(model, inputs)
+    fused = yardstick.compare(with_attention(model, "sdpa")).ratios
+    zeros = [name for name in fused if name.endswith("key.bias")]
+    assert len(zeros) == 2
+    for name in zeros:
+        assert 0 < fused[name] <= 0.5, name  # of twice the largest of several draws, this one among them
+        damaged = {each: x + (each == name) * yardstick.magnitudes[name] for each, x in yardstick.truth.items()}
+        assert (
+            compare_results(damaged, yardstick.truth, yardstick.plain, magnitudes=yardstick.magnitudes).ratios[name] > 5
+        )
 
 
 def test_the_models_of_a_comparison_share_their_weights():
