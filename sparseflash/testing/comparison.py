@@ -16,6 +16,8 @@ from sparseflash.testing.sampling import Part, sampled_heads, sampled_part
 from sparseflash.testing.yardstick import Error, draws_for, error_of, largest_error, plain_dtype
 from sparseflash.validation import check_mask, check_tensors
 
+_FP32 = torch.finfo(torch.float32).eps
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -161,6 +163,9 @@ def compare(
 
     plain = {name: factor * error for name, error in plain_errors(draws()).items()}
     sizes = {"lse": max(largest_score(head.inputs, scale) for head in chosen)} if "lse" in got else {}
+    for name, x in (("dq", k), ("dk", q)):
+        if name in got and not truth[name].any():
+            sizes[name] = max(head.size_of_differences() for head in chosen) * float(x.abs().max())
     errors = compare_results(compared, truth, plain, magnitudes=sizes).errors
     return Comparison({n: e if finite[n] else replace(e, largest=math.inf) for n, e in errors.items()})
 
@@ -245,6 +250,16 @@ class _Head:
 
     def shuffled(self, seed: int) -> _Head:
         return replace(self, inputs=self.inputs.shuffled(seed))
+
+    def size_of_differences(self) -> float:
+        """The size of what cancels in dq and dk, but for a factor of k or q, where no query has two live keys.
+
+        There both are 0, in the plain computation, too. A kernel that recomputes the weights subtracts two sums of the
+        same products, added in different orders, but at least as exactly as in fp32.
+        """
+        scale = self.inputs.q.shape[-1] ** -0.5 if self.scale is None else self.scale
+        products = largest_score(replace(self.inputs, q=self.inputs.dout, k=self.inputs.v), scale)
+        return products * min(1.0, _FP32 / torch.finfo(self.inputs.q.dtype).eps)
 
     def of(self, name: str, result: Tensor) -> Tensor:
         """The compared part of a result of all heads."""

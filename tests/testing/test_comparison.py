@@ -110,6 +110,20 @@ def test_ours_is_exact(mask, dtype, seed):
     assert found.exact, str(found)
 
 
+def test_kernels_are_exact_where_no_query_has_two_keys():
+    """dq and dk are 0 there, and the plain computation finds just that."""
+    q, k, v = tensors(masks.dense(1), batch=2, heads=4, dim=32, v_dim=32, dtype=torch.float16)
+
+    def ours(q, k, v):
+        return attention(q, k, v, backend="triton")
+
+    found = testing.compare(ours, q, k, v)
+    assert found.exact, str(found)
+    assert 0 < found.errors["dq"].largest <= found.errors["dq"].allowed < 3e-5
+    wrong = testing.compare(lambda q, k, v: ours(q, k, v) + 1e-3 * q, q, k, v)
+    assert wrong.ratios["dq"] > 30 and wrong.ratios["dk"] <= 1
+
+
 def test_pytorchs_attention_is_exact_too():
     q, k, v = tensors(masks.causal(150), v_dim=16)
 
