@@ -62,7 +62,9 @@ class Attention:
                 raise ValueError(
                     f"sparseflash supports masks and changes of scores; {type(module).__name__} needs {what} ({name})."
                 )
-        added = _finite_part(attention_mask, key.shape[2])
+        live, added = None, None
+        if isinstance(attention_mask, Tensor):
+            live, added = _parts(attention_mask[..., : key.shape[2]])
         if position_bias is not None:
             added = position_bias if added is None else added + position_bias
         cached = None
@@ -75,7 +77,7 @@ class Attention:
                 # that is 0.
                 out = out * torch.sigmoid(lse - s_aux.view(1, -1, 1).to(lse.dtype))[..., None].to(out.dtype)
         else:
-            mask = self.mask_for(module, query, key, attention_mask, is_causal)
+            mask = self.mask_for(module, query, key, attention_mask, live, is_causal)
             changes = _changes(softcap, added, s_aux)
             out = attention(query, key, value, mask, scale=scaling, dropout_p=dropout, scores=changes)
         return out.transpose(1, 2).contiguous(), None
@@ -109,9 +111,10 @@ class Attention:
         query: Tensor,
         key: Tensor,
         attention_mask: ModelMask | Tensor | None,
+        live: Tensor | None,
         is_causal: bool | None,
     ) -> BlockMask | None:
-        """The mask of one layer."""
+        """The mask of one layer. live: the live scores of a finished attention_mask, or None for all of them."""
         pattern = self._pattern_of(module)
         if isinstance(attention_mask, ModelMask):
             return attention_mask.within(pattern, query.device)
@@ -123,11 +126,11 @@ class Attention:
                 "model with a two-dimensional attention_mask, or none, instead of a finished one."
             )
         if attention_mask is not None:
-            live = _live(attention_mask[..., :k_len])
-            if pattern is None and bool(live.all()):
-                return None
-            own = from_sdpa(live, q_len=q_len, block=self.block)
-            return own if pattern is None else own & cropped(pattern, (0, q_len), (0, k_len)).to(query.device)
+            own = None if live is None else from_sdpa(live, q_len=q_len, block=self.block)
+            if pattern is None:
+                return own
+            pattern = cropped(pattern, (0, q_len), (0, k_len)).to(query.device)
+            return pattern if own is None else own & pattern
         from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
         rule = causal_mask_function if is_causal else bidirectional_mask_function
@@ -140,25 +143,24 @@ def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
     return bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
 
 
-def _live(attention_mask: Tensor) -> Tensor:
-    """A finished four-dimensional mask as bools."""
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _parts(attention_mask: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """`(live scores, what is added to them)` of a finished four-dimensional mask; None for all scores, and for nothing.
+
+    Synchronises with the device once.
+    """
     if attention_mask.dtype == torch.bool:
-        return attention_mask
+        return (None if bool(attention_mask.all()) else attention_mask), None
     if not attention_mask.is_floating_point():
         raise TypeError(
             f"a four-dimensional attention_mask must be bool or floating point; got {attention_mask.dtype}."
         )
-    return attention_mask.detach() > _DEAD
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _finite_part(attention_mask: ModelMask | Tensor | None, k_len: int) -> Tensor | None:
-    """What a finished mask adds to live scores; None if it adds nothing."""
-    if not isinstance(attention_mask, Tensor) or not attention_mask.is_floating_point():
-        return None
-    attention_mask = attention_mask[..., :k_len]
-    added = attention_mask.masked_fill(~_live(attention_mask), 0.0)
-    return added if added.requires_grad or bool((added != 0).any()) else None
+    live = attention_mask.detach() > _DEAD
+    is_whole, adds = torch.stack((live.all(), (live & (attention_mask != 0)).any())).tolist()
+    added = None
+    if adds or attention_mask.requires_grad:
+        added = attention_mask if is_whole else attention_mask.masked_fill(~live, 0.0)
+    return (None if is_whole else live), added
 
 
 def _changes(cap: float | None, added: Tensor | None, sinks: Tensor | None) -> Scores | None:
