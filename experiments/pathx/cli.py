@@ -268,7 +268,9 @@ def analyse(
 
 @app.command("table")
 def table_command(
-    folders: Annotated[list[Path] | None, typer.Argument(help="Where models with stored results lie.")] = None,
+    folders: Annotated[
+        list[Path] | None, typer.Argument(exists=True, help="Where models with stored results lie.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Markdown file to write.")] = RESULTS / "table.md",
 ) -> None:
     """The table of results, beside published systems."""

@@ -14,6 +14,7 @@ def test_the_command_line_helps_and_says_what_is_wrong(tmp_path):
         (["train", "--resume", "--out", str(tmp_path), "--minutes", "3"], "leave out --curriculum"),
         (["train", "--curriculum", "nothing"], "must be one of smoke"),
         (["evaluate", str(tmp_path / "none")], "there is no file"),
+        (["table", str(tmp_path / "none")], "Invalid value for 'folders'"),
     ):
         result = runner.invoke(app, arguments)
         assert result.exit_code == 2
