@@ -61,7 +61,9 @@ def register(pattern: Pattern = None, *, name: str = "block_sparse", block: Bloc
     restrict it to the text: `attn_implementation={"text_config": name}`) and in cross-attention between equally many
     tokens; with other lengths it raises, and a function can tell cross-attention apart. Models with their own attention
     code ignore the name, at most with a warning from Transformers: DeBERTa, Falcon, GPT-J and XLNet, whose
-    `model._can_set_attn_implementation()` is False.
+    `model._can_set_attn_implementation()` is False. In Transformers 5.17 `set_attn_implementation` of a T5 does not
+    reach its encoder and decoder, without a warning: select the name with `from_pretrained`, or set it on
+    `model.encoder` and `model.decoder`.
 
     Raises ValueError for the name of another implementation or one that Transformers would interpret differently,
     TypeError for a function of lengths or of positions, ImportError if Transformers is missing or too old. Models raise
