@@ -112,7 +112,9 @@ def test_ours_is_exact(mask, dtype, seed):
 
 def test_kernels_are_exact_where_no_query_has_two_keys():
     """dq and dk are 0 there, and the plain computation finds just that."""
-    q, k, v = tensors(masks.dense(1), batch=2, heads=4, dim=32, v_dim=32, dtype=torch.float16)
+    q, k, v = (
+        x.requires_grad_() for x in tensors(masks.dense(1), batch=2, heads=4, dim=32, v_dim=32, dtype=torch.float16)
+    )
 
     def ours(q, k, v):
         return attention(q, k, v, backend="triton")
