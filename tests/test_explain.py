@@ -91,6 +91,8 @@ def test_short_sequences_without_a_mask_have_small_tiles():
     assert set(short.values()) == {(64, 64)}
     assert walks == {"tiles of 64 x 64: every score is live"}
     assert tiles(65)[0]["forward"] == (64, 128)
+    q, k, v = (*empty(tokens=64, dim=32)[:1], *empty(tokens=4096, dim=32)[1:])
+    assert explain(q, k, v, **HOPPER).kernels[0].block_n == 128
 
 
 def test_the_arithmetic_of_each_dtype_is_told():

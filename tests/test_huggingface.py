@@ -480,6 +480,33 @@ def test_the_masks_are_transformers_own_within_the_pattern(
     assert torch.equal(live.expand(batch, 1, -(-queries // 2), kv_length), want[:, :, queries // 2 :])
 
 
+def test_the_room_of_a_cache_needs_no_mask_of_padding():
+    """Nor does a mask that names its tokens but pads none: the mask of the rule serves as it is, kept and planned."""
+    tokens = torch.ones(2, 40, dtype=torch.bool)
+    tokens[:, 30:] = False  # room after the 30 queries
+    asked = {"queries": (0, 30), "keys": (0, 40), "is_mapped": False, "may_cross": False, "block": 16}
+    once, again = (
+        ModelMask(rules.causal_mask_function, 2, padding=tokens, device=torch.device("cpu"), **asked).within(
+            None, torch.device("cpu")
+        )
+        for _ in range(2)
+    )
+    assert once is again and once.shape == (1, 1, 30, 40)
+
+
+@pytest.mark.parametrize("mask", [torch.zeros(1, 1, 4, 4), torch.full((4, 4), -1e9).triu(1)[None, None]])
+def test_a_finished_mask_is_read_with_one_synchronisation(mask, monkeypatch):
+    read = []
+
+    def noted(name, real):
+        return lambda self: (read.append(name), real(self))[1]
+
+    for name in ("tolist", "item", "__bool__", "__int__", "__float__"):
+        monkeypatch.setattr(torch.Tensor, name, noted(name, getattr(torch.Tensor, name)))
+    layer._parts(mask)
+    assert read == ["tolist"]
+
+
 def enlarged(dense, length):
     """At least so many queries and keys."""
     repeats = [-(-length // n) for n in dense.shape[2:]]

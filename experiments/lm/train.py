@@ -35,7 +35,7 @@ from experiments.training.distributed import SINGLE, Ranks, find_device
 from experiments.training.environment import device_name, peak_memory, versions
 from experiments.training.host_threads import single_host_thread
 from experiments.training.optimizer import adamw
-from experiments.training.run_folder import SETTINGS, saved_settings
+from experiments.training.run_folder import SETTINGS, settings_as
 from experiments.training.run_log import Record
 from experiments.training.sharding import shard, whole
 from experiments.training.trainer import Cadence, Pause, Trainer, never
@@ -262,5 +262,5 @@ class Run(Trainer[Batch]):
 
 def saved_config(folder: Path) -> tuple[Config, Path]:
     """The settings and the tokens' folder of the run in a folder; raises FileNotFoundError if there is none."""
-    saved = saved_settings(folder / SETTINGS)
-    return Config(**saved["config"]), Path(saved["data"]["folder"])
+    path = folder / SETTINGS
+    return settings_as(path, lambda saved: (Config(**saved["config"]), Path(saved["data"]["folder"])))

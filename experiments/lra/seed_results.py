@@ -10,7 +10,7 @@ from typing import Any
 from experiments.lra.config import FREE_ON_RESUME, Config, as_dict, from_saved, resumed
 from experiments.training.fingerprint import check_same_data
 from experiments.training.reading import read_json
-from experiments.training.run_folder import SETTINGS
+from experiments.training.run_folder import SETTINGS, settings_as
 from experiments.training.series import Metrics
 
 
@@ -29,9 +29,9 @@ def state(config: Config, data: dict[str, Any], folder: Path) -> tuple[Metrics |
     if not saved.exists():
         return None, False
     chosen = {name: value for name, value in as_dict(config).items() if name not in FREE_ON_RESUME}
-    began = read_json(saved, "the settings of a run", "config", "data")
-    resumed(from_saved(began["config"]), chosen)
-    check_same_data(began["data"], data)
+    began, its_data = settings_as(saved, lambda found: (from_saved(found["config"]), found["data"]))
+    resumed(began, chosen)
+    check_same_data(its_data, data)
     path = folder / "metrics.json"
     if not path.is_file():
         return None, True

@@ -35,7 +35,7 @@ from experiments.training.atomic_files import write_json
 from experiments.training.distributed import SINGLE, Ranks, find_device
 from experiments.training.fingerprint import check_same_data
 from experiments.training.host_threads import single_host_thread
-from experiments.training.run_folder import SETTINGS, saved_settings
+from experiments.training.run_folder import SETTINGS, settings_as
 from experiments.training.run_log import Record
 from experiments.training.series import SERIES
 from experiments.training.shared_sequences import SharedSequences
@@ -246,5 +246,5 @@ def saved_run(folder: Path) -> tuple[Config, Path]:
 
     Raises FileNotFoundError if there is none.
     """
-    saved = saved_settings(folder / (SERIES if (folder / SERIES).is_file() else SETTINGS))
-    return from_saved(saved["config"]), Path(saved["data"]["folder"])
+    path = folder / (SERIES if (folder / SERIES).is_file() else SETTINGS)
+    return settings_as(path, lambda saved: (from_saved(saved["config"]), Path(saved["data"]["folder"])))

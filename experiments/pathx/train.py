@@ -29,7 +29,7 @@ from experiments.training.environment import device_name, versions
 from experiments.training.fingerprint import sha256
 from experiments.training.host_threads import single_host_thread
 from experiments.training.optimizer import adamw
-from experiments.training.run_folder import SETTINGS, saved_settings
+from experiments.training.run_folder import SETTINGS, settings_as
 from experiments.training.run_log import Record
 from experiments.training.trainer import Cadence, Pause, State, Trainer, never
 from experiments.training.window import Means
@@ -256,4 +256,4 @@ class Run(Trainer[Packed]):
 
 def saved_run(folder: Path) -> Config:
     """The settings of the run in a folder; raises FileNotFoundError if there is none."""
-    return from_dict(saved_settings(folder / SETTINGS)["config"])
+    return settings_as(folder / SETTINGS, lambda saved: from_dict(saved["config"]))

@@ -33,8 +33,9 @@ def reading(path: Path, what: str) -> Iterator[None]:
 def read_json(path: Path, what: str, *names: str) -> dict[str, Any]:
     """The object of a JSON file, which must have these names; raises ValueError."""
     with reading(path, what):
-        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        missing = [name for name in names if name not in values.keys()]  # noqa: SIM118  a list has no keys
-    if missing:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must be {what}; it is no JSON object")
+    if missing := [name for name in names if name not in values]:
         raise ValueError(f"{path} must be {what}; it has no {', '.join(missing)}")
     return values

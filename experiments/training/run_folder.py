@@ -9,16 +9,17 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from experiments.training import checkpoint, tensor_files
-from experiments.training.reading import read_json
+from experiments.training.reading import read_json, reading
 
 SETTINGS = "config.json"
 LOG = "log.jsonl"
+_WHAT = "the settings of a run"
 
 Settings = TypeVar("Settings")
 
@@ -27,7 +28,17 @@ def saved_settings(path: Path) -> dict[str, Any]:
     """The settings that a run has written to its folder; raises FileNotFoundError if there are none."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no run to resume in {path.parent}")
-    return read_json(path, "the settings of a run", "config")
+    return read_json(path, _WHAT, "config")
+
+
+def settings_as(path: Path, made: Callable[[dict[str, Any]], Settings]) -> Settings:
+    """What `made` makes of the settings that a run has written to its folder, as they lie in the file.
+
+    Raises FileNotFoundError if there are none, and ValueError if they are not what `made` takes.
+    """
+    saved = saved_settings(path)
+    with reading(path, _WHAT):
+        return made(saved)
 
 
 def resumed(saved: Settings, chosen: dict[str, Any], free: Collection[str]) -> Settings:

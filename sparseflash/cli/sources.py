@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
@@ -25,30 +26,38 @@ def module_of(source: str) -> ModuleType:
         raise Missing(f"there is no module {source}; a Python file ends with .py")
     if "" not in sys.path:
         sys.path.insert(0, "")  # an installed command does not search the current folder
-    try:
-        return importlib.import_module(source)
-    except ModuleNotFoundError as error:
-        # If an existing module lacks something it imports, that is the user's own error and is shown unchanged.
-        if error.name is None or not f"{source}.".startswith(f"{error.name}."):
-            raise
-        raise Missing(f"there is no module {source}; a Python file ends with .py") from None
-    except SyntaxError as error:
-        raise _not_python(source, error) from None
+    names = source.split(".")
+    for depth in range(1, len(names) + 1):  # a package runs when its parts are looked for, so it is read before
+        name = ".".join(names[:depth])
+        try:
+            spec = importlib.util.find_spec(name)
+        except ModuleNotFoundError as error:
+            # If an existing module lacks something it imports, that is the user's own error and is shown unchanged.
+            if error.name != name:
+                raise
+            spec = None
+        if spec is None:
+            raise Missing(f"there is no module {source}; a Python file ends with .py")
+        _check_python(spec, source)
+    return importlib.import_module(source)
 
 
 def _run(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"mask_file_{path.stem}", path)
     if not path.is_file() or spec is None or spec.loader is None:
         raise Missing(f"there is no file {path}")
-    try:
-        spec.loader.get_code(spec.name)  # type: ignore[attr-defined]
-    except (SyntaxError, ValueError) as error:  # ValueError: Python 3.10, of null bytes
-        raise _not_python(path, error) from None
+    _check_python(spec, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickling look the module up by name
     spec.loader.exec_module(module)
     return module
 
 
-def _not_python(source: str | Path, error: Exception) -> Missing:
-    return Missing(f"{source} must be Python source; got {error}")
+def _check_python(spec: ModuleSpec, source: str | Path) -> None:
+    """Raises Missing for a source that cannot be parsed. Not for what it imports, which is the user's own error."""
+    get_code = getattr(spec.loader, "get_code", None)  # a folder without __init__.py has none
+    try:
+        if get_code is not None:
+            get_code(spec.name)
+    except (SyntaxError, ValueError) as error:  # ValueError: Python 3.10, of null bytes
+        raise Missing(f"{source} must be Python source; got {error}") from None

@@ -126,6 +126,20 @@ def test_kernels_are_exact_where_no_query_has_two_keys():
     assert wrong.ratios["dq"] > 30 and wrong.ratios["dk"] <= 1
 
 
+@pytest.mark.parametrize(("queries", "keys"), [(4, 0), (0, 4), (0, 0)])
+def test_nothing_to_compute_is_exact(queries, keys):
+    q, k = torch.zeros(1, 1, queries, 8), torch.zeros(1, 1, keys, 8)
+    assert testing.compare(attention, q, k, k).exact
+
+
+def test_where_nothing_is_live_gradients_are_zero_to_the_last_bit():
+    mask = BlockMask.from_dense(torch.zeros(40, 40, dtype=torch.bool), block=16)
+    q, k, v = (x.requires_grad_() for x in tensors(mask, v_dim=16))
+    assert testing.compare(lambda q, k, v: attention(q, k, v, mask), q, k, v, mask).exact
+    wrong = testing.compare(lambda q, k, v: attention(q, k, v, mask) + 1e-30 * q, q, k, v, mask)
+    assert wrong.ratios["dq"] == math.inf
+
+
 def test_pytorchs_attention_is_exact_too():
     q, k, v = tensors(masks.causal(150), v_dim=16)
 

@@ -98,19 +98,19 @@ class Yardstick:
             raise ValueError(f"model must have eager attention; got {model.config._attn_implementation}.")  # type: ignore[union-attr]
         truth, magnitudes = true_results(model, inputs(0))
 
-        def draw(seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-            return results_of(model, inputs(seed)), truth if seed == 0 else true_results(model, inputs(seed))[0]
+        def truth_of(seed: int) -> dict[str, Tensor]:
+            return truth if seed == 0 else true_results(model, inputs(seed))[0]
 
         # Some parameters are few numbers: sinks, one a head.
         seeds = range(draws_for(1, 1, learned=True))
-        plain = plain_errors(draw(seed) for seed in seeds)
+        plain = plain_errors((results_of(model, inputs(seed)), truth_of(seed)) for seed in seeds)
         zeros = [
             name for name, size in magnitudes.items() if name in truth and float(truth[name].abs().max()) < ZERO * size
         ]  # a tied parameter has one name
         if zeros:
             fused = with_attention(model, "sdpa")
-            drawn = (results_of(fused, inputs(seed)) for seed in seeds)
-            errors = plain_errors(({name: each[name] for name in zeros}, truth) for each in drawn)
+            drawn = ((results_of(fused, inputs(seed)), truth_of(seed)) for seed in seeds)
+            errors = plain_errors(({name: each[name] for name in zeros}, exact) for each, exact in drawn)
             plain |= {name: max(plain[name], error) for name, error in errors.items()}
         return cls(inputs(0), truth, plain, magnitudes)
 

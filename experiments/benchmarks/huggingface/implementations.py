@@ -39,7 +39,8 @@ def with_attention(model: nn.Module, implementation: str) -> nn.Module:
         name = _REGISTERED
     made.set_attn_implementation(name)  # type: ignore[operator]
     for module in made.modules():
-        if _used(module, name) != name:  # Transformers 5.17 does not reach the encoder and the decoder of a T5
+        # Transformers 5.17 does not reach the encoder and the decoder of a T5.
+        if _used(module, name) != name and hasattr(module, "set_attn_implementation"):
             module.set_attn_implementation(name)  # type: ignore[operator]
         if (used := _used(module, name)) != name:
             raise ValueError(f"{type(module).__name__} must use {implementation}; it uses {used}.")

@@ -26,7 +26,7 @@ from sparseflash.scores.change import Scores
 
 # Offsets inside a tile, of at most 256 tokens, must fit in 32 bits.
 _FAR = 2**31 // 256
-_SHORT = 64  # without a mask, tiles of as many tokens are enough for sequences up to this length
+_SHORT = 64  # without a mask, tiles of as many tokens are enough where neither side is longer
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -182,8 +182,9 @@ def setting_of(
     heads, tokens = (q.shape[0], q.shape[1]), (q.shape[2], k.shape[2])
     block = problem.block_q, problem.block_k
     if problem.indptr is None:
-        block_q, block_k = (min(each, _SHORT) if count <= _SHORT else each for each, count in zip(block, tokens))
-        block = block_q, block_k
+        # Hopper kernels have tiles of 128 only; a long side keeps them worth while.
+        if max(tokens) <= _SHORT and problem.kernels != "hopper":
+            block = min(block[0], _SHORT), min(block[1], _SHORT)
         plan = dense_plan(heads, k.shape[1], tokens, block, device or q.device)
     else:
         plan = plan_of(problem, heads, k.shape[1], tokens)

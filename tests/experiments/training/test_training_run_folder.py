@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from experiments.training.run_folder import check_unused, discard, holds_run, resumed, saved_settings
+from experiments.training.run_folder import check_unused, discard, holds_run, resumed, saved_settings, settings_as
 
 OF_A_RUN = (
     "config.json", "log.jsonl", "metrics.json", "model.json", "model.safetensors", "tests/other.json",
@@ -58,3 +58,19 @@ def test_a_resumed_run_keeps_its_settings_but_for_those_that_are_free(tmp_path):
         resumed(Settings(), {"log_every": 5}, {"seed"})
     with pytest.raises(FileNotFoundError, match="there is no run to resume in"):
         saved_settings(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[]", "it is no JSON object"),
+        ('{"data": {}}', "it has no config"),
+        ('{"config": 5}', "got TypeError: 'int' object is not subscriptable"),
+        ('{"config": {}}', "got KeyError: 'seed'"),
+    ],
+)
+def test_settings_of_another_form_are_named(text, words, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=f"config.json must be the settings of a run; {words}"):
+        settings_as(path, lambda saved: saved["config"]["seed"])

@@ -45,7 +45,7 @@ def yields(request: Request) -> str | None:
     """Why the portable kernels are as fast or faster; None if these are. See `LIMITS` for the measurement."""
     (q_len, k_len), backward = request.tokens, request.backward
     if min(request.block) < min(BLOCK):
-        return "the portable kernels take smaller tiles for blocks of {} x {}".format(*request.block)
+        return "the portable kernels read less, in blocks of {} x {}".format(*request.block)
     if request.lengths and backward:
         return "the portable backward leaves out what lies past the lengths"
     if q_len * LIMITS.most_keys_a_query < k_len:

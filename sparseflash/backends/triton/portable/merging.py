@@ -38,7 +38,7 @@ def merge_launch(
 
 
 def bind_merge(launch: Launch, merged: Tensor, tile: int, tokens: int = TOKENS_TO_COMBINE) -> BoundLaunch:
-    """The launch for the items `merged [cut, 4]`, of `tile` tokens each, with `tokens` a program."""
+    """The launch for the items `merged [cut, CUT_ITEM]`, of `tile` tokens each, with `tokens` a program."""
     return launch.bind(len(merged) * (tile // tokens), merged_ptr=merged)
 
 

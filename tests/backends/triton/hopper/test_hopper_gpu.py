@@ -51,6 +51,15 @@ def inputs(batch, heads, tokens, dim, dtype=torch.bfloat16):
 
 
 @pytest.mark.parametrize("dim", HEAD_DIMS)
+@pytest.mark.parametrize(("queries", "keys"), [(64, 64), (1, 49), (64, 4096), (4096, 64)])
+def test_short_sequences_without_a_mask(dim, queries, keys):
+    testing.assert_exact(
+        lambda q, k, v, return_lse=False: attention(q, k, v, backend="hopper", return_lse=return_lse),
+        *inputs(1, 2, queries, dim)[:1], *inputs(1, 2, keys, dim)[1:3],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_the_same_bits_at_every_launch_beside_a_busy_stream(dim):
     q, k, v, dout, dlse = inputs(2, 8, 4000, dim)
     mask = masks.causal(4000, block=128).to("cuda").with_lengths(torch.tensor([4000, 2345], device="cuda"))

@@ -50,7 +50,7 @@ def test_long_sequences_are_theirs(dim, backward):
 @pytest.mark.parametrize(
     ("reason", "change"),
     [
-        ("the portable kernels take smaller tiles for blocks of 64 x 128", {"block": (64, 128)}),
+        ("the portable kernels read less, in blocks of 64 x 128", {"block": (64, 128)}),
         ("the portable backward leaves out what lies past the lengths", {"lengths": True, "backward": True}),
         ("the portable kernels share the keys of few queries out to more programs; got 128 and 8192",
          {"tokens": (128, 8192), "dims": (128, 128)}),
@@ -104,3 +104,18 @@ def test_each_pass_is_served_by_the_faster_kernels():
     assert (found.forward.family, found.backward.family) == ("portable", "portable")
     refusals = dict(explain(q, q, q, mask, capability=(8, 0)).backward.refusals)
     assert refusals == {"hopper": "they run on compute capability 9.0; got 8.0"}
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128])
+@pytest.mark.parametrize(("queries", "keys"), [(64, 64), (1, 64), (64, 4096), (4096, 64)])
+def test_they_take_short_sequences_without_a_mask(dim, queries, keys):
+    q = torch.empty(2, 4, queries, dim, dtype=torch.bfloat16, device="meta")
+    k = torch.empty(2, 4, keys, dim, dtype=torch.bfloat16, device="meta")
+    found = explain(q, k, k, capability=(9, 0), backend="hopper")
+    assert (found.forward.family, found.backward.family) == ("hopper", "hopper")
+
+
+def test_a_short_side_does_not_change_the_kernels_of_a_long_one():
+    q = torch.empty(2, 4, 4096, 128, dtype=torch.bfloat16, device="meta")
+    families = {explain(q, k, k, capability=(9, 0)).forward.family for k in (q[:, :, :65], q[:, :, :64])}
+    assert families == {"hopper"}
