@@ -507,6 +507,33 @@ def test_a_finished_mask_is_read_with_one_synchronisation(mask, monkeypatch):
     assert read == ["tolist"]
 
 
+@pytest.mark.parametrize("kind", ["bool", "float", "learned"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_finished_mask_of_one_block_is_not_read(kind, dtype, monkeypatch):
+    """It gives what it gives where it is read, as in smaller blocks: 0 for queries that see no key."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(2, 4, 40, 16, generator=generator).to(dtype) for _ in range(4))
+    live = torch.rand(2, 1, 40, 40, generator=generator) < 0.5
+    live[0, :, 3] = live[1, :, :, 5] = False
+    mask = torch.randn(2, 1, 40, 40, generator=generator).masked_fill(~live, torch.finfo(dtype).min).to(dtype)
+    mask = live if kind == "bool" else mask.requires_grad_(kind == "learned")
+
+    def results(block):
+        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+        called = layer.Attention(None, block)
+        out, _ = called(torch.nn.Module(), *inputs, mask, scaling=0.25)
+        learned = [mask] if kind == "learned" else []
+        return out, *torch.autograd.grad(out, inputs + learned, dout.transpose(1, 2))
+
+    want = results(16)
+    monkeypatch.setattr(layer, "_parts", mock.Mock(side_effect=AssertionError("read")))
+    got = results(128)
+    assert not got[0][0, 3].any() and got[0].any()
+    tolerance = 1e-5 if dtype == torch.float32 else 5e-3
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
 def enlarged(dense, length):
     """At least so many queries and keys."""
     repeats = [-(-length // n) for n in dense.shape[2:]]

@@ -134,3 +134,16 @@ def test_a_batch_with_padding_on_the_left_generates_eagers_tokens(cache):
     model = shape.made(torch.float32, DEVICE, tokens=TOKENS, small=True, check=False)
     torch.compiler.reset()
     assert same_tokens(model, [Way(OURS, cache)]) == {f"{OURS}, {cache}": SAME}
+
+
+def test_a_finished_mask_of_one_block_is_not_waited_for():
+    """As the windows of a Swin have it."""
+    q, k, v = (torch.randn(8, 3, 49, 32, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
+    mask = torch.randn(8, 1, 49, 49, device=DEVICE, dtype=torch.bfloat16)
+    called = layer.Attention(None, 128)
+    called(torch.nn.Module(), q, k, v, mask)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        called(torch.nn.Module(), q, k, v, mask)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

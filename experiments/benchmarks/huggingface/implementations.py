@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+from contextlib import suppress
 
 import torch
 from torch import nn
@@ -15,15 +16,19 @@ _REGISTERED = "block_sparse"  # Transformers reads a name with "flash" as one of
 
 
 def available() -> list[str]:
-    """What can be asked for: Transformers' own, FlashAttention where it is installed, and this library's."""
+    """What can be asked for: Transformers' own, FlashAttention where it is installed, and this library's.
+
+    FlexAttention is the last, because it may damage what follows: with the learned bias of a T5 it writes NaN into
+    other tensors on a GPU (PyTorch 2.11), and a training step ends the context of CUDA.
+    """
     from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
-    names = ["eager", "sdpa", "flex_attention"]
+    names = ["eager", "sdpa"]
     if is_flash_attn_2_available():
         names.append("flash_attention_2")
     if is_flash_attn_3_available():
         names.append("flash_attention_3")
-    return [*names, OURS]
+    return [*names, OURS, "flex_attention"]
 
 
 def with_attention(model: nn.Module, implementation: str) -> nn.Module:
@@ -65,4 +70,5 @@ def release(device: torch.device) -> None:
     """Gives back the memory of what is no longer used, a failed call's among it."""
     gc.collect()
     if device.type == "cuda":
-        torch.cuda.empty_cache()
+        with suppress(torch.AcceleratorError):  # of a context that has ended: all that follows says so for itself
+            torch.cuda.empty_cache()

@@ -178,14 +178,13 @@ def measure(
     """All rows of a model: exactness first, then speed."""
     if options.late():
         return [Row(shape.name, name, what, failure="out of time") for name in names for what in (EXACT, FORWARD, STEP)]
-    if options.compiles:
-        import torch._dynamo
+    import torch._dynamo
 
-        torch._dynamo.reset()  # graphs of other models
-        # Each implementation has graphs of its own of the same code. Past the default limits it would not be compiled,
-        # with no more than a warning.
-        torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 2048
-        torch._dynamo.config.fail_on_recompile_limit_hit = True
+    torch._dynamo.reset()  # graphs of other models
+    # Each implementation has graphs of its own of the same code, and FlexAttention compiles itself for each layout.
+    # Past the default limits nothing would be compiled, with no more than a warning.
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 2048
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
     rows = []
     for row in exactness(shape, names, options, device, dtype):
         say(f"{row.model}, {row.implementation}: {row.failure or f'largest error {row.value:.2f} of what is allowed'}")
