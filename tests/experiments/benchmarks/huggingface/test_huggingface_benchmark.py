@@ -211,4 +211,4 @@ def test_what_is_wrong_with_the_options_is_told(options, message):
 def test_flash_attention_is_offered_only_where_it_is_installed(monkeypatch):
     monkeypatch.setattr("transformers.utils.is_flash_attn_2_available", lambda: True)
     monkeypatch.setattr("transformers.utils.is_flash_attn_3_available", lambda: False)
-    assert implementations.available() == ["eager", "sdpa", "flex_attention", "flash_attention_2", OURS]
+    assert implementations.available() == ["eager", "sdpa", "flash_attention_2", OURS, "flex_attention"]
