@@ -85,6 +85,7 @@ def kernels_run_as_on_a_gpu(request):
         return
     from bounds import watch_addresses
     from interpreted_dot import summed_alike_in_either_order
+    from interpreted_index import index_by_scalars
     from interpreter_types import derive_types_once
     from patched_once import patch_once_a_launch
 
@@ -92,6 +93,7 @@ def kernels_run_as_on_a_gpu(request):
         watch_addresses(monkeypatch)
         patch_once_a_launch(monkeypatch)
         derive_types_once(monkeypatch)
+        index_by_scalars(monkeypatch)
         monkeypatch.setattr("triton.runtime.interpreter.InterpreterBuilder.create_dot", summed_alike_in_either_order)
         yield
 

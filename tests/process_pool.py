@@ -14,9 +14,11 @@ import traceback
 from dataclasses import dataclass, field
 from datetime import timedelta
 
+import pytest
 import torch
 
 from forked import interpreting
+from interpreted_index import index_by_scalars
 
 TIMEOUT = 60  # seconds that a process waits for the others
 
@@ -115,6 +117,8 @@ def _serve(pipe, store, rank, count, timeout, backend):
     if backend == "nccl":
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
+    else:
+        index_by_scalars(pytest.MonkeyPatch())  # for as long as the process lives
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=count, timeout=timedelta(seconds=timeout))
     members = {1: Member(dist.new_group([rank], use_local_synchronization=True), 0, 1, device)}
     for ranks in range(2, count + 1):

