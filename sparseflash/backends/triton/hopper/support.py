@@ -7,6 +7,7 @@ import torch
 from sparseflash.backends.triton.family import Request
 from sparseflash.backends.triton.hopper.configs import BLOCK, HEAD_DIMS, LIMITS
 from sparseflash.backends.triton.launcher import triton_version
+from sparseflash.backends.triton.schedule.costs import SPLITS
 
 # Gluon's interface and the compiler's choices change from version to version, and no interpreter tells: these have run
 # on a GPU.
@@ -48,7 +49,7 @@ def yields(request: Request) -> str | None:
         return "the portable kernels read less, in blocks of {} x {}".format(*request.block)
     if request.lengths and backward:
         return "the portable backward leaves out what lies past the lengths"
-    if q_len * LIMITS.most_keys_a_query < k_len:
+    if k_len > max(q_len * LIMITS.most_keys_a_query, SPLITS.longest_whole(BLOCK[0])):
         return f"the portable kernels share the keys of few queries out to more programs; got {q_len} and {k_len}"
     least = LIMITS.least_queries(request.dims[0], backward=backward)
     if q_len < least:

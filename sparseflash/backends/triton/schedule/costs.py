@@ -46,6 +46,10 @@ class SplitRule(NamedTuple):
         """The length of the shortest chunk, in tokens."""
         return min(self.fewest, self.fewest_tiles * held)
 
+    def longest_whole(self, held: int) -> float:
+        """The length, in tokens, up to which items of similar lengths are never cut."""
+        return self.worth_alike * self.shortest(held)
+
 
 SPLITS = SplitRule()
 

@@ -41,6 +41,11 @@ def test_the_reason_is_given(reason, change):
     assert support.refuses(HALF._replace(**change)) == reason
 
 
+@pytest.mark.parametrize("keys", [512, 4096, 8192])
+def test_few_queries_are_theirs_where_their_keys_would_not_be_cut(keys):
+    assert support.yields(HALF._replace(tokens=(64, keys), dims=(128, 128), keys=float(keys))) is None
+
+
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("dim", [64, 96, 128])
 def test_long_sequences_are_theirs(dim, backward):
@@ -52,8 +57,8 @@ def test_long_sequences_are_theirs(dim, backward):
     [
         ("the portable kernels read less, in blocks of 64 x 128", {"block": (64, 128)}),
         ("the portable backward leaves out what lies past the lengths", {"lengths": True, "backward": True}),
-        ("the portable kernels share the keys of few queries out to more programs; got 128 and 8192",
-         {"tokens": (128, 8192), "dims": (128, 128)}),
+        ("the portable kernels share the keys of few queries out to more programs; got 128 and 16384",
+         {"tokens": (128, 16384), "dims": (128, 128)}),
         ("the portable forward is faster below 4,096 queries at D = 64; got 2,048", {"tokens": (2048, 2048)}),
         ("the portable backward is faster below 1,024 queries at D = 128; got 512",
          {"tokens": (512, 512), "dims": (128, 128), "backward": True}),
