@@ -507,8 +507,8 @@ def test_a_finished_mask_is_read_with_one_synchronisation(mask, monkeypatch):
     assert read == ["tolist"]
 
 
-@pytest.mark.parametrize("kind", ["bool", "float", "learned"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("kind", ["bool", "float", "learned", "-10000", "of three dimensions"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_a_finished_mask_of_one_block_is_not_read(kind, dtype, monkeypatch):
     """It gives what it gives where it is read, as in smaller blocks: 0 for queries that see no key."""
     generator = torch.Generator().manual_seed(0)
@@ -516,7 +516,14 @@ def test_a_finished_mask_of_one_block_is_not_read(kind, dtype, monkeypatch):
     live = torch.rand(2, 1, 40, 40, generator=generator) < 0.5
     live[0, :, 3] = live[1, :, :, 5] = False
     mask = torch.randn(2, 1, 40, 40, generator=generator).masked_fill(~live, torch.finfo(dtype).min).to(dtype)
-    mask = live if kind == "bool" else mask.requires_grad_(kind == "learned")
+    if kind == "bool":
+        mask = live
+    elif kind == "-10000":
+        mask = ((~live) * -1e4).to(dtype)
+    elif kind == "of three dimensions":
+        mask = mask[0]
+        q, k, v, dout = (x[:1] for x in (q, k, v, dout))
+    mask.requires_grad_(kind == "learned")
 
     def results(block):
         inputs = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -529,9 +536,17 @@ def test_a_finished_mask_of_one_block_is_not_read(kind, dtype, monkeypatch):
     monkeypatch.setattr(layer, "_parts", mock.Mock(side_effect=AssertionError("read")))
     got = results(128)
     assert not got[0][0, 3].any() and got[0].any()
-    tolerance = 1e-5 if dtype == torch.float32 else 5e-3
+    tolerance = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}[dtype]
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def test_a_finished_mask_of_one_block_leaves_large_scores_alone():
+    """Dead and live ones are told apart by the mask, not by their size."""
+    q, k, v = (60 * torch.randn(1, 2, 40, 16, generator=torch.Generator().manual_seed(0)) for _ in range(3))
+    live = torch.ones(1, 1, 40, 40, dtype=torch.bool).tril()
+    got, want = (layer.Attention(None, block)(torch.nn.Module(), q, k, v, live, scaling=8.0)[0] for block in (128, 16))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-2)
 
 
 def enlarged(dense, length):
@@ -698,6 +713,14 @@ def test_finished_masks_that_are_none_are_refused():
         cache = ours(ids(10), use_cache=True)[CACHE]
         with pytest.raises(ValueError, match="must give the positions of its 3 queries among 13 keys"):
             ours(ids(3), **{CACHE: cache}, attention_mask=torch.ones(2, 1, 3, 13, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 40, 1), (1, 1, 3, 40), (1, 1, 40, 39)])
+def test_a_finished_mask_of_other_sizes_is_refused(shape):
+    q = torch.zeros(1, 2, 40, 16)
+    mask = torch.ones(shape, dtype=torch.bool)
+    with pytest.raises(ValueError, match="must be of 40 queries, or 1, and 40 keys; got shape"):
+        layer.Attention(None, 128)(torch.nn.Module(), q, q, q, mask)
 
 
 def test_masks_that_a_model_computes_with_are_told():

@@ -84,8 +84,8 @@ def train_all(
 def _check_same(folder: Path, config: Config, store: Store) -> None:
     if not run_folder.holds_run(folder):
         return
-    saved = run_folder.saved_settings(folder / run_folder.SETTINGS)
-    if saved_config(folder)[0] != config or saved["data"]["hash"] != store.about["hash"]:
+    text = run_folder.settings_as(folder / run_folder.SETTINGS, lambda saved: saved["data"]["hash"])
+    if saved_config(folder)[0] != config or text != store.about["hash"]:
         raise ValueError(
             f"{folder} must hold a run with the settings and the text of this comparison; it has others: choose "
             "another --out"

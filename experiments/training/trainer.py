@@ -108,7 +108,8 @@ class Trainer(ABC, Generic[Batch]):
         self.before: dict[str, Any] | None = None  # what the result reports about the weights that this run began with
         if initial is not None:
             if found is not None:
-                self.before = run_folder.saved_settings(folder / run_folder.SETTINGS)["initial"]
+                path = folder / run_folder.SETTINGS
+                self.before = run_folder.settings_as(path, lambda saved: saved["initial"])
             else:
                 self.before = self.begin_from(Path(initial))
         self.average = WeightAverage(model, average_decay, warms_up=average_warms_up) if average_decay > 0 else None

@@ -29,6 +29,8 @@ def module_of(source: str) -> ModuleType:
     names = source.split(".")
     for depth in range(1, len(names) + 1):  # a package runs when its parts are looked for, so it is read before
         name = ".".join(names[:depth])
+        if name in sys.modules:
+            continue
         try:
             spec = importlib.util.find_spec(name)
         except ModuleNotFoundError as error:
@@ -36,6 +38,8 @@ def module_of(source: str) -> ModuleType:
             if error.name != name:
                 raise
             spec = None
+        if name in sys.modules:  # by the package, which has just been imported
+            continue
         if spec is None:
             raise Missing(f"there is no module {source}; a Python file ends with .py")
         _check_python(spec, source)

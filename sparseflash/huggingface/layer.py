@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import threshold
 
 from sparseflash.attention import attention
 from sparseflash.blockmask import BlockMask
@@ -30,7 +29,6 @@ _UNKNOWN = {
     "cache": "a paged cache",
 }
 _DEAD = -1e4  # models add this or less to dead scores; exp underflows to 0
-_VERY_DEAD = -6e4  # a number of fp16, too; far below any live score
 
 
 class Attention:
@@ -64,12 +62,13 @@ class Attention:
                 raise ValueError(
                     f"sparseflash supports masks and changes of scores; {type(module).__name__} needs {what} ({name})."
                 )
-        live, added, fits = None, None, False
+        live, added, fits, dead = None, None, False, 0.0
         if isinstance(attention_mask, Tensor):
-            finished = _checked(attention_mask[..., : key.shape[2]])
+            finished = _checked(attention_mask, query.shape[2], key.shape[2])
             block_q, block_k = block_pair(self.block)
             fits = query.shape[2] <= block_q and key.shape[2] <= block_k
-            live, added = (None, _as_bias(finished, query.dtype)) if fits else _parts(finished)
+            dead = _dead_score(finished, query.dtype)
+            live, added = (None, _as_bias(finished, dead, query.dtype)) if fits else _parts(finished)
         if position_bias is not None:
             added = position_bias if added is None else added + position_bias
         cached = None
@@ -87,8 +86,8 @@ class Attention:
             out, lse = attention(
                 query, key, value, mask, scale=scaling, dropout_p=dropout, scores=changes, return_lse=True
             )
-            if fits:  # of a query whose scores are all dead, lse is near _VERY_DEAD
-                out = out.masked_fill((lse < 0.5 * _VERY_DEAD)[..., None], 0.0)
+            if fits:  # of a query whose scores are all dead, lse is near that of dead ones
+                out = out.masked_fill((lse < 0.5 * dead)[..., None], 0.0)
         return out.transpose(1, 2).contiguous(), None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -152,23 +151,36 @@ def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
     return bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
 
 
-def _checked(attention_mask: Tensor) -> Tensor:
+def _checked(attention_mask: Tensor, q_len: int, k_len: int) -> Tensor:
+    """A finished mask as `[B or 1, H or 1, N or 1, Nk]`, without the room of a preallocated cache."""
     if attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
         raise TypeError(
             f"a four-dimensional attention_mask must be bool or floating point; got {attention_mask.dtype}."
         )
-    return attention_mask
+    finished = attention_mask[(None,) * (4 - attention_mask.ndim)][..., :k_len]
+    if finished.shape[3] != k_len or finished.shape[2] not in (1, q_len):
+        raise ValueError(
+            f"a finished attention_mask must be of {q_len} queries, or 1, and {k_len} keys; got shape "
+            f"{tuple(attention_mask.shape)}."
+        )
+    return finished
 
 
-def _as_bias(attention_mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """What a finished four-dimensional mask adds to the scores; for dead ones _VERY_DEAD.
+def _dead_score(attention_mask: Tensor, dtype: torch.dtype) -> float:
+    """What is added to dead scores: far below any live one, and finite, also in base 2."""
+    dtype = dtype if attention_mask.dtype == torch.bool else attention_mask.dtype
+    return -6e4 if dtype == torch.float16 else -1e30
+
+
+def _as_bias(attention_mask: Tensor, dead: float, dtype: torch.dtype) -> Tensor:
+    """What a finished four-dimensional mask adds to the scores.
 
     For masks of no more than one block, of which nothing can be skipped: to read them costs more than it saves, because
     the host waits for the device in every layer.
     """
     if attention_mask.dtype == torch.bool:
-        return torch.zeros_like(attention_mask, dtype=dtype).masked_fill(~attention_mask, _VERY_DEAD)
-    return threshold(attention_mask, _DEAD, _VERY_DEAD)
+        return torch.zeros_like(attention_mask, dtype=dtype).masked_fill(~attention_mask, dead)
+    return torch.where(attention_mask > _DEAD, attention_mask, dead)  # compared in its dtype, as in _parts
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -21,6 +21,7 @@ from sparseflash.cli.app import app
 from sparseflash.cli.expression import Refused, mask_of
 from sparseflash.cli.inputs import drawn
 from sparseflash.cli.options import pattern_names, patterns_beginning_with
+from sparseflash.cli.sources import module_of
 
 CPU = ("--device", "cpu")
 OWN = """
@@ -176,6 +177,23 @@ def test_a_file_of_ones_own_that_is_no_python_is_told_in_a_line(contents, as_mod
     source = name if as_module else f"{name}.py"
     said = run("show", "causal(64)", "--from", source, code=2)
     assert said.startswith(f"Error: {source} must be Python source; got ") and len(said.splitlines()) == 1
+
+
+def test_a_module_may_be_made_by_its_package_or_be_imported_already(tmp_path, monkeypatch):
+    (tmp_path / "own_package.py").write_text(
+        "import sys, types\nsys.modules['own_package.part'] = types.ModuleType('own_package.part')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert module_of("own_package.part").__name__ == "own_package.part"
+    assert module_of("__main__") is sys.modules["__main__"]
+
+
+def test_an_error_in_what_ones_own_module_imports_is_shown_as_it_is(tmp_path, monkeypatch):
+    (tmp_path / "own_broken.py").write_text("def broken(:\n")
+    (tmp_path / "own_importer.py").write_text("import own_broken\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SyntaxError):
+        module_of("own_importer")
 
 
 def test_the_way_to_an_error_in_ones_own_code_begins_at_the_expression(own):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-from contextlib import suppress
 
 import torch
 from torch import nn
@@ -16,19 +15,15 @@ _REGISTERED = "block_sparse"  # Transformers reads a name with "flash" as one of
 
 
 def available() -> list[str]:
-    """What can be asked for: Transformers' own, FlashAttention where it is installed, and this library's.
-
-    FlexAttention is the last, because it may damage what follows: with the learned bias of a T5 it writes NaN into
-    other tensors on a GPU (PyTorch 2.11), and a training step ends the context of CUDA.
-    """
+    """What can be asked for: Transformers' own, FlashAttention where it is installed, and this library's."""
     from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
-    names = ["eager", "sdpa"]
+    names = ["eager", "sdpa", "flex_attention"]
     if is_flash_attn_2_available():
         names.append("flash_attention_2")
     if is_flash_attn_3_available():
         names.append("flash_attention_3")
-    return [*names, OURS, "flex_attention"]
+    return [*names, OURS]
 
 
 def with_attention(model: nn.Module, implementation: str) -> nn.Module:
@@ -70,5 +65,4 @@ def release(device: torch.device) -> None:
     """Gives back the memory of what is no longer used, a failed call's among it."""
     gc.collect()
     if device.type == "cuda":
-        with suppress(torch.AcceleratorError):  # of a context that has ended: all that follows says so for itself
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()

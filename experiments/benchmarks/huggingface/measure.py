@@ -75,8 +75,8 @@ def exactness(
         yield from (row(name, failure=f"eager: {reason(failure)}") for name in others)
         return
     for name in others:
-        if options.late():
-            yield row(name, failure="out of time")
+        if name in shape.without or options.late():
+            yield row(name, failure=shape.without.get(name, "out of time"))
             continue
         try:
             what, ratio = worst(yardstick.compare(with_attention(model, name)))
@@ -102,7 +102,8 @@ def speed(
     models: dict[str, nn.Module | str] = {}  # or why there is none
     for row in rows:
         if row.implementation not in models:
-            models[row.implementation] = _prepared(model, row.implementation, options.compiles)
+            refused = shape.without.get(row.implementation)
+            models[row.implementation] = refused or _prepared(model, row.implementation, options.compiles)
         made = models[row.implementation]
         if isinstance(made, str) or options.late():
             row.failure = made if isinstance(made, str) else "out of time"

@@ -24,8 +24,8 @@ class Shape:
 
     model, config: names of Transformers' classes. settings, small: of the config, and what a trial changes in them.
     checked: what the comparison with "eager" changes, so that a window is shorter than its short sequences. positions:
-    the setting that must be as large as a sequence is long. tokens: of a row, or 0 for images, of which `batch` are a
-    step's.
+    the setting that must be as large as a sequence is long. without: implementations that must not run, because they
+    damage what runs after them, with the reason. tokens: of a row, or 0 for images, of which `batch` are a step's.
     """
 
     name: str
@@ -38,6 +38,7 @@ class Shape:
     batch: int
     checked: Mapping[str, Any] = field(default_factory=dict)
     positions: str = ""
+    without: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def unit(self) -> str:
@@ -121,7 +122,7 @@ SHAPES = (
             "feed_forward_proj": "gated-gelu", "dropout_rate": 0.0, "use_cache": False, "decoder_start_token_id": 0,
         },
         {"vocab_size": 64, "d_model": 64, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 4},
-        2048, 8,
+        2048, 8, without={"flex_attention": "PyTorch 2.11 writes the gradient of its learned bias to other memory"},
     ),
     Shape(
         "swin", "Swin tiny: images of 224 pixels, windows of 7 x 7 patches, a learned bias by distance",

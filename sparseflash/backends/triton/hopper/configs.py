@@ -47,7 +47,7 @@ class Limits(NamedTuple):
     forward_queries_64: int = 4096
     backward_queries: int = 1024
     most_keys: int = 5120  # of a query, for the forward at D=64
-    most_keys_a_query: int = 4  # times the queries; more are worth being cut, which these kernels do not
+    most_keys_a_query: int = 4  # times the queries; more are worth being cut, as the portable kernels do
 
     def least_queries(self, dim: int, *, backward: bool) -> int:
         """The fewest queries of a head."""

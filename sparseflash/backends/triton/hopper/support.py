@@ -49,7 +49,8 @@ def yields(request: Request) -> str | None:
         return "the portable kernels read less, in blocks of {} x {}".format(*request.block)
     if request.lengths and backward:
         return "the portable backward leaves out what lies past the lengths"
-    if k_len > max(q_len * LIMITS.most_keys_a_query, SPLITS.longest_whole(BLOCK[0])):
+    cuts = k_len > SPLITS.longest_whole(BLOCK[0]) or request.keys < k_len  # under a mask, rows of other lengths
+    if cuts and k_len > q_len * LIMITS.most_keys_a_query:
         return f"the portable kernels share the keys of few queries out to more programs; got {q_len} and {k_len}"
     least = LIMITS.least_queries(request.dims[0], backward=backward)
     if q_len < least:

@@ -43,7 +43,9 @@ def test_the_reason_is_given(reason, change):
 
 @pytest.mark.parametrize("keys", [512, 4096, 8192])
 def test_few_queries_are_theirs_where_their_keys_would_not_be_cut(keys):
-    assert support.yields(HALF._replace(tokens=(64, keys), dims=(128, 128), keys=float(keys))) is None
+    dense = HALF._replace(tokens=(64, keys), dims=(128, 128), keys=float(keys))
+    assert support.yields(dense) is None
+    assert support.yields(dense._replace(keys=keys - 1.0)).endswith(f"more programs; got 64 and {keys}")
 
 
 @pytest.mark.parametrize("backward", [False, True])

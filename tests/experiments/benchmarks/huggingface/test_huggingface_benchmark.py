@@ -122,6 +122,12 @@ def test_what_cannot_run_is_a_row_with_its_reason(monkeypatch):
     assert all(row.value > 0 for row in rows if row.what == FORWARD)
 
 
+def test_what_would_damage_the_others_does_not_run():
+    rows = measure.measure(BY_NAME["t5"], ["eager", "flex_attention"], SMALL, CPU, torch.float32, str)
+    failures = {row.what: row.failure for row in rows if row.implementation == "flex_attention"}
+    assert failures.keys() == {EXACT, FORWARD, STEP} and all("to other memory" in each for each in failures.values())
+
+
 def fails():
     raise torch.OutOfMemoryError("of 80 GiB")
 
@@ -215,4 +221,4 @@ def test_what_is_wrong_with_the_options_is_told(options, message):
 def test_flash_attention_is_offered_only_where_it_is_installed(monkeypatch):
     monkeypatch.setattr("transformers.utils.is_flash_attn_2_available", lambda: True)
     monkeypatch.setattr("transformers.utils.is_flash_attn_3_available", lambda: False)
-    assert implementations.available() == ["eager", "sdpa", "flash_attention_2", OURS, "flex_attention"]
+    assert implementations.available() == ["eager", "sdpa", "flex_attention", "flash_attention_2", OURS]
