@@ -130,6 +130,15 @@ def test_a_query_without_keys_may_have_an_lse_whose_gradient_is_not_a_number(dty
         assert torch.equal(found, other)
 
 
+def test_gradients_of_a_capped_score_near_the_cap_keep_their_digits():
+    """The derivative 1 - tanh^2 is all but nothing there."""
+    near = Recipe(
+        "from_function", {"q_len": 33, "k_len": 33, "block": (16, 16), "rule_name": "near", "number": 1}, None
+    )
+    problem = Problem(near, 1, 2, 2, 33, 33, 16, 16, torch.float32, 1.0, "contiguous", 1048577, 0.0)
+    check(Scored(problem, ("softcap", "alibi", "query temperature")), "triton")
+
+
 def test_a_sink_far_above_or_below_all_scores_is_harmless():
     q, k, v = (torch.randn(1, 2, 20, 16, dtype=torch.float16) for _ in range(3))
     logits = torch.tensor([1e4, -1e4])

@@ -58,9 +58,8 @@ def changed_scores(
     scores = scores * scale
     factor = 1.0
     if CAPPED & CHANGES:
-        ratio = tanh(scores * changes.inverse_cap, CHANGES)
+        ratio, factor = tanh_and_slope(scores * changes.inverse_cap, CHANGES)
         scores = ratio * changes.cap
-        factor = 1.0 - ratio * ratio
     if changes.slopes_ptr is not None:
         slope = tl.load(changes.slopes_ptr + head).to(tl.float32)
         scores = scores - slope * distances(q, k, q_len, k_len, CHANGES, TRANSPOSED)
@@ -118,11 +117,22 @@ def slope_gradients(ds, q, k, q_len, k_len, CHANGES: tl.constexpr):
 
 @triton.jit
 def tanh(x, CHANGES: tl.constexpr):
-    """tanh to within a few ulps, or as the hardware does it."""
+    """See `tanh_and_slope`."""
+    return tanh_and_slope(x, CHANGES)[0]
+
+
+@triton.jit
+def tanh_and_slope(x, CHANGES: tl.constexpr):
+    """`(tanh(x), its derivative)` to within a few ulps each, or as the hardware does it.
+
+    Near 1 the derivative 1 - tanh^2 would have lost most of its digits; it is made of what is missing to 1.
+    """
     if HARDWARE_TANH & CHANGES:
-        return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+        ratio = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+        return ratio, 1.0 - ratio * ratio
     else:
-        far = 1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2E)) + 1.0)
+        missing = 2.0 / (tl.exp2(tl.abs(x) * (2.0 * LOG2E)) + 1.0)
+        far = tl.where(x < 0.0, missing - 1.0, 1.0 - missing)
         square = x * x  # near 0 the difference would lose digits, and the Taylor series has few terms
         series = -1.4558343870513183e-03
         series = series * square + 3.5921280365724810e-03
@@ -131,7 +141,9 @@ def tanh(x, CHANGES: tl.constexpr):
         series = series * square - 5.3968253968253968e-02
         series = series * square + 1.3333333333333333e-01
         series = series * square - 3.3333333333333333e-01
-        return tl.where(square < 0.25, x + x * square * series, far)
+        near = x + x * square * series
+        is_near = square < 0.25
+        return tl.where(is_near, near, far), tl.where(is_near, 1.0 - near * near, missing * (2.0 - missing))
 
 
 @triton.jit
