@@ -62,13 +62,14 @@ class Attention:
                 raise ValueError(
                     f"sparseflash supports masks and changes of scores; {type(module).__name__} needs {what} ({name})."
                 )
-        live, added, fits, dead = None, None, False, 0.0
+        live, added, dead = None, None, None
         if isinstance(attention_mask, Tensor):
             finished = _checked(attention_mask, query.shape[2], key.shape[2])
             block_q, block_k = block_pair(self.block)
-            fits = query.shape[2] <= block_q and key.shape[2] <= block_k
-            dead = _dead_score(finished, query.dtype)
-            live, added = (None, _as_bias(finished, dead, query.dtype)) if fits else _parts(finished)
+            if query.shape[2] <= block_q and key.shape[2] <= block_k:
+                added, dead = _as_bias(finished, query.dtype)
+            else:
+                live, added = _parts(finished)
         if position_bias is not None:
             added = position_bias if added is None else added + position_bias
         cached = None
@@ -86,7 +87,7 @@ class Attention:
             out, lse = attention(
                 query, key, value, mask, scale=scaling, dropout_p=dropout, scores=changes, return_lse=True
             )
-            if fits:  # of a query whose scores are all dead, lse is near that of dead ones
+            if dead is not None:  # near it is the lse of a query whose scores are all dead
                 out = out.masked_fill((lse < 0.5 * dead)[..., None], 0.0)
         return out.transpose(1, 2).contiguous(), None
 
@@ -166,21 +167,19 @@ def _checked(attention_mask: Tensor, q_len: int, k_len: int) -> Tensor:
     return finished
 
 
-def _dead_score(attention_mask: Tensor, dtype: torch.dtype) -> float:
-    """What is added to dead scores: far below any live one, and finite, also in base 2."""
-    dtype = dtype if attention_mask.dtype == torch.bool else attention_mask.dtype
-    return -6e4 if dtype == torch.float16 else -1e30
+def _as_bias(attention_mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, float]:
+    """`(what is added to the scores, what it is for dead ones)` of a finished four-dimensional mask.
 
-
-def _as_bias(attention_mask: Tensor, dead: float, dtype: torch.dtype) -> Tensor:
-    """What a finished four-dimensional mask adds to the scores.
+    dtype: of the first for a mask of bool. The second is far below any live score, and finite, also in base 2.
 
     For masks of no more than one block, of which nothing can be skipped: to read them costs more than it saves, because
     the host waits for the device in every layer.
     """
-    if attention_mask.dtype == torch.bool:
-        return torch.zeros_like(attention_mask, dtype=dtype).masked_fill(~attention_mask, dead)
-    return torch.where(attention_mask > _DEAD, attention_mask, dead)  # compared in its dtype, as in _parts
+    is_bool = attention_mask.dtype == torch.bool
+    dead = -6e4 if (dtype if is_bool else attention_mask.dtype) == torch.float16 else -1e30
+    if is_bool:
+        return torch.zeros_like(attention_mask, dtype=dtype).masked_fill(~attention_mask, dead), dead
+    return torch.where(attention_mask > _DEAD, attention_mask, dead), dead  # compared in its dtype, as in _parts
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
