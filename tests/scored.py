@@ -44,6 +44,7 @@ class Scored:
     kinds: tuple[str, ...]
     shared: bool = False  # by the batch, or the heads
     half: bool = False  # the tensors have the problem's dtype, not fp32
+    fixed: tuple[str, ...] = ()  # kinds whose tensors get no gradient
 
     @property
     def dtype(self):
@@ -73,8 +74,10 @@ class Scored:
             x = x if low is None else x.abs() + low
             if self.half:
                 x = x.to(p.dtype)
-            learned.append(x.to(device, dtype).requires_grad_())
-            return learned[-1]
+            x = x.to(device, dtype)
+            if kind not in self.fixed:
+                learned.append(x.requires_grad_())
+            return x
 
         batch, heads = (1, p.heads) if self.shared else (p.batch, 1)
         for kind in self.kinds:

@@ -169,6 +169,13 @@ class Scores:
         """The tensors of all changes."""
         return [x for change in self.changes for x in change.tensors()]
 
+    def by_kind(self, wanted: Sequence[bool]) -> dict[str, list[bool]]:
+        """What is said of each of `tensors()`, such as whether it gets a gradient, for each kind; False where nothing
+        is.
+        """
+        left = iter(wanted)
+        return {change.kind: [next(left, False) for _ in change.tensors()] for change in self.changes}
+
     def described(self) -> str:
         """Everything but the tensors, as a text.
 

@@ -11,8 +11,6 @@ from scored import FUNCTIONS, KINDS, Scored, check, results, scored
 from sparseflash import BlockMask, attention, masks, scores, testing
 from sparseflash.backends import problem as backends_problem
 from sparseflash.backends.triton import api
-from sparseflash.backends.triton.family import Request
-from sparseflash.backends.triton.hopper.support import refuses
 from sparseflash.backends.triton.overrides import override
 from sparseflash.backends.triton.portable.learned import sums_of_groups
 from sparseflash.backends.triton.schedule.tilings import Tiling
@@ -112,6 +110,20 @@ def test_a_sink_of_a_query_without_keys_gets_no_gradient():
 
 @pytest.mark.parametrize("backend", ["reference", "blockwise", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_sink_of_minus_infinity_is_none(dtype, backend):
+    """Of queries without keys too."""
+    mask = BlockMask.from_function(lambda q, k: q % 2 == 0, 20, block=16)
+    q, k, v = (torch.randn(1, 2, 20, 16, dtype=dtype, requires_grad=True) for _ in range(3))
+    logits = torch.full((2,), -torch.inf, requires_grad=True)
+    out, lse = attention(q, k, v, mask, scores=scores.sink(logits), return_lse=True, backend=backend)
+    without = attention(q, k, v, mask, return_lse=True, backend=backend)
+    assert torch.equal(out, without[0]) and torch.equal(lse, without[1])
+    *gradients, of_sink = torch.autograd.grad(out.square().sum(), [q, k, v, logits])
+    assert all(x.isfinite().all() for x in gradients) and (of_sink == 0).all()
+
+
+@pytest.mark.parametrize("backend", ["reference", "blockwise", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_a_query_without_keys_may_have_an_lse_whose_gradient_is_not_a_number(dtype, backend):
     """As where parts are merged by their lse, and a query has keys in none: -inf - -inf."""
     mask = BlockMask.from_function(lambda q, k: q % 2 == 0, 20, block=16)
@@ -178,14 +190,6 @@ def test_the_operator_passes_pytorchs_own_checks():
     arguments = (q, k, v, changes.tensors(), changes.described(), *problem)
     assert api.scored_attention.name == "triton"  # registered when its module is imported
     torch.library.opcheck(torch.ops.sparseflash.triton_scored.default, arguments)
-
-
-def test_the_hopper_kernels_say_that_they_change_no_scores():
-    request = Request(
-        (9, 0), torch.bfloat16, (64, 64), (128, 128), lengths=False, dropout=False, dynamic=False, tokens=(64, 64),
-        keys=64.0, backward=False, changes=("softcap", "sink"),
-    )  # fmt: skip
-    assert refuses(request) == "they change no scores; got softcap, sink"
 
 
 # ---------------------------------------------------------------------- on a GPU

@@ -115,7 +115,7 @@ def backward_pass(
     """The backward for tensors of this layout, cached with the plan. wanted: which tensors of the changes get a
     gradient.
     """
-    setting, family = _decided(q, k, v, problem, changes, backward=True)
+    setting, family = _decided(q, k, v, problem, changes, wanted, backward=True)
     key = (
         "backward", family.name, dlse, *_key(setting, problem, q, k, v, out, dout), *key_of_changes(changes), *wanted,
     )  # fmt: skip
@@ -132,10 +132,12 @@ def backward_pass(
 
 
 def _decided(
-    q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores | None, *, backward: bool
-) -> tuple[Setting, Family]:
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores | None, wanted: Sequence[bool] = (), *,
+    backward: bool,
+) -> tuple[Setting, Family]:  # fmt: skip
     setting = setting_of(q, k, problem, gpu.capability_of(q.device))
-    return setting, decide(Request.of(setting, q, v, changes, backward=backward), problem.kernels).family
+    request = Request.of(setting, q, v, changes, wanted, backward=backward)
+    return setting, decide(request, problem.kernels).family
 
 
 def key_of_changes(changes: Scores | None) -> tuple[Any, ...]:
@@ -156,11 +158,10 @@ def choices(
     """The kernels that a GPU of this capability would run for a forward and a backward."""
     device = q.device if q.device.type != "meta" else torch.device("cpu")  # a plan needs real arrays
     setting = setting_of(q, k, problem, capability, device)
-    first, second = (
-        decide(Request.of(setting, q, v, changes, backward=each), problem.kernels) for each in (False, True)
-    )
-    (forward, _), (_, backward) = first.family.passes(), second.family.passes()
     wanted = [] if changes is None else [x.requires_grad for x in changes.tensors()]
+    first = decide(Request.of(setting, q, v, changes, backward=False), problem.kernels)
+    second = decide(Request.of(setting, q, v, changes, wanted, backward=True), problem.kernels)
+    (forward, _), (_, backward) = first.family.passes(), second.family.passes()
     key = *_key(setting, problem, q, k, v), *key_of_changes(changes), *wanted
     numbers = problem.scale, problem.dropped
     more: dict[str, Any] = {} if changes is None else {"changes": changes}

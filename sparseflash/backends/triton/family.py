@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -41,17 +41,28 @@ class Request(NamedTuple):
     keys: float  # in the live tiles of a query, mean
     backward: bool
     changes: tuple[str, ...] = ()  # the kinds of changes of scores
+    learned: tuple[str, ...] = ()  # those whose tensors get a gradient in this pass
 
     @classmethod
-    def of(cls, setting: Setting, q: Tensor, v: Tensor, changes: Scores | None = None, *, backward: bool) -> Request:
-        """The request of one pass of a problem with this setting."""
+    def of(
+        cls, setting: Setting, q: Tensor, v: Tensor, changes: Scores | None = None, wanted: Sequence[bool] = (), *,
+        backward: bool,
+    ) -> Request:  # fmt: skip
+        """One pass of a problem with this setting. wanted: which tensors of the changes get a gradient."""
         plan, (block_q, block_k) = setting.plan, setting.block
         tokens = plan.lists.tokens
         return cls(
             setting.capability, q.dtype, (q.shape[-1], v.shape[-1]), setting.block, setting.lengths, setting.dropout,
             not plan.lists.reusable, tokens, plan.tiles_per_head * block_k / -(-tokens[0] // block_q), backward,
-            () if changes is None else changes.kinds,
+            *_kinds(changes, wanted),
         )  # fmt: skip
+
+
+def _kinds(changes: Scores | None, wanted: Sequence[bool]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Those of the changes, and those whose tensors get a gradient."""
+    if changes is None:
+        return (), ()
+    return changes.kinds, tuple(kind for kind, each in changes.by_kind(wanted).items() if any(each))
 
 
 class KernelChoice(NamedTuple):

@@ -62,10 +62,16 @@ from sparseflash.backends.triton.hopper.gluon_api import (
     reinterpret,
 )
 from sparseflash.backends.triton.hopper.rows import TILE_ROWS, WIDTH
+from sparseflash.backends.triton.hopper.scores import distance_term, hyperbolic_tangent, slope_of
+from sparseflash.backends.triton.portable.change_flags import CAPPED
 
 KEYS = gl.constexpr(BLOCK[1])  # of an item; its tiles have TILE_ROWS queries, in TILE_ROWS // ROWS steps
 SENDERS = gl.constexpr(2)
 WORDS = gl.constexpr(BLOCK[0] // 32)  # of bits of a key of a tile
+# What the loader tells the warpgroups of a step: the number of its bits; and for a decay its first query and its head.
+TOLD = gl.constexpr(3)
+# Stands for a dead score under a cap: its weight is 0 as that of -inf would be, and its square is finite.
+DEAD = gl.constexpr(-1e19)
 THREADS = gl.constexpr(256)  # of the warpgroups; each says for itself that it has read a stage, without waiting
 
 
@@ -97,7 +103,16 @@ def part_of(work_ptr, item, HAS_PARTS: gl.constexpr):
 
 
 @gluon.jit
-def loader(loads, ROWS: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr):
+def told(number_s, stage, which: gl.constexpr, number):
+    """Tells the warpgroups a number of a step, by way of shared memory: so they need not wait for memory of the GPU."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    number_s.index(stage * TOLD + which).store(gl.full([1], number, gl.int32, layout=layout))
+
+
+@gluon.jit
+def loader(
+    loads, ROWS: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, DECAYS: gl.constexpr,
+):  # fmt: skip
     """Queries with their rows of numbers, and gradients, step by step; keys and values once an item."""
     descriptors, tiles_s, bars, lists, sizes = loads
     q_desc, dout_desc, k_desc, v_desc, rows_desc = descriptors
@@ -119,8 +134,10 @@ def loader(loads, ROWS: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.co
             first_q = row % row_tiles * TILE_ROWS + piece * ROWS
             stage = step % Q_STAGES
             mbarrier.wait(q_empty.index(stage), ((step // Q_STAGES) & 1) ^ 1)
-            # By way of shared memory, where the warpgroups need not wait for memory of the GPU.
-            number_s.index(stage).store(gl.full([1], tile, gl.int32, layout=gl.BlockedLayout([1], [32], [1], [0])))
+            told(number_s, stage, 0, tile)
+            if DECAYS:
+                told(number_s, stage, 1, first_q)
+                told(number_s, stage, 2, head)
             mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + rows_desc.block_type.nbytes)
             async_load(q_desc, [batch, head, first_q, 0], q_full.index(stage), q_s.index(stage))
             async_load(rows_desc, [(row * STEPS + piece) * 2, 0], q_full.index(stage), rows_s.index(stage))
@@ -236,8 +253,11 @@ def hand_over(x, which, target_s, full, empty, parities):
 
 
 @gluon.jit
-def masked(x, words_ptr, tile, first_row, k_left, ROWS: gl.constexpr, HAS_LENGTHS: gl.constexpr, BITS: gl.constexpr):
-    """x [KEYS, ROWS] where the bits of a tile have a one, else -inf; tile 0: all are. If HAS_LENGTHS only its first
+def masked(
+    x, words_ptr, tile, first_row, k_left, dead,
+    ROWS: gl.constexpr, HAS_LENGTHS: gl.constexpr, BITS: gl.constexpr,
+):  # fmt: skip
+    """x [KEYS, ROWS] where the bits of a tile have a one, else `dead`; tile 0: all are. If HAS_LENGTHS only its first
     `k_left` keys. The rows are those of the tile from `first_row` on."""
     OF_WORDS: gl.constexpr = gl.SliceLayout(2, BITS)
     key = gl.arange(0, KEYS, layout=gl.SliceLayout(1, OF_WORDS))
@@ -250,17 +270,24 @@ def masked(x, words_ptr, tile, first_row, k_left, ROWS: gl.constexpr, HAS_LENGTH
     shift = gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(0, BITS)))
     bits = (words.expand_dims(2) >> shift.expand_dims(0).expand_dims(0)) & 1
     bits = gl.convert_layout(bits.reshape([KEYS, ROWS]), x.type.layout, assert_trivial=True)
-    return gl.where(bits != 0, x, float("-inf"))
+    return gl.where(bits != 0, x, dead)
+
+
+@gluon.jit
+def heard(number_s, stage, which: gl.constexpr):
+    """What `told` has told."""
+    return gl.max(number_s.index(stage * TOLD + which).load(gl.BlockedLayout([1], [32], [8], [0])), 0)
 
 
 @gluon.jit
 def consumer(
     reads, ROWS: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, D: gl.constexpr,
-    HAS_LENGTHS: gl.constexpr, HAS_PARTS: gl.constexpr,
+    HAS_LENGTHS: gl.constexpr, HAS_PARTS: gl.constexpr, CHANGES: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of every item, and dq of every step."""
-    tiles_s, bars, lists, words_ptr, lengths, parts_ptr, ds_s, dq_s, out_s, full, empty, sizes = reads
+    tiles_s, bars, lists, words_ptr, lengths, parts_ptr, ds_s, dq_s, out_s, full, empty, sizes, changes = reads
     qk_scale, scale, kv_heads = sizes
+    cap_scale, inverse_unit, slopes_ptr, offset = changes
     q_s, dout_s, k_s, v_s, rows_s, number_s = tiles_s
     q_full, q_empty, dout_full, dout_empty, kv_full = bars
     start_ptr, work_ptr, _ = lists
@@ -282,6 +309,7 @@ def consumer(
         [KEYS, ROWS // 32, 32],
     )
     no_dq = gl.zeros([ROWS, D], gl.float32, layout=Q)
+    no_scores = gl.zeros([KEYS, ROWS], gl.float32, layout=S)
     STEPS: gl.constexpr = TILE_ROWS // ROWS
     step = 0
     # Numbers whose last bit alone is wanted, in one register: of tiles given to each sender, of items with an entry.
@@ -301,19 +329,36 @@ def consumer(
         for i in range(count * STEPS):
             q_stage, dout_stage = step % Q_STAGES, step % DOUT_STAGES
             mbarrier.wait(q_full.index(q_stage), (step // Q_STAGES) & 1)
-            tile = gl.max(number_s.index(q_stage).load(gl.BlockedLayout([1], [32], [8], [0])), 0)
+            tile = heard(number_s, q_stage, 0)
             is_partial = (tile != 0) | (k_left < KEYS)
             rows = rows_s.index(q_stage)
-            s = in_registers(rows.slice(0, 1, dim=0).load(S).broadcast_to(KEYS, ROWS))
+            slope = 0.0
+            if slopes_ptr is not None:
+                slope = slope_of(slopes_ptr, heard(number_s, q_stage, 2), inverse_unit)
+            s = no_scores
+            if not CAPPED & CHANGES:
+                s = in_registers(rows.slice(0, 1, dim=0).load(S).broadcast_to(KEYS, ROWS))
             dp = in_registers(rows.slice(1, 1, dim=0).load(S).broadcast_to(KEYS, ROWS))
-            s = warpgroup_mma(k_s, q_s.index(q_stage).permute((1, 0)), s, is_async=True)
+            s = warpgroup_mma(k_s, q_s.index(q_stage).permute((1, 0)), s, use_acc=not CAPPED & CHANGES, is_async=True)
             mbarrier.wait(dout_full.index(dout_stage), (step // DOUT_STAGES) & 1)
             dp = warpgroup_mma(v_s, dout_s.index(dout_stage).permute((1, 0)), dp, is_async=True)
             s = local_mma_wait(s, 1)
+            dead = float("-inf")
+            if CAPPED & CHANGES:
+                s = hyperbolic_tangent(s * cap_scale)
+                dead = DEAD
             if is_partial:
-                s = masked(s, words_ptr, tile, i % STEPS * ROWS, k_left, ROWS, HAS_LENGTHS, BITS)
-            p = gl.exp2(s * qk_scale)
+                s = masked(s, words_ptr, tile, i % STEPS * ROWS, k_left, dead, ROWS, HAS_LENGTHS, BITS)
+            changed = s
+            if CAPPED & CHANGES:
+                changed += rows.slice(0, 1, dim=0).load(S).broadcast_to(KEYS, ROWS)
+            if slopes_ptr is not None:
+                first_position = heard(number_s, q_stage, 1) + offset
+                changed -= distance_term(first_k, first_position, slope, KEYS, ROWS, CHANGES, S)
+            p = gl.exp2(changed * qk_scale)
             weights = gl.convert_layout(p.to(dtype), OPERAND)
+            if CAPPED & CHANGES:
+                p *= 1.0 - s * s
             dv = warpgroup_mma(weights, dout_s.index(dout_stage), dv, is_async=True)
             dp = local_mma_wait(dp, 1)
             ds = (p * dp).to(dtype)
@@ -347,9 +392,11 @@ def consumer(
 
 # Sizes are not specialised: another length or number of heads compiles nothing.
 @gluon.jit(
-    do_not_specialize=["lengths_stride", "qk_scale", "scale", "heads", "kv_heads", "row_tiles"],
+    do_not_specialize=[
+        "lengths_stride", "qk_scale", "scale", "heads", "kv_heads", "row_tiles", "cap_scale", "inverse_unit", "offset",
+    ],
     do_not_specialize_on_alignment=["lengths_ptr"],  # one number is loaded at a time
-)
+)  # fmt: skip
 def backward_kernel(
     q_desc, k_desc, v_desc, dout_desc,  # [B, Hq, Nq, .], [B, Hkv, Nk, .], [B, Hkv, Nk, .], [B, Hq, Nq, .] in boxes of
     # [1, 1, ROWS or KEYS, D]: what is past the ends of a tensor is read as zeros and not written
@@ -360,11 +407,13 @@ def backward_kernel(
     counter_ptr,  # int32 [chains * TILE_ROWS // ROWS], zeros
     parts_ptr,  # fp32 [parts, 2 * KEYS * D], written: dk without `scale` and dv of parts; None if no item is one
     lengths_ptr, lengths_stride,  # int32 [2, B], of queries and of keys, or None
-    qk_scale, scale,  # positive, the first in units of log2(e)
+    qk_scale, scale,  # positive, the first in units of log2(e), of scores in the units of scores.py
     heads, kv_heads, row_tiles,
+    cap_scale, inverse_unit, slopes_ptr,  # as in the forward
+    offset,  # keys minus queries of a sequence
     D: gl.constexpr,
     ROWS: gl.constexpr,  # 64, or 128
-    Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, REGISTERS: gl.constexpr, CHANGES: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of all items, and the chains of dq, without the factor `scale`."""
     dtype: gl.constexpr = q_desc.dtype
@@ -381,7 +430,7 @@ def backward_kernel(
     dq_s = gl.allocate_shared_memory(gl.float32, [SENDERS, ROWS * D // WIDTH, WIDTH], acc_desc.layout)
     # dv and dk leave by the same buffers, which hold one or two of them.
     out_s = reinterpret(dq_s, dtype, [SENDERS * (ROWS // 64), KEYS, D], TILE_LAYOUT)
-    number_s = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))  # of its bits
+    number_s = gl.allocate_shared_memory(gl.int32, [Q_STAGES * TOLD, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BAR)
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BAR)
@@ -408,11 +457,12 @@ def backward_kernel(
     loads = (descriptors, tiles_s, bars, lists, (heads, kv_heads, row_tiles))
     sends = (acc_desc, dq_s, out_s, full, empty, counter_ptr, lists, kv_heads)
     sizes = (qk_scale, scale, kv_heads)
-    reads = (tiles_s, bars, lists, words_ptr, lengths, parts_ptr, ds_s, dq_s, out_s, full, empty, sizes)
+    changes = (cap_scale, inverse_unit, slopes_ptr, offset)
+    reads = (tiles_s, bars, lists, words_ptr, lengths, parts_ptr, ds_s, dq_s, out_s, full, empty, sizes, changes)
     gl.warp_specialize(
         [
-            (consumer, (reads, ROWS, Q_STAGES, DOUT_STAGES, D, HAS_LENGTHS, HAS_PARTS)),
-            (loader, (loads, ROWS, Q_STAGES, DOUT_STAGES)),
+            (consumer, (reads, ROWS, Q_STAGES, DOUT_STAGES, D, HAS_LENGTHS, HAS_PARTS, CHANGES)),
+            (loader, (loads, ROWS, Q_STAGES, DOUT_STAGES, slopes_ptr is not None)),
             (sender, (sends, dv_desc, 0, ROWS, HAS_PARTS)),
             (sender, (sends, dk_desc, 1, ROWS, HAS_PARTS)),
         ],

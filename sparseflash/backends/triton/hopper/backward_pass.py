@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,21 +15,23 @@ from sparseflash.backends.triton.family import KernelChoice, Setting
 from sparseflash.backends.triton.hopper import fused_plan
 from sparseflash.backends.triton.hopper.backward import backward_kernel
 from sparseflash.backends.triton.hopper.backward_plan import ITEM_COUNT, BackwardPlan, backward_plan
+from sparseflash.backends.triton.hopper.changed import examples_of, flags_of, numbers_of, tensors_of
 from sparseflash.backends.triton.hopper.choices import described_choice
-from sparseflash.backends.triton.hopper.configs import BLOCK, SMALLEST_SCALE, backward_config_for
+from sparseflash.backends.triton.hopper.configs import BLOCK, backward_config_for
 from sparseflash.backends.triton.hopper.descriptors import as_read, described_as, read_as
 from sparseflash.backends.triton.hopper.rows import WIDTH, begin_kernel, finish_kernel
 from sparseflash.backends.triton.launcher import BoundLaunch, Describe, Launch
 from sparseflash.backends.triton.portable.choice import can_describe
 from sparseflash.backends.triton.portable.combine import TOKENS_TO_COMBINE, combine_gradients_kernel
 from sparseflash.backends.triton.portable.launches import SOME_LENGTHS, SOME_PARTS, launch_of, of_call, strides_of
+from sparseflash.backends.triton.portable.learned import in_order, sink_gradient
 from sparseflash.backends.triton.portable.merging import bind_merge, merge_launch
 from sparseflash.backends.triton.portable.passes import like, one_number_of
-from sparseflash.backends.triton.portable.softmax import LOG2E
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.blockmask.cache import once
 from sparseflash.dropout import Dropout
+from sparseflash.scores.change import Scores
 
 
 class BackwardLayout:
@@ -37,9 +39,11 @@ class BackwardLayout:
 
     def __init__(
         self, setting: Setting, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, scale: float, chains: int,
-        *, dlse: bool, merges: bool,
+        *, dlse: bool, merges: bool, changes: Scores | None = None, wanted: Sequence[bool] = (),
     ) -> None:  # fmt: skip
-        """merges: whether some items are parts, whose dk and dv are merged."""
+        """merges: whether some items are parts, whose dk and dv are merged. wanted: which tensors of the changes get a
+        gradient.
+        """
         device, config = setting.plan.device, backward_config_for(q.shape[-1])
         (batch, heads, q_len, dim), kv_heads = q.shape, k.shape[1]
         row_tiles = -(-q_len // BLOCK[0])
@@ -57,9 +61,9 @@ class BackwardLayout:
         counted = torch.empty(counters, dtype=torch.int32, device="meta")
         self._workspace = [one_number_of(x, device) for x in (rows, acc, counted)]
         lengths = of_call(SOME_LENGTHS if setting.lengths else None)
-        clamped = max(scale, SMALLEST_SCALE)
+        self.wants_sink = changes is not None and any(changes.by_kind(wanted).get("sink", ()))
         numbers: dict[str, Any] = {
-            "counters": counters, "inverse_scale": 1.0 / clamped, "qk_scale": clamped * LOG2E.value, "scale": scale,
+            "counters": counters, **numbers_of(changes, scale), "scale": scale, "offset": k.shape[2] - q_len,
             "heads": heads, "kv_heads": kv_heads, "q_len": q_len, "row_tiles": row_tiles, "lengths_stride": 0,
             "out_strides": strides_of(out), "dout_strides": strides_of(read_as(dout)), "dq_strides": strides_of(dq),
         }  # fmt: skip
@@ -89,13 +93,13 @@ class BackwardLayout:
         described["acc_desc"] = Describe(acc, boxes.shape, boxes.stride(), box, plain)
         constants = {
             "D": config.dim, "ROWS": config.rows, "Q_STAGES": config.q_stages, "DOUT_STAGES": config.dout_stages,
-            "REGISTERS": config.registers,
+            "REGISTERS": config.registers, "CHANGES": flags_of(changes),
         }  # fmt: skip
         self.launch = launch_of(
             backward_kernel, constants, numbers,
             {
                 **tiles, "rows_desc": rows, "acc_desc": acc, **written, "counter_ptr": counted,
-                **({"parts_ptr": SOME_PARTS} if merges else {}), **lengths,
+                **({"parts_ptr": SOME_PARTS} if merges else {}), **lengths, **_of_kernel(examples_of(changes, q)),
             },
             device, described, bound=("start_ptr", "work_ptr", "entry_ptr", "words_ptr"), num_warps=8, num_stages=1,
             registers=config.start_registers, resident=True,
@@ -141,6 +145,25 @@ class Backward:
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None, dropout: Dropout | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`(dq, dk, dv)`."""
+        return self._run(dout, dlse, saved, lengths)[0]
+
+    def with_learned(
+        self, dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None, dropout: Dropout | None,
+        changes: Scores,
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], list[Tensor | None]]:  # fmt: skip
+        """`(dq, dk, dv)`, and the gradients of the tensors of the changes that the layout was made for."""
+        gradients, rows = self._run(dout, dlse, saved, lengths, changes)
+        of_kind: dict[str, Tensor | None] = {}
+        if self.layout.wants_sink:
+            lse = saved.lse
+            drow = rows.view(-1, 2, self.layout.rows)[:, 1].reshape(*lse.shape[:2], -1)[:, :, : lse.shape[2]]
+            of_kind["sink"] = sink_gradient(changes.find("sink").logits, lse, drow)
+        return gradients, in_order(changes, of_kind)
+
+    def _run(
+        self, dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None, changes: Scores | None = None
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+        """The gradients, and the numbers of rows that `begin_kernel` writes."""
         q, k, v, out, lse, _ = saved
         dq, dk, dv = empty_gradient(q), empty_gradient(k), empty_gradient(v)
         rows, acc, counters = self.layout.workspace()
@@ -150,7 +173,7 @@ class Backward:
             "out_ptr": out, "dout_ptr": dout, "lse_ptr": lse, "dlse_ptr": dlse, "rows_ptr": rows,
             "q_desc": q, "k_desc": k, "v_desc": v, "dout_desc": dout, "rows_desc": rows, "acc_desc": acc,
             "dk_desc": dk, "dv_desc": dv, "counter_ptr": counters, "acc_ptr": acc, "dq_ptr": dq, "x_ptr": dk,
-            "y_ptr": dv, **of_call(lengths),
+            "y_ptr": dv, **of_call(lengths), **_of_kernel(tensors_of(changes, q)),
         }  # fmt: skip
         if self._combine is not None:
             given["parts_ptr"] = torch.empty(self.plan.parts, self.layout.part, dtype=torch.float32, device=q.device)
@@ -160,7 +183,7 @@ class Backward:
         self._finish(given)
         if self._combine is not None:
             self._combine(given)
-        return dq, dk, dv
+        return (dq, dk, dv), rows
 
     def launches(self) -> list[BoundLaunch]:
         """All kernels that a call launches."""
@@ -173,6 +196,11 @@ class Backward:
         block = self.layout.rows, BLOCK[1]
         stages, parts = self.layout.stages, self.plan.parts
         return [described_choice("dk, dv and dq", block, 11, stages, self._launch, loads, parts)]
+
+
+def _of_kernel(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Those tensors of changes that the kernel takes: the sink is in the lse."""
+    return {name: x for name, x in tensors.items() if name != "sink_ptr"}
 
 
 def planned_backward(plan: Plan, programs: int) -> BackwardPlan:

@@ -37,7 +37,9 @@ from sparseflash.backends.triton.hopper.plan import (
     ITEM_START,
     ITEM_TILE,
 )
-from sparseflash.backends.triton.portable.softmax import LN2
+from sparseflash.backends.triton.hopper.scores import distance_term, hyperbolic_tangent, slope_of
+from sparseflash.backends.triton.portable.change_flags import CAPPED
+from sparseflash.backends.triton.portable.softmax import LN2, LOG2E
 
 NO_SCALE = gl.constexpr(2e-30)  # in units of log2(e); a scale of 0 arrives as less: see `configs.SMALLEST_SCALE`
 RECORD = gl.constexpr(16)  # numbers that the loader tells the others of an item
@@ -60,6 +62,7 @@ Q_LIMIT = gl.constexpr(9)  # queries from here on are dead
 K_LIMIT = gl.constexpr(10)  # and keys
 JUMP_LEFT = gl.constexpr(11)  # when so many steps are left,
 JUMP = gl.constexpr(12)  # so many tiles of the list are passed over
+BLOCK = gl.constexpr(13)  # the number of the first tile
 
 
 # ---------------------------------------------------------------------- the loading warp
@@ -166,6 +169,7 @@ def loader(
         record = gl.where(number == K_LIMIT, k_limit, record)
         record = gl.where(number == JUMP_LEFT, jump_left, record)
         record = gl.where(number == JUMP, jump, record)
+        record = gl.where(number == BLOCK, block, record)
         record_s.index(turn % RECORDS).store(record)
         for c in gl.static_range(GROUPS):
             bar = q_full.index(slot * GROUPS + c)
@@ -275,10 +279,11 @@ def consumer(
     reads,
     C: gl.constexpr,  # which of the warpgroups
     BLOCK_N: gl.constexpr, D: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
-    HAS_LENGTHS: gl.constexpr, HAS_PARTS: gl.constexpr,
+    HAS_LENGTHS: gl.constexpr, HAS_PARTS: gl.constexpr, CHANGES: gl.constexpr,
 ):  # fmt: skip
     """out and lse of ROWS queries of every item."""
-    tiles_s, record_s, bars, lists, words_ptr, o_desc, o_s, lse_ptr, parts_ptr, qk_scale, q_len = reads
+    tiles_s, record_s, bars, lists, words_ptr, o_desc, o_s, lse_ptr, parts_ptr, qk_scale, q_len, changes = reads
+    cap_scale, inverse_unit, slopes_ptr, offset, sink_ptr = changes
     q_s, k_s, v_s = tiles_s
     q_full, q_empty, k_full, v_full, kv_empty = bars
     index_ptr, tile_ptr = lists
@@ -314,6 +319,7 @@ def consumer(
     step = 0
     turn = -1
     left, partial_left, place, tile, k_limit, jump_left = 0, 0, 0, 0, 0, 0
+    slope, first_position, next_block = 0.0, 0, 0
     mbarrier.wait(k_full.index(0), 0)
     running = True
     while running:
@@ -326,6 +332,10 @@ def consumer(
             tile = field(record_s, turn, TILE)
             if HAS_LENGTHS:
                 k_limit, jump_left = field(record_s, turn, K_LIMIT), field(record_s, turn, JUMP_LEFT)
+            if slopes_ptr is not None:
+                slope = slope_of(slopes_ptr, field(record_s, turn, HEAD), inverse_unit)
+                first_position = field(record_s, turn, FIRST_Q) + (C * ROWS + offset)
+                next_block = field(record_s, turn, BLOCK)
             running = left > 0
         is_partial = left <= partial_left
         words = gl.zeros([ROWS, BLOCK_N // 32], gl.int32, layout=WORDS)
@@ -339,6 +349,9 @@ def consumer(
         if HAS_LENGTHS and left == jump_left:
             place += field(record_s, turn, JUMP)
         tile = gl.load(tile_ptr + place)  # of the next step: a load whose address waits for a load would hold it up
+        first_k = next_block * BLOCK_N
+        if slopes_ptr is not None:
+            next_block = gl.load(index_ptr + place)
 
         stage, phase = step % STAGES, (step // STAGES) & 1
         acc = acc * gl.convert_layout(alpha, A_ROWS)[:, None]
@@ -349,6 +362,10 @@ def consumer(
         acc = warpgroup_mma(weights, v_s.index(stage), acc, use_acc=goes_on, is_async=True)
         s = warpgroup_mma_wait(1, deps=(s,))
 
+        if CAPPED & CHANGES:
+            s = hyperbolic_tangent(s * cap_scale)
+        if slopes_ptr is not None:
+            s = s - distance_term(first_position, first_k, slope, ROWS, BLOCK_N, CHANGES, S)
         if is_partial:
             s = masked(s, words, BLOCK_N, BITS)
         inverse = gl.zeros([ROWS], gl.float32, layout=S_ROWS)
@@ -371,10 +388,17 @@ def consumer(
                     if HAS_LENGTHS:
                         is_empty = is_empty | (q_row >= field(record_s, ended, Q_LIMIT))
                     maximum = gl.where(qk_scale < NO_SCALE, 0.0, m_i)
+                    shrinks = 1.0
+                    if sink_ptr is not None:
+                        sink = gl.cast(gl.load(sink_ptr + field(record_s, ended, HEAD)), gl.float32) * LOG2E
+                        with_sink = gl.maximum(maximum, sink)
+                        shrinks = gl.exp2(maximum - with_sink)
+                        total = total * shrinks + gl.exp2(sink - with_sink)
+                        maximum = with_sink
                     lse = gl.where(is_empty, float("-inf"), (maximum + gl.log2(total)) * LN2)
                     at = gl.cast(field(record_s, ended, BATCH_HEAD), gl.int64) * q_len + q_row
                     gl.store(lse_ptr + at, lse, mask=q_row < q_len)
-                    inverse = gl.where(is_empty, 0.0, 1.0 / total)
+                    inverse = gl.where(is_empty, 0.0, shrinks / total)
             m_i = no_maximum
             l_i = no_sum
         m_new = gl.maximum(m_i, row_maximum(s, BLOCK_N) * qk_scale)
@@ -415,9 +439,12 @@ def consumer(
 
 # Sizes are not specialised: another length or number of heads compiles nothing.
 @gluon.jit(
-    do_not_specialize=["lengths_stride", "qk_scale", "items", "heads", "group", "q_len", "k_len", "row_tiles"],
+    do_not_specialize=[
+        "lengths_stride", "qk_scale", "items", "heads", "group", "q_len", "k_len", "row_tiles", "cap_scale",
+        "inverse_unit",
+    ],
     do_not_specialize_on_alignment=["lengths_ptr"],  # one number is loaded at a time
-)
+)  # fmt: skip
 def forward_kernel(
     q_desc, k_desc, v_desc, o_desc,  # [B, Hq, Nq, .], [B, Hkv, Nk, .], [B, Hkv, Nk, .], [B, Hq, Nq, .] in boxes of
     # [1, 1, ROWS or BLOCK_N, D]: what is past the ends of a tensor is read as zeros and not written
@@ -427,11 +454,13 @@ def forward_kernel(
     index_ptr, tile_ptr, words_ptr,  # the tile lists, one more entry than needed, and the bits: see worklists.py
     lengths_ptr, lengths_stride,  # int32 [2, B], of queries and of keys, or None
     counter_ptr,  # int32 [1], zero, and left so
-    qk_scale,  # positive; in units of log2(e)
+    qk_scale,  # positive; in units of log2(e), of scores in the units of scores.py
     items, heads, group, q_len, k_len, row_tiles,
+    cap_scale, inverse_unit,  # scale / cap, if CHANGES has CAPPED; 1 / the unit of scores
+    slopes_ptr, sink_ptr,  # [Hq], or None
     BLOCK_N: gl.constexpr,  # keys of a tile of the lists, whose queries are GROUPS * ROWS
     D: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
+    REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr, CHANGES: gl.constexpr,
 ):  # fmt: skip
     """out and lse of all items."""
     gl.static_assert(GROUPS == 2, "two warpgroups")
@@ -462,11 +491,12 @@ def forward_kernel(
     sizes = (items, heads, group, q_len, k_len, row_tiles)
     lists = (index_ptr, tile_ptr)
     loads = ((q_desc, k_desc, v_desc), tiles_s, record_s, bars, work_ptr, lists, lengths, counter_ptr, sizes)
-    reads = (tiles_s, record_s, bars, lists, words_ptr, o_desc, o_s, lse_ptr, parts_ptr, qk_scale, q_len)
+    changes = (cap_scale, inverse_unit, slopes_ptr, k_len - q_len, sink_ptr)
+    reads = (tiles_s, record_s, bars, lists, words_ptr, o_desc, o_s, lse_ptr, parts_ptr, qk_scale, q_len, changes)
     gl.warp_specialize(
         [
-            (consumer, (reads, 0, BLOCK_N, D, GROUPS, STAGES, HAS_LENGTHS, HAS_PARTS)),
-            (consumer, (reads, 1, BLOCK_N, D, GROUPS, STAGES, HAS_LENGTHS, HAS_PARTS)),
+            (consumer, (reads, 0, BLOCK_N, D, GROUPS, STAGES, HAS_LENGTHS, HAS_PARTS, CHANGES)),
+            (consumer, (reads, 1, BLOCK_N, D, GROUPS, STAGES, HAS_LENGTHS, HAS_PARTS, CHANGES)),
             (loader, (loads, BLOCK_N, GROUPS, STAGES, HAS_LENGTHS)),
         ],
         [4, 1],

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from sparseflash.backends.registration import empty_lse, empty_out
 from sparseflash.backends.triton.family import KernelChoice, Setting
+from sparseflash.backends.triton.hopper.changed import examples_of, flags_of, numbers_of, tensors_of
 from sparseflash.backends.triton.hopper.choices import described_choice
-from sparseflash.backends.triton.hopper.configs import BLOCK, GROUPS, ROWS, SMALLEST_SCALE, config_for
+from sparseflash.backends.triton.hopper.configs import BLOCK, GROUPS, ROWS, config_for
 from sparseflash.backends.triton.hopper.descriptors import as_read, described_as, read_as
 from sparseflash.backends.triton.hopper.forward import forward_kernel
 from sparseflash.backends.triton.hopper.plan import ITEM_COUNT, forward_plan
@@ -21,13 +22,13 @@ from sparseflash.backends.triton.portable.combine import TOKENS_TO_COMBINE, comb
 from sparseflash.backends.triton.portable.launches import SOME_LENGTHS, SOME_PARTS, launch_of, of_call, strides_of
 from sparseflash.backends.triton.portable.merging import bind_merge, merge_launch
 from sparseflash.backends.triton.portable.passes import like, one_number_of
-from sparseflash.backends.triton.portable.softmax import LOG2E
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.backends.triton.schedule.worklists import Worklist
 from sparseflash.blockmask import streams
 from sparseflash.blockmask.cache import BoundedDict, once
 from sparseflash.dropout import Dropout
+from sparseflash.scores.change import Scores
 
 _SOME_COUNTERS = torch.empty(16, dtype=torch.int32, device="meta")
 _counters = BoundedDict(256)  # of a device and a stream
@@ -37,7 +38,8 @@ class ForwardLayout:
     """A forward for tensors of one layout and for all work of one size."""
 
     def __init__(
-        self, setting: Setting, q: Tensor, k: Tensor, v: Tensor, scale: float, items: int, *, merges: bool
+        self, setting: Setting, q: Tensor, k: Tensor, v: Tensor, scale: float, items: int, *, merges: bool,
+        changes: Scores | None = None,
     ) -> None:  # fmt: skip
         """items: of the work. merges: whether some are chunks, whose results are merged."""
         device, config = setting.plan.device, config_for(q.shape[-1])
@@ -47,17 +49,18 @@ class ForwardLayout:
         self.out_is_as_q = torch.empty_like(like(q)).stride() == out.stride()
         self.an_lse = one_number_of(lse, device)
         self.stages, self.part = config.stages, BLOCK[0] * (config.dim + 2)
-        scale = max(scale, SMALLEST_SCALE)
         numbers: dict[str, Any] = {
-            "qk_scale": scale * LOG2E.value, "items": items, "heads": heads, "group": heads // kv_heads,
+            **numbers_of(changes, scale), "items": items, "heads": heads, "group": heads // kv_heads,
             "q_len": q_len, "k_len": k_len, "row_tiles": -(-q_len // BLOCK[0]), "lengths_stride": 0,
         }  # fmt: skip
         constants = {
             "BLOCK_N": BLOCK[1], "D": config.dim, "GROUPS": GROUPS, "STAGES": config.stages,
-            "REGISTERS": config.registers, "LOADER_REGISTERS": config.loader_registers,
+            "REGISTERS": config.registers, "LOADER_REGISTERS": config.loader_registers, "CHANGES": flags_of(changes),
         }  # fmt: skip
         tiles = {"q_desc": read_as(q), "k_desc": read_as(k), "v_desc": read_as(v), "o_desc": out}
         examples: dict[str, Any] = {**tiles, "lse_ptr": lse, "counter_ptr": _SOME_COUNTERS[:1]}
+        changed = examples_of(changes, q)
+        examples |= changed
         examples |= of_call(SOME_LENGTHS if setting.lengths else None)
         if merges:
             examples["parts_ptr"] = SOME_PARTS
@@ -70,11 +73,14 @@ class ForwardLayout:
         )  # fmt: skip
         self.combine: Launch | None = None
         if merges:
-            self.combine = self._combining(setting, numbers, scale, config.dim, out, lse)
+            sink = {name: x for name, x in changed.items() if name == "sink_ptr"}
+            written = {"out_ptr": out, "lse_ptr": lse, **sink}
+            self.combine = self._combining(setting, numbers, scale, config.dim, written)
 
     def _combining(
-        self, setting: Setting, numbers: Mapping[str, Any], scale: float, dim: int, out: Tensor, lse: Tensor
+        self, setting: Setting, numbers: Mapping[str, Any], scale: float, dim: int, examples: Mapping[str, Any]
     ) -> Launch:
+        out = examples["out_ptr"]
         constants = {
             "DV": out.shape[-1], "PADDED_DV": dim, "BLOCK_M": BLOCK[0], "TOKENS": TOKENS_TO_COMBINE, "DROPOUT": False,
             "KEEP": False,
@@ -82,9 +88,8 @@ class ForwardLayout:
         by_name = {
             **numbers, "lengths_offset": 0, "amplification": 1.0, "scale": scale, "out_strides": strides_of(out),
         }  # fmt: skip
-        examples = {"out_ptr": out, "lse_ptr": lse}
         if setting.lengths:
-            examples["lengths_ptr"] = SOME_LENGTHS
+            examples = {**examples, "lengths_ptr": SOME_LENGTHS}
         return merge_launch(combine_rows_kernel, constants, by_name, examples, setting.plan.device)
 
 
@@ -102,8 +107,9 @@ class Forward:
             self._combine = bind_merge(layout.combine, plan.merged, BLOCK[0])
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, dropout: Dropout | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, dropout: Dropout | None,
+        changes: Scores | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
         """`(out, lse, None)`."""
         layout = self.layout
         out = torch.empty_like(q) if layout.out_is_as_q else empty_out(q, v)
@@ -113,7 +119,7 @@ class Forward:
         self.plan.ready.wait()
         given: dict[str, Any] = {
             "q_desc": q, "k_desc": k, "v_desc": v, "o_desc": out, "out_ptr": out, "lse_ptr": lse,
-            "counter_ptr": counter(q.device), **of_call(lengths),
+            "counter_ptr": counter(q.device), **of_call(lengths), **tensors_of(changes, q),
         }  # fmt: skip
         if self._combine is not None:
             given["parts_ptr"] = torch.empty(self.plan.parts, layout.part, dtype=torch.float32, device=q.device)

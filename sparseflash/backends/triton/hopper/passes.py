@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -11,12 +12,14 @@ from sparseflash.backends.triton.hopper.backward_pass import Backward, BackwardL
 from sparseflash.backends.triton.hopper.forward_pass import Forward, ForwardLayout, planned_forward
 from sparseflash.backends.triton.hopper.plan import programs_of
 from sparseflash.blockmask.cache import BoundedDict
+from sparseflash.scores.change import Scores
 
 _layouts = BoundedDict(256)  # of any plan of the same size, so that a new mask costs only its plan
 
 
 def forward(
-    setting: Setting, key: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, dropped: int
+    setting: Setting, key: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, dropped: int,
+    changes: Scores | None = None,
 ) -> Forward:  # fmt: skip
     """The forward of a plan for tensors like these. key: everything that the layout depends on, and the device."""
     programs = programs_of(setting.plan.device)
@@ -24,20 +27,24 @@ def forward(
     size = len(work.work), work.merged is not None
     layout: ForwardLayout | None = _layouts.get(("forward", key, size))
     if layout is None:
-        made = ForwardLayout(setting, q, k, v, scale, size[0], merges=size[1])
+        made = ForwardLayout(setting, q, k, v, scale, size[0], merges=size[1], changes=changes)
         layout = _layouts.put(("forward", key, size), made)
     return Forward(layout, work, programs)
 
 
 def backward(
     setting: Setting, key: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, scale: float, dropped: int,
-    *, dlse: bool,
+    *, dlse: bool, changes: Scores | None = None, wanted: Sequence[bool] = (),
 ) -> Backward:  # fmt: skip
-    """The backward of a plan for tensors like these. dlse: whether a gradient comes through lse."""
+    """The backward of a plan for tensors like these. dlse: whether a gradient comes through lse. wanted: which tensors
+    of the changes get a gradient.
+    """
     plan = planned_backward(setting.plan, programs_of(setting.plan.device))
     size = plan.chains, plan.parts > 0
     layout: BackwardLayout | None = _layouts.get(("backward", dlse, key, size))
     if layout is None:
-        made = BackwardLayout(setting, q, k, v, out, dout, scale, size[0], dlse=dlse, merges=size[1])
+        made = BackwardLayout(
+            setting, q, k, v, out, dout, scale, size[0], dlse=dlse, merges=size[1], changes=changes, wanted=wanted
+        )
         layout = _layouts.put(("backward", dlse, key, size), made)
     return Backward(layout, plan)

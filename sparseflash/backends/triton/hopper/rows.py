@@ -10,15 +10,16 @@ WIDTH = tl.constexpr(256)  # of the boxes in which the copy engine adds dq
 
 
 @triton.jit(
-    do_not_specialize=["counters", "lengths_stride", "inverse_scale", "heads", "q_len", "row_tiles"],
+    do_not_specialize=["counters", "lengths_stride", "inverse_unit", "heads", "q_len", "row_tiles"],
     do_not_specialize_on_alignment=["lengths_ptr"],
 )
 def begin_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr,  # [B, Hq, Nq, D] both; fp32 [B, Hq, Nq] contiguous, the last or None
-    rows_ptr,  # fp32 [B * Hq * row_tiles * TILE_ROWS // ROWS, 2, ROWS], written: -lse / scale and -delta
+    # fp32 [B * Hq * row_tiles * TILE_ROWS // ROWS, 2, ROWS], written: -lse in the units of scores.py, and -delta
+    rows_ptr,
     counter_ptr, counters,  # int32 [counters], zeroed
     lengths_ptr, lengths_stride,  # int32 [2, B] or None
-    inverse_scale, heads, q_len, row_tiles, out_strides, dout_strides,
+    inverse_unit, heads, q_len, row_tiles, out_strides, dout_strides,
     D: tl.constexpr, PADDED_D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Of ROWS queries. Those without a live key, past the end too, get -inf, so that their weights are 0."""
@@ -45,7 +46,7 @@ def begin_kernel(
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + at, mask=is_live, other=0.0)
     target = rows_ptr + tl.cast(number, tl.int64) * (2 * ROWS) + tl.arange(0, ROWS)
-    tl.store(target, tl.where(is_live, -lse * inverse_scale, float("-inf")))
+    tl.store(target, tl.where(is_live, -lse * inverse_unit, float("-inf")))
     tl.store(target + ROWS, -delta)
     each = tl.cdiv(counters, tl.num_programs(0))
     stop = tl.minimum((number + 1) * each, counters)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from sparseflash.backends.triton.family import Request
+from sparseflash.backends.triton.hopper.changed import KINDS, LEARNED
 from sparseflash.backends.triton.hopper.configs import BLOCK, HEAD_DIMS, LIMITS
 from sparseflash.backends.triton.launcher import triton_version
 from sparseflash.backends.triton.schedule.costs import SPLITS
@@ -30,8 +31,10 @@ def refuses(request: Request) -> str | None:
         return f"they take head dims 64, 96 and 128, D = Dv; got D = {dim} and Dv = {v_dim}"
     if request.dropout:
         return "they know no dropout"
-    if request.changes:
-        return f"they change no scores; got {', '.join(request.changes)}"
+    if unknown := [kind for kind in request.changes if kind not in KINDS]:
+        return f"of changes of scores they know {', '.join(KINDS)}; got {', '.join(unknown)}"
+    if unknown := [kind for kind in request.learned if kind not in LEARNED]:
+        return f"of changes of scores they give gradients to {', '.join(LEARNED)}; got {', '.join(unknown)}"
     if request.dynamic:
         return "they take no masks that are made at every step, whose plans would cost more than they save"
     if is_interpreted():

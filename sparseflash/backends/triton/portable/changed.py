@@ -58,7 +58,7 @@ class Changed:
             sizes = dict(zip("bhqk", (q.shape[0], numbers.heads, numbers.q_len, numbers.k_len)))
             # Where its tensors are; of q alone something may be asked on the meta device, where nothing is recorded.
             device = next((x.device for x in function.given), q.device if q.device.type != "meta" else _CPU)
-            self.own = Own(function, sizes, device, wanted_of(changes, wanted)["function"])
+            self.own = Own(function, sizes, device, changes.by_kind(wanted)["function"])
             self.function = self.own.changed
         self.examples = {name: _like(x) for name, x in self.tensors(changes, dtype, device).items()}
         if self.own is not None and "own_ptrs" in self.examples:
@@ -95,12 +95,6 @@ class Changed:
 def _like(x: Any) -> Any:
     """A tensor of the same layout on the meta device, or one for each of several."""
     return tuple(map(like, x)) if isinstance(x, tuple) else like(x)
-
-
-def wanted_of(changes: Scores, wanted: Sequence[bool]) -> dict[str, list[bool]]:
-    """Which tensors of each kind of change get a gradient; of closed kinds only the first tensor is learned."""
-    left = iter(wanted)
-    return {change.kind: [next(left, False) for _ in change.tensors()] for change in changes.changes}
 
 
 def _numbers_of_tiles(tiles: StoredTiles) -> dict[str, int]:

@@ -11,7 +11,7 @@ from sparseflash.backends.triton.portable.delta import means_of_sink, write_mean
 from sparseflash.backends.triton.portable.forward import write_rows
 from sparseflash.backends.triton.portable.gradients import write_gradients
 from sparseflash.backends.triton.portable.loads import part_pointers
-from sparseflash.backends.triton.portable.softmax import decay
+from sparseflash.backends.triton.portable.softmax import decay, finite_maximum
 from sparseflash.backends.triton.schedule.work_item import CUT_FIRST_PART, CUT_ITEM, CUT_NUMBER, CUT_PARTS
 
 # Pipeline depth of the loads: waiting for each part before requesting the next would take longer than everything else.
@@ -55,7 +55,7 @@ def combine_rows_kernel(
     for i in tl.range(0, parts, num_stages=AHEAD):
         m_part = tl.load(part_pointers(parts_ptr + token, first_part + i, SIZE, SUMS, TOKENS, 1))
         m_i = tl.maximum(m_i, m_part)
-    m_safe = tl.where(m_i == float("-inf"), 0.0, m_i)  # -inf - -inf is NaN
+    m_safe = finite_maximum(m_i)
     l_i = tl.zeros([TOKENS, 1], tl.float32)
     acc = tl.zeros([TOKENS, PADDED_DV], tl.float32)
     for i in tl.range(0, parts, num_stages=AHEAD):

@@ -16,7 +16,8 @@ def means_step(delta, weight, lost, exps, p, dp, estimate):
 @triton.jit
 def means_of_sink(delta, weight, estimate, inverse, maximum, sink_ptr, head):
     """`means_step` for the sink, a key whose weight has the gradient 0."""
-    exps = exp2_rounded((tl.load(sink_ptr + head).to(tl.float32) - maximum) * LOG2E)
+    exponent = (tl.load(sink_ptr + head).to(tl.float32) - maximum) * LOG2E
+    exps = exp2_rounded(tl.maximum(exponent, -1024.0))  # 0, where -inf would give NaN
     return delta - exps * inverse * estimate, weight + exps
 
 

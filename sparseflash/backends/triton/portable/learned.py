@@ -6,14 +6,14 @@ are no atomics, and the bits are the same every time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparseflash.backends.triton.alignment import aligned_start
-from sparseflash.backends.triton.portable.changed import Changed, wanted_of
+from sparseflash.backends.triton.portable.changed import Changed
 from sparseflash.backends.triton.portable.launches import Bound, Numbers
 from sparseflash.backends.triton.portable.passes import like
 from sparseflash.backends.triton.schedule.tile_places import TilePlaces
@@ -32,11 +32,11 @@ class Learned:
     ) -> None:  # fmt: skip
         """wanted: which tensors get a gradient."""
         self.numbers = numbers
-        self.wants = {kind: any(each) for kind, each in wanted_of(changes, wanted).items()}
+        self.wants = {kind: any(each) for kind, each in changes.by_kind(wanted).items()}
         self.of_queries: dict[str, Any] = {}  # examples of further arguments of dq_kernel
         self.of_keys: dict[str, Any] = {}  # of dk_dv_kernel
         self.own = changed.own
-        self.wants_own = wanted_of(changes, wanted).get("function", [])
+        self.wants_own = changes.by_kind(wanted).get("function", [])
         self.loads = [] if self.own is None else self.own.loads
         # Triton functions that the kernels call for them.
         self.functions_of_queries: dict[str, Any] = {}
@@ -143,15 +143,8 @@ class Sums:
         }  # fmt: skip
         of_kind = {kind: summed[kind](part) for kind, part in self._parts.items()}
         if self._learned.wants.get("sink"):
-            of_kind["sink"] = self._sink(lse, drow)
-        found: list[Tensor | None] = []
-        for change in self._changes.changes:
-            tensors = change.tensors()
-            if change.kind == "function":
-                found += self._function(tensors)
-            elif tensors:
-                found += [of_kind.get(change.kind), *[None] * (len(tensors) - 1)]
-        return found
+            of_kind["sink"] = sink_gradient(self._changes.find("sink").logits, lse, drow)
+        return in_order(self._changes, of_kind, self._function)
 
     def _distance(self, part: Tensor) -> Tensor:
         return self._sums_by_head(part.sum(1, keepdim=True)).squeeze(1)
@@ -213,12 +206,32 @@ class Sums:
             for x, wants, each in zip(tensors, self._learned.wants_own, found, strict=True)
         ]
 
-    def _sink(self, lse: Tensor, drow: Tensor) -> Tensor:
-        logits = self._changes.find("sink").logits.float()
-        # A query without keys has no sink either, whatever its drow, which may be NaN as its dlse.
-        empty = lse == -torch.inf
-        weights = torch.exp(logits[:, None] - lse.masked_fill(empty, torch.inf))
-        return (weights * drow.masked_fill(empty, 0.0)).sum((0, 2))
+
+def in_order(
+    changes: Scores, of_kind: Mapping[str, Tensor | None], of_function: Callable[..., list[Tensor | None]] | None = None
+) -> list[Tensor | None]:
+    """The gradient of each tensor of the changes; of closed kinds, of which there is one each, only of the first.
+
+    of_function: the gradients of the tensors of one's own function.
+    """
+    found: list[Tensor | None] = []
+    for change in changes.changes:
+        tensors = change.tensors()
+        if change.kind == "function" and of_function is not None:
+            found += of_function(tensors)
+        elif tensors:
+            found += [of_kind.get(change.kind), *[None] * (len(tensors) - 1)]
+    return found
+
+
+def sink_gradient(logits: Tensor, lse: Tensor, drow: Tensor) -> Tensor:
+    """The gradient of the logits of sinks, `[Hq]`. drow: of the score of a key without a value, divided by its weight,
+    `[B, Hq, Nq]`.
+    """
+    # A query without keys has no sink either, whatever its drow, which may be NaN as its dlse.
+    empty = lse == -torch.inf
+    weights = torch.exp(logits.float()[:, None] - lse.masked_fill(empty, torch.inf))
+    return (weights * drow.masked_fill(empty, 0.0)).sum((0, 2))
 
 
 def _items(kernel: Bound) -> Tensor:

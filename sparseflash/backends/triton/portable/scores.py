@@ -11,7 +11,7 @@ from sparseflash.backends.triton.portable.biases import load_bias, load_tile_bia
 from sparseflash.backends.triton.portable.change_flags import CAPPED, HARDWARE_TANH, LOGARITHMIC
 from sparseflash.backends.triton.portable.loads import along_keys, along_queries, token_numbers
 from sparseflash.backends.triton.portable.position_tables import code_differences, entries_at, smallest_code
-from sparseflash.backends.triton.portable.softmax import LN2, LOG2E
+from sparseflash.backends.triton.portable.softmax import LN2, LOG2E, finite_maximum
 
 
 @triton.jit
@@ -151,10 +151,10 @@ def with_sink(m_i, l_i, sink_ptr, head, qk_scale, KEEP: tl.constexpr):
     """`(new m_i, factor for the sums, new l_i)` when a key with the score of the sink has been added."""
     sink = tl.load(sink_ptr + head).to(tl.float32)
     if KEEP:
-        m_new = tl.maximum(m_i, sink)
+        m_new = finite_maximum(tl.maximum(m_i, sink))
         alpha = tl.exp2((m_i - m_new) * qk_scale)
         return m_new, alpha, l_i * alpha + tl.exp2((sink - m_new) * qk_scale)
     else:
-        m_new = tl.maximum(m_i, sink * LOG2E)
+        m_new = finite_maximum(tl.maximum(m_i, sink * LOG2E))
         alpha = tl.exp2(m_i - m_new)
         return m_new, alpha, l_i * alpha + tl.exp2(sink * LOG2E - m_new)

@@ -28,8 +28,7 @@ def softmax_step(scores, live, m_i, l_i, qk_scale, KEEP: tl.constexpr, PRECISION
             scores = scores * qk_scale
         scores = tl.where(live, scores, float("-inf"))
         m_new = tl.maximum(m_i, tl.max(scores, 1))
-        # Without a live key so far the maximum is -inf, and -inf - -inf is NaN; 0 gives exp2(-inf) = 0.
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        m_safe = finite_maximum(m_new)
         if KEEP:
             scores = tl.where(live, scores, m_safe[:, None])  # -inf * 0 is NaN
             p = tl.where(live, exponentials(scores, m_safe[:, None], qk_scale, True, PRECISION), 0.0)
@@ -37,6 +36,12 @@ def softmax_step(scores, live, m_i, l_i, qk_scale, KEEP: tl.constexpr, PRECISION
             p = tl.exp2(scores - m_safe[:, None])
         alpha = decay(m_i, m_safe, qk_scale, KEEP)
     return p, alpha, m_new, l_i * alpha + tl.sum(p, 1)
+
+
+@triton.jit
+def finite_maximum(m_i):
+    """Without a live key so far the maximum is -inf, and -inf - -inf is NaN; 0 gives exp2(-inf) = 0."""
+    return tl.where(m_i == float("-inf"), 0.0, m_i)
 
 
 @triton.jit

@@ -25,6 +25,7 @@ from types import SimpleNamespace
 
 import torch
 import triton.language as tl
+from triton.experimental.gluon._runtime import GluonJITFunction
 
 _numbers = itertools.count()
 
@@ -326,13 +327,17 @@ class _World:
         return threading.current_thread().actor
 
 
-def _ours(imports):
-    """What the project's own modules provide, constants as numbers."""
+def _ours(imports, world):
+    """What the project's own modules provide: constants as numbers, Gluon functions as those of a kernel's module."""
     found = {}
     for node in imports:
         if isinstance(node, ast.ImportFrom) and node.module.startswith("sparseflash."):
             module = importlib.import_module(node.module)
-            found |= {each.name: getattr(module, each.name) for each in node.names}
+            given = {each.name: getattr(module, each.name) for each in node.names}
+            if any(isinstance(x, GluonJITFunction) for x in given.values()):
+                replaced = _functions(inspect.getsource(module), module.__file__, world)
+                given = {name: replaced[name] for name in given}
+            found |= given
     return {name: x.value if isinstance(x, tl.constexpr) else x for name, x in found.items()}
 
 
@@ -341,7 +346,7 @@ def _functions(source, path, world):
     tree = ast.parse(source)
     imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
     tree.body = [node for node in tree.body if node not in imports]
-    names = {**_ours(imports), **_replacements(world)}
+    names = {**_ours(imports, world), **_replacements(world)}
     exec(compile(tree, path, "exec"), names)
     return names
 
@@ -510,6 +515,8 @@ def _replacements(world):
             world.pause()
         else:
             fences = "fence.acq_rel.gpu; mov.b32 $0, $1;"  # here all memory is the same for all
+            if asm == "tanh.approx.f32 $0, $1;":
+                return Block(torch.tanh(args[0].value))
             assert asm in ("shfl.sync.bfly.b32 $0, $1, 0, 31, -1;", "mov.b32 $0, $1;", fences)  # each thread's own
         return args[0]
 
@@ -528,6 +535,7 @@ def _replacements(world):
         full=lambda shape, value, dtype, layout: Block(torch.full(shape, value, dtype=dtype)),
         cast=lambda x, dtype: x, convert_layout=lambda x, layout, assert_trivial=False: x,
         exp2=lambda x: Block(torch.exp2(x.value)), log2=lambda x: Block(torch.log2(x.value)),
+        abs=lambda x: Block(torch.abs(x.value)),
         max=reduce("max"), sum=reduce("sum"), inline_asm_elementwise=elementwise_asm,
         allocate_shared_memory=allocate, warp_specialize=warp_specialize,
         NVMMASharedLayout=nothing, BlockedLayout=lambda *a: None, SliceLayout=lambda *a: None,

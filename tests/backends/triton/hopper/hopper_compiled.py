@@ -1,6 +1,6 @@
 """Compiles the kernels for Hopper as launches would, without a GPU, and says as JSON what came of it.
 
-    python -m tests.backends.triton.hopper.hopper_compiled DIM DTYPE [lengths] [parts]
+    python -m tests.backends.triton.hopper.hopper_compiled DIM DTYPE [lengths] [parts] [softcap] [alibi] [log] [sink]
 
 Needs a process in which Triton compiles. With another Triton first in PYTHONPATH it says what that makes of them.
 """
@@ -18,13 +18,18 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime import driver
 
-from sparseflash import BlockMask
+from sparseflash import BlockMask, scores
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton import api
 from sparseflash.backends.triton.direct_start import parameters_of_compiled
 from sparseflash.backends.triton.hopper import cuts, passes, plan
+from sparseflash.scores.change import Scores
 
 ARCH = 90
+CHANGES = {
+    "softcap": scores.softcap(30.0), "alibi": scores.alibi(torch.ones(2)), "log": scores.log_decay(torch.ones(2)),
+    "sink": scores.sink(torch.ones(2)),
+}  # fmt: skip
 
 
 class _NoDevice:
@@ -43,10 +48,10 @@ class _NoDevice:
         return torch.device("cpu")
 
 
-def compiled(dim, dtype, lengths, parts):
+def compiled(dim, dtype, lengths, parts, kinds=()):
     """What the two passes launch: `{name: (compiled kernel, names of its arguments)}`.
 
-    parts: the forward cuts rows, and the backward columns.
+    parts: the forward cuts rows, and the backward columns. kinds: of CHANGES.
     """
     q = torch.empty(1, 2, 512, dim, dtype=dtype)
     mask = BlockMask.dense(512, block=128)
@@ -60,9 +65,10 @@ def compiled(dim, dtype, lengths, parts):
         mock.patch.object(driver, "_active", _NoDevice()),
     ):
         setting = api.setting_of(q, q, Problem.of(mask, scale=1.0), (9, 0))
+        changes = {"changes": sum((CHANGES[kind] for kind in kinds), Scores(()))} if kinds else {}
         both = (
-            passes.forward(setting, "", q, q, q, 1.0, 0),
-            passes.backward(setting, "", q, q, q, q, q, 1.0, 0, dlse=False),
+            passes.forward(setting, "", q, q, q, 1.0, 0, **changes),
+            passes.backward(setting, "", q, q, q, q, q, 1.0, 0, dlse=False, **changes),
         )
         found = {}
         for launch in (each for run in both for each in run.launches()):
@@ -130,5 +136,6 @@ def exponentials_under_products(sass):
 
 if __name__ == "__main__":
     dim, dtype, *features = sys.argv[1:]
-    kernels = compiled(int(dim), getattr(torch, dtype), *(each in features for each in ("lengths", "parts")))
+    kinds = [each for each in features if each in CHANGES]
+    kernels = compiled(int(dim), getattr(torch, dtype), "lengths" in features, "parts" in features, kinds)
     print(json.dumps({name: report(*kernels[name]) for name in kernels}))

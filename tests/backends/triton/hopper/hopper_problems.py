@@ -39,11 +39,12 @@ def as_it_is(source):
 
 def interpreted(
     mask, q, k, v, scale, dout=None, dlse=None, *, lengths=None, programs=3, seed=0, rule=plan.RULE, cut=cuts.RULE,
-    change=as_it_is, change_backward=as_it_is, backward=None, **config,
+    change=as_it_is, change_backward=as_it_is, backward=None, changes=None, **config,
 ):  # fmt: skip
     """`(out, lse)` of the kernels, and the gradients if there is a `dout`.
 
-    lengths: int32 `[2, B]`, of queries and keys, if not the mask's. backward: what changes its configuration.
+    lengths: int32 `[2, B]`, of queries and keys, if not the mask's. backward: what changes its configuration. changes:
+    of scores; those of their tensors that require a gradient get one, after the others.
     """
     asked = Asked.of(mask, scale=scale, batch=len(q))
     if lengths is not None:
@@ -66,11 +67,20 @@ def interpreted(
         for module, name, other in replaced:
             stack.enter_context(mock.patch.object(module, name, other))
         setting = api.setting_of(q, k, asked, (9, 0))
-        out, lse, _ = passes.forward(setting, object(), q, k, v, scale, 0)(q, k, v, asked.lengths, None)
+        forward = passes.forward(setting, object(), q, k, v, scale, 0, changes)
+        out, lse, _ = forward(q, k, v, asked.lengths, None, changes)
         gradients = ()
         if dout is not None:
-            run = passes.backward(setting, object(), q, k, v, out, dout, scale, 0, dlse=dlse is not None)
-            gradients = run(dout, dlse, Saved(q, k, v, out, lse, None), asked.lengths, None)
+            wanted = [] if changes is None else [x.requires_grad for x in changes.tensors()]
+            run = passes.backward(
+                setting, object(), q, k, v, out, dout, scale, 0, dlse=dlse is not None, changes=changes, wanted=wanted
+            )
+            given = dout, dlse, Saved(q, k, v, out, lse, None), asked.lengths, None
+            if changes is None:
+                gradients = run(*given)
+            else:
+                gradients, learned = run.with_learned(*given, changes)
+                gradients += tuple(x for x in learned if x is not None)
     assert counter.item() == 0, "the next launch would not begin with the first item"
     return (out, lse, *gradients)
 

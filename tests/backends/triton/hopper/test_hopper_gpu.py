@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 
 from exactness import check
 from plans import plan
-from sparseflash import BlockMask, attention, masks, testing
+from scored import Scored
+from scored import check as check_changed
+from sparseflash import BlockMask, attention, masks, scores, testing
 from sparseflash.backends.triton.hopper import backward_pass
 from sparseflash.backends.triton.hopper.configs import HEAD_DIMS
 from sparseflash.backends.triton.hopper.plan import programs_of
@@ -15,6 +17,7 @@ from strategies import problems
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120, method="thread")]
 HALF = (torch.float16, torch.bfloat16)
+FIXED = ("alibi", "log_decay")  # they give these no gradient
 
 
 @pytest.fixture(autouse=True)
@@ -34,14 +37,62 @@ def test_exact_on_the_gpu(dim, dtype, data):
     check(data.draw(drawn), "hopper", "cuda")
 
 
-def results(q, k, v, mask, dout, dlse):
-    """out, lse and the gradients of q, k and v.
+# Each set of kinds and head dim compiles its own kernels.
+CHANGED = [("softcap",), ("alibi",), ("log_decay",), ("sink",), ("softcap", "alibi", "sink"), ("log_decay", "softcap")]
+
+
+@pytest.mark.parametrize("kinds", CHANGED, ids="+".join)
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+@settings(max_examples=max(1, settings().max_examples // 4))
+@given(data=st.data())
+def test_changed_scores_are_exact_on_the_gpu(dim, kinds, data):
+    drawn = problems(
+        most_tokens=1500, most_batch=3, head_dims=(dim,), value_dims=(dim,), blocks=(128, 128, 64, 32), dtypes=HALF
+    )
+    check_changed(Scored(data.draw(drawn), kinds, half=data.draw(st.booleans()), fixed=FIXED), "hopper", "cuda")
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_changed_scores_have_the_same_bits_at_every_launch_and_replay(dim):
+    q, k, v, dout, dlse = inputs(2, 8, 4000, dim)
+    mask = masks.causal(4000, block=128).to("cuda").with_lengths(torch.tensor([4000, 2345], device="cuda"))
+    logits = torch.randn(8, device="cuda", requires_grad=True)
+    changes = scores.softcap(5.0) + scores.alibi(torch.rand(8, device="cuda")) + scores.sink(logits)
+    first = results(q, k, v, mask, dout, dlse, changes)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = results(q, k, v, mask, dout, dlse, changes)
+    for _ in range(20):
+        graph.replay()
+        assert all(map(torch.equal, recorded, first))
+        assert all(map(torch.equal, results(q, k, v, mask, dout, dlse, changes), first))
+
+
+def test_changed_scores_of_rows_and_columns_that_are_cut_are_exact():
+    layout = torch.zeros(256, 256, dtype=torch.bool)
+    layout[:2] = layout[:, :2] = True
+    layout |= torch.eye(256, dtype=torch.bool)
+    mask = BlockMask.from_layout(layout, block=128).to("cuda")
+    q, k, v, _, _ = inputs(1, 4, 32_768, 64)
+    changes = scores.softcap(2.0) + scores.sink(torch.randn(4, device="cuda"))
+
+    def layer(q, k, v):
+        return attention(q, k, v, mask, scores=changes, return_lse=True, backend="hopper")
+
+    testing.assert_exact(layer, q, k, v, mask, scores=changes, heads=1, blocks=8)
+
+
+def results(q, k, v, mask, dout, dlse, changes=None):
+    """out, lse and the gradients of q, k and v, and of learned tensors of changes of scores.
 
     Of leaves of its own: autograd remembers the stream on which a leaf was first used.
     """
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    out, lse = attention(q, k, v, mask, return_lse=True, backend="hopper")
-    return out, lse, *torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
+    learned = []
+    if changes is not None:
+        learned = [x for x in changes.tensors() if x.requires_grad]
+    out, lse = attention(q, k, v, mask, scores=changes, return_lse=True, backend="hopper")
+    return out, lse, *torch.autograd.grad((out, lse), (q, k, v, *learned), (dout, dlse))
 
 
 def inputs(batch, heads, tokens, dim, dtype=torch.bfloat16):

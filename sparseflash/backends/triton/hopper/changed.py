@@ -1,0 +1,49 @@
+"""How changes of scores reach the kernels for Hopper: which kinds these know, and with what arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from sparseflash.backends.triton.hopper.configs import SMALLEST_SCALE
+from sparseflash.backends.triton.portable.change_flags import CAPPED, LOGARITHMIC
+from sparseflash.backends.triton.portable.changed import Changed
+from sparseflash.backends.triton.portable.passes import like
+from sparseflash.backends.triton.portable.softmax import LOG2E
+from sparseflash.scores.change import Scores
+
+KINDS = ("softcap", "distance", "sink")  # one of each at most, and in this order, as `Scores` has them
+LEARNED = ("sink",)  # those whose tensors get gradients
+# A decay is divided by the scale, so under a scale of 0 it would not be finite. Products of half precision times this
+# are nothing beside it.
+_SMALLEST_SCALE_OF_A_DECAY = 1e-20
+
+
+def flags_of(changes: Scores | None) -> int:
+    """The kernels' CHANGES: those bits of `change_flags.py` that they know."""
+    if changes is None:
+        return 0
+    decay = changes.find("distance")
+    flags = 0 if changes.find("softcap") is None else CAPPED.value
+    return flags | (LOGARITHMIC.value if decay is not None and decay.is_log else 0)
+
+
+def numbers_of(changes: Scores | None, scale: float) -> dict[str, float]:
+    """The kernels' numbers, in the units of `hopper/scores.py`: the cap, or 1 / scale."""
+    cap = None if changes is None else changes.find("softcap")
+    decays = changes is not None and changes.find("distance") is not None
+    unit = max(scale, _SMALLEST_SCALE_OF_A_DECAY if decays else SMALLEST_SCALE) if cap is None else cap.cap
+    return {"qk_scale": unit * LOG2E.value, "inverse_unit": 1.0 / unit, "cap_scale": scale / unit}
+
+
+def tensors_of(changes: Scores | None, q: Tensor) -> dict[str, Any]:
+    """The kernels' tensors."""
+    if changes is None:
+        return {}
+    return {**Changed.tensors(changes, q.dtype, q.device), **Changed.sink_of(changes)}
+
+
+def examples_of(changes: Scores | None, q: Tensor) -> dict[str, Any]:
+    """The same on the meta device."""
+    return {name: like(x) for name, x in tensors_of(changes, q).items()}

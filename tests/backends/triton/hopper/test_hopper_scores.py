@@ -1,0 +1,128 @@
+"""Changed scores by the kernels for Hopper: run by our interpreter, and which changes they take."""
+
+import pytest
+import torch
+from hopper_problems import CUT, PARTS, drawn, inputs, interpreted, scale_of, some_problem
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scored import Scored, check_results
+from sparseflash import attention, explain, masks, scores
+from sparseflash.backends.triton.hopper import cuts, plan, support
+from sparseflash.scores.change import Sizes
+from strategies import Recipe
+
+FIXED = ("alibi", "log_decay")  # they give these no gradient
+KINDS = ("softcap", "alibi", "log_decay", "sink")
+SOME = st.lists(st.sampled_from(KINDS), min_size=1, unique=True).filter(lambda kinds: not {*FIXED} <= {*kinds})
+SEEDS = st.integers(0, 2**16)
+
+
+def run(case, **how):
+    """The results by name."""
+    problem = case.problem
+    mask = None if problem.recipe is None else problem.recipe.mask()
+    q, k, v, dout, dlse = inputs(problem)
+    changes, _ = case.changes("cpu", case.dtype)
+    changes = changes.prepared(Sizes(problem.batch, problem.heads, problem.q_len, problem.k_len, q.device, mask))
+    found = interpreted(mask, q, k, v, scale_of(problem), dout, dlse, changes=changes, **how)
+    return dict(zip(("out", "lse", "dq", "dk", "dv", "d0"), found, strict=False))
+
+
+@settings(max_examples=settings().max_examples // 2)
+@given(
+    drawn(most_tokens=300), SOME, st.booleans(), SEEDS, st.integers(1, 5), st.sampled_from([plan.RULE, CUT]),
+    st.sampled_from([cuts.RULE, PARTS]),
+)  # fmt: skip
+def test_exact_whatever_the_mask_the_cuts_and_the_interleaving(problem, kinds, half, seed, programs, rule, cut):
+    case = Scored(problem, tuple(kinds), half=half, fixed=FIXED)
+    check_results(case, run(case, seed=seed, programs=programs, rule=rule, cut=cut))
+
+
+@settings(max_examples=settings().max_examples // 6)
+@given(SEEDS, st.sampled_from([64, 128]), st.integers(1, 5))
+def test_the_bits_depend_on_no_interleaving(seed, dim, programs):
+    case = Scored(some_problem(dim=dim, v_dim=dim), ("softcap", "alibi", "sink"), fixed=FIXED)
+    first, got = run(case), run(case, seed=seed, programs=programs)
+    assert len(got) == 6 and all(torch.equal(got[name], first[name]) for name in first)
+
+
+@pytest.mark.parametrize("kinds", [("softcap",), ("alibi",), ("sink",), ("alibi", "sink")], ids="+".join)
+def test_a_scale_of_zero(kinds):
+    case = Scored(some_problem(scale=0.0), kinds, fixed=FIXED)
+    got = run(case)
+    check_results(case, got)
+    assert not got["dq"].any() and not got["dk"].any() and got["dv"].any()
+
+
+@pytest.mark.parametrize("rule", [plan.RULE, CUT])
+@pytest.mark.parametrize("logit", [-torch.inf, -300.0, 300.0])
+def test_a_sink_far_above_or_below_all_scores_is_harmless(logit, rule):
+    problem = some_problem()
+    q, k, v, dout, dlse = inputs(problem)
+    changes = scores.sink(torch.full((2,), logit)) + scores.softcap(20.0)
+    how = {"changes": changes, "rule": rule}
+    got = interpreted(problem.recipe.mask(), q, k, v, 0.125, dout, dlse, **how)
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    wanted = attention(
+        q, k, v, problem.recipe.mask(), scale=0.125, scores=changes, return_lse=True, backend="reference"
+    )
+    wanted += torch.autograd.grad(wanted, (q, k, v), (dout, dlse))
+    for x, y in zip(got, wanted, strict=True):
+        torch.testing.assert_close(x, y.to(x.dtype), rtol=2e-2, atol=1e-2)
+
+
+def test_a_query_without_keys_gives_a_sink_no_gradient():
+    arguments = some_problem().recipe.arguments
+    case = Scored(some_problem(recipe=Recipe("from_dense", arguments, (400, 0))), ("sink",))
+    got = run(case)
+    check_results(case, got)
+    assert got["lse"][1].isneginf().all()
+
+
+def test_positions_are_aligned_at_the_ends():
+    """Of 130 queries the first stands at key 390 - 130."""
+    recipe = Recipe("causal", {"q_len": 130, "k_len": 390, "block": 128})
+    for kinds in (("alibi",), ("log_decay", "softcap")):
+        case = Scored(some_problem(recipe=recipe, q_len=130, k_len=390, heads=4, kv_heads=2), kinds, fixed=FIXED)
+        check_results(case, run(case))
+
+
+def test_the_derivative_of_a_cap_is_that_of_each_score():
+    """Of scores far beyond the cap, at it and far below it."""
+    for scale in (0.01, 1.0, 4.0):
+        case = Scored(some_problem(scale=scale), ("softcap",))
+        check_results(case, run(case))
+
+
+# ---------------------------------------------------------------------- which they take
+
+
+@pytest.fixture
+def tested_triton(monkeypatch):
+    monkeypatch.setattr(support, "triton_version", lambda: (3, 6))
+    monkeypatch.setattr(support, "is_interpreted", lambda: False)
+
+
+@pytest.mark.usefixtures("tested_triton")
+def test_they_take_caps_decays_and_sinks():
+    q = torch.empty(2, 4, 8192, 128, dtype=torch.bfloat16, device="meta")
+    slopes = torch.rand(4, device="meta")
+    changes = scores.softcap(30.0) + scores.alibi(slopes) + scores.sink(slopes.clone().requires_grad_())
+    found = explain(q, q, q, masks.causal(8192), scores=changes, capability=(9, 0))
+    assert (found.forward.family, found.backward.family) == ("hopper", "hopper")
+
+
+@pytest.mark.usefixtures("tested_triton")
+def test_a_decay_that_is_learned_and_other_changes_are_the_portable_kernels():
+    q = torch.empty(2, 4, 8192, 128, dtype=torch.bfloat16, device="meta")
+    slopes = torch.rand(4, device="meta", requires_grad=True)
+    found = explain(q, q, q, masks.causal(8192), scores=scores.alibi(slopes), capability=(9, 0))
+    assert (found.forward.family, found.backward.family) == ("hopper", "portable")
+    reason = "of changes of scores they give gradients to sink; got distance"
+    assert dict(found.backward.refusals)["hopper"] == reason
+    bias = scores.key_bias(torch.rand(1, 1, 8192, device="meta"))
+    found = explain(q, q, q, masks.causal(8192), scores=bias, capability=(9, 0))
+    assert found.forward.family == "portable"
+    reason = "of changes of scores they know softcap, distance, sink; got key_bias"
+    assert dict(found.forward.refusals)["hopper"] == reason
