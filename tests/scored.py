@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from exactness import score_magnitude
 from sparseflash import BlockMask, attention, scores, testing
 from sparseflash.scores.change import Scores
-from strategies import Problem, problems
+from strategies import Problem, Recipe, problems
 
 KINDS = (
     "alibi", "log_decay", "t5", "clipped", "grid", "bias", "pair bias", "key_bias", "softcap", "sink", "temperature",
@@ -118,6 +118,22 @@ class Scored:
                 }[kind]()
             )
         return sum(made[1:], start=Scores((made[0],))), learned
+
+
+# Of one query, a key with a large score has 0.994 of the weight in one head, so that its gradient is a small difference
+# of large numbers, which the gradient of the temperature multiplies by that score.
+ALMOST_ALL_WEIGHT_ON_ONE_KEY = Scored(
+    Problem(
+        Recipe(
+            "from_dense",
+            {"q_len": 63, "k_len": 63, "block": (16, 16), "patterns": [["full"]], "heads": [[0]], "holes": "none",
+             "seed": 0},
+        ),
+        batch=1, heads=4, kv_heads=2, q_len=63, k_len=63, dim=16, v_dim=16, dtype=torch.float32, scale=1.0,
+        layout="contiguous", seed=1, dropout_p=0.3,
+    ),
+    ("function of scores", "query temperature", "t5"),
+)  # fmt: skip
 
 
 @st.composite

@@ -77,17 +77,18 @@ def _backward(
     learned: Sequence[Tensor | None] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """learned: zeros for each tensor of `changes`, to which its gradient is added; None for no gradient."""
-    q, k, v, _, lse, kept = saved
+    q, k, v, out, lse, kept = saved
     if q.numel() == 0 or k.numel() == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     mask, scale, dropout = Tiles(q, k, problem), problem.scale, problem.dropout
     q_tiles, k_tiles = mask.cut(q, mask.height, last=True), mask.cut(k, mask.block_k, last=True)
     v_tiles = mask.cut(v, mask.block_k)
     dout_tiles = mask.cut(dout, mask.height)
-    maximum, total = (mask.cut(x.unsqueeze(-1), mask.height).squeeze(-1) for x in kept)  # type: ignore[union-attr]
     # A query without keys has weights 0, whatever its dlse, which may be NaN.
     dlse = torch.zeros_like(lse) if dlse is None else dlse.masked_fill(lse == -torch.inf, 0.0)
-    dlse_tiles = mask.cut(dlse.unsqueeze(-1), mask.height).squeeze(-1)
+    # Any finite estimate of delta will do; half precision may have rounded out to infinity.
+    estimate = torch.linalg.vecdot(dout.to(mask.dtype), out.to(mask.dtype)).nan_to_num(0.0, 0.0, 0.0)
+    of_queries = mask.cut(torch.stack([*kept, dlse, estimate], -1), mask.height).unsqueeze(-1)  # type: ignore[misc]
     dq, dk, dv = torch.zeros_like(q_tiles), torch.zeros_like(k_tiles), torch.zeros_like(v_tiles)
     for part in mask.parts():
         scores, queries, keys = mask.products(part, q_tiles, k_tiles, scale)
@@ -97,8 +98,9 @@ def _backward(
             scores = steps[-1].clone()
         scores = mask.of_live(part, scores)
         where = part.heads[:, None], part.rows[None, :]
-        weights = torch.exp(scores - maximum[where].unsqueeze(-1))  # [n, R, height, c * block_k]
-        weights /= _or_one(total[where]).unsqueeze(-1)
+        maximum, total, dlse, estimate = of_queries[where].unbind(-2)  # [n, R, height, 1]
+        weights = torch.exp(scores - maximum)  # [n, R, height, c * block_k]
+        weights /= _or_one(total)
         dout_rows = dout_tiles[where]
         dweights = dout_rows @ mask.gather(v_tiles, keys, part.cols).transpose(-1, -2)
         passed = weights
@@ -106,17 +108,24 @@ def _backward(
             kept_weights = mask.kept(part, dropout)
             dweights *= kept_weights
             passed = weights * kept_weights
-        delta = (weights * dweights).sum(-1)
+        # The rounded weights do not quite sum to 1, which would matter where a key has nearly all the weight, so that
+        # delta nearly cancels its dweights. Hence the estimate is subtracted first and only the rest summed, as in the
+        # kernels.
+        dweights -= estimate
+        rest = (weights * dweights).sum(-1, keepdim=True)
+        sink_weights = mask.sink_weights(part, changes, maximum, total)
+        if sink_weights is not None:
+            rest -= sink_weights * estimate  # a sink has no value, so its dweights are 0
         # dlse is added last: if one key has all the weight, the other terms cancel exactly.
-        dscores = weights * (dweights - delta.unsqueeze(-1) + dlse_tiles[where].unsqueeze(-1))
+        dscores = dweights.sub_(rest).add_(dlse).mul_(weights)
         if changes is not None:
             dscores = changes.gradient(dscores, steps, mask.place(part), learned)
         dscores = dscores * scale
         dq[where] = _product(dscores, mask.gather(k_tiles, keys, part.cols))
         mask.scatter_add(dv, keys, part.cols, _product(passed.transpose(-1, -2), dout_rows))
         mask.scatter_add(dk, keys, part.cols, _product(dscores.transpose(-1, -2), queries))
-        if changes is not None:
-            mask.add_sinks(part, changes, learned, maximum[where], total[where], dlse_tiles[where] - delta)
+        if sink_weights is not None:
+            mask.add_sinks(part, learned, sink_weights, dlse - (estimate + rest))
     return (
         empty_gradient(q).copy_(mask.join(dq, q)),
         empty_gradient(k).copy_(mask.join(dk, k)),

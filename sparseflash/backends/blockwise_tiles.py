@@ -103,17 +103,18 @@ class Tiles:
         found = None if changes is None else changes.find("sink")
         return None if found is None else found.logits[part.heads % self.heads].view(-1, 1, 1).to(self.dtype)
 
-    def add_sinks(
-        self, part: Rows, changes: Scores, learned: Sequence[Tensor | None], maximum: Tensor, total: Tensor,
-        drow: Tensor,
-    ) -> None:  # fmt: skip
-        """Adds the gradients of the sinks; `drow`: of the score of a key without a value, divided by its weight."""
+    def sink_weights(self, part: Rows, changes: Scores | None, maximum: Tensor, total: Tensor) -> Tensor | None:
+        """The softmax weights of the sinks, 0 for queries without keys; `[n, R, height, 1]`, as maximum and total."""
         sink = self.sink(part, changes)
-        zeros = learned[-1] if sink is not None else None  # a sink is the last change and has one tensor
-        if sink is None or zeros is None:
-            return
-        weights = torch.exp(sink - maximum) / total.masked_fill(total == 0, torch.inf)
-        zeros.index_add_(0, part.heads % self.heads, (weights * drow).sum((1, 2)).to(zeros.dtype))
+        if sink is None:
+            return None
+        return torch.exp(sink.unsqueeze(-1) - maximum) / total.masked_fill(total == 0, torch.inf)
+
+    def add_sinks(self, part: Rows, learned: Sequence[Tensor | None], weights: Tensor, drow: Tensor) -> None:
+        """Adds the gradients of the sinks; `drow`: of the score of a key without a value, divided by its weight."""
+        zeros = learned[-1]  # a sink is the last change and has one tensor
+        if zeros is not None:
+            zeros.index_add_(0, part.heads % self.heads, (weights * drow).sum((1, 2, 3)).to(zeros.dtype))
 
     def live(self, part: Rows) -> Tensor | None:
         """The live scores, bool `[R, height, c * block_k]`, or None if every score of these rows is live."""

@@ -148,6 +148,15 @@ def test_lse_is_that_without_dropout_and_no_dropout_is_no_change(backend):
     assert torch.equal(attention(q, k, v, dropout_p=0.0, seed=1, backend=backend), out)
 
 
+def test_gradients_are_finite_where_out_is_too_large_for_fp16():
+    q, k, _ = tensors(dtype=torch.float16)
+    v = torch.full_like(k, 60_000.0)
+    out = attention(q, k, v, dropout_p=0.5, seed=0, backend="blockwise")
+    assert out.isinf().any()
+    for gradient in torch.autograd.grad(out, (q, k), torch.full_like(out, 1e-5)):
+        assert gradient.isfinite().all()
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_seed_decides(backend):
     q, k, v = tensors()

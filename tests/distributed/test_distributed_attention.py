@@ -6,12 +6,12 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 import sharded_attention
 from process_pool import Failed, Processes
-from scored import FUNCTIONS, SHARDED, scored
+from scored import ALMOST_ALL_WEIGHT_ON_ONE_KEY, FUNCTIONS, SHARDED, scored
 from sharded_attention import check_dropping, check_scored, check_transports, joined, sharded
 from shared_files import copies_of_files
 from sparseflash import BlockMask, attention, distributed, dropout, masks, scores, testing
@@ -206,6 +206,7 @@ def test_changed_scores_are_as_exact(pool, case, ranks, strategy, cut):
 
 
 @given(case=drawn_scores(torch.float32, torch.float64, most_heads=1), ranks=st.integers(2, 4))
+@example(case=ALMOST_ALL_WEIGHT_ON_ONE_KEY, ranks=2)
 def test_changed_scores_of_heads_that_travel_are_as_exact(pool, case, ranks):
     assume(has_blocks_for(case.problem.mask, ranks) and case.problem.mask.shape[1] == 1)
     case = replace(case, problem=replace(case.problem, heads=2 * ranks, kv_heads=ranks))

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from scored import KINDS, Scored, check, results, scored
+from scored import ALMOST_ALL_WEIGHT_ON_ONE_KEY, KINDS, Scored, check, results, scored
 from sparseflash import BlockMask, attention, masks, scores
 from sparseflash.backends import problem as backends_problem
 from strategies import Problem
@@ -15,9 +15,28 @@ HALF = (torch.float16, torch.bfloat16)
 
 @given(scored(most_tokens=100, head_dims=(1, 8, 16), value_dims=(1, 16), blocks=(16, 32),
               dtypes=(torch.float64, torch.float32, *HALF), dropouts=(0.0, 0.0, 0.3)))  # fmt: skip
+@example(ALMOST_ALL_WEIGHT_ON_ONE_KEY)
 @settings(max_examples=3 * settings().max_examples)
 def test_blockwise_is_exact(case):
     check(case, "blockwise")
+
+
+def test_rounded_weights_do_not_matter_where_all_values_are_equal():
+    """Their mean is the same whatever the weights, so no score has a gradient. The weights sum to 1 but for a rounding
+    error, which must not be multiplied by the gradients of the weights, here whole numbers without an error.
+    """
+    generator = torch.Generator().manual_seed(0)
+    q, k = (4 * torch.randn(1, 2, 90, 16, generator=generator) for _ in range(2))
+    dout = torch.randint(-8, 9, (1, 2, 90, 16), generator=generator).float()
+    temperature = (0.5 + torch.rand(1, 2, 90, generator=generator)).requires_grad_()
+    errors = {}
+    for backend in ("reference", "blockwise"):
+        out = attention(q, k, torch.ones_like(k), scores=scores.temperature(temperature), backend=backend)
+        (gradient,) = torch.autograd.grad(out, temperature, dout)  # in truth 0
+        errors[backend] = float(gradient.abs().max())
+    assert errors["reference"] > 1e-5  # the scores are large enough to show it
+    # An error of the mean is corrected under the same weights, so what is left of it is of second order.
+    assert errors["blockwise"] < torch.finfo(torch.float32).eps ** 0.5 * errors["reference"]
 
 
 def plain_problem(seed=0, **changes):
