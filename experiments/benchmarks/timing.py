@@ -59,6 +59,20 @@ def first_call(call: Callable[[], T], device: torch.device) -> tuple[float, T]:
     return time.perf_counter() - begin, result
 
 
+def recorded(call: Callable[[], object]) -> Callable[[], object]:
+    """The call as a CUDA graph, whose results are the same tensors every time."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            call()  # compiles
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
 def _series(call: Callable[[], object], count: int, device: torch.device, flush: torch.Tensor | None) -> list[float]:
     if flush is None:
         return [first_call(call, device)[0] * 1e3 for _ in range(count)]

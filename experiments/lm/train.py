@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,6 @@ from experiments.training import tensor_files
 from experiments.training.atomic_files import write_json
 from experiments.training.distributed import SINGLE, Ranks, find_device
 from experiments.training.environment import device_name, peak_memory, versions
-from experiments.training.host_threads import single_host_thread
 from experiments.training.optimizer import adamw
 from experiments.training.run_folder import SETTINGS, settings_as
 from experiments.training.run_log import Record
@@ -65,11 +63,7 @@ class Run(Trainer[Batch]):
         self.config, self.store = config, store
         device = find_device(config.device)
         ranks.check_context_parallel(config.context_parallel)
-        if config.batch % ranks.data_parallel_ranks:
-            raise ValueError(
-                f"the sequences of a batch must be a multiple of the number of {ranks.sharers}, "
-                f"{ranks.data_parallel_ranks}, which share them; got {config.batch}: change --batch-tokens"
-            )
+        ranks.check_batch(config.batch, "--batch-tokens")
         if store.vocabulary > config.vocabulary:
             raise ValueError(
                 f"--vocabulary must be at least the {store.vocabulary} tokens of the text in {store.folder}; got "
@@ -82,14 +76,14 @@ class Run(Trainer[Batch]):
             config.pattern, config.depth, config.sizes.heads, config.context, window=config.window, block=config.block
         )
         # They hold no plan that keeps a process group, once `clear` is called.
-        self._shared = SharedContext(ranks, self.masks) if ranks.mesh is not None else None
+        self.shared = shared = SharedContext(ranks, self.masks) if ranks.mesh is not None else None
 
         def attention_of(mask: BlockMask) -> Attention:
             return attention_over(mask.to(device), config.attention)
 
         self.documents = None
         if config.documents == "separate":
-            once = attention_of if self._shared is None else self._shared.attention_once
+            once = attention_of if shared is None else shared.attention_once
             self.documents = DocumentMasks(self.masks, once)
         self.flops_a_token = flops.of_token(
             config.sizes.weights,
@@ -98,7 +92,7 @@ class Run(Trainer[Batch]):
             config.context,
         )
         torch.manual_seed(config.seed)
-        of_layer = attention_of if self._shared is None else self._shared.attention
+        of_layer = attention_of if shared is None else shared.attention
         made = {id(mask): of_layer(mask) for mask in self.masks}
         model = LanguageModel(
             config.sizes,
@@ -106,7 +100,7 @@ class Run(Trainer[Batch]):
             dtype=torch.bfloat16 if config.precision == "bf16" else torch.float32,
             compiling=config.compiled,
             recompute=config.recompute,
-            shared=self._shared,
+            shared=shared,
         ).to(device)
         if config.sharding == "fsdp" and ranks.count > 1:
             if config.compiled == "model":
@@ -141,9 +135,6 @@ class Run(Trainer[Batch]):
     def begin_from(self, path: Path) -> dict[str, Any]:
         raise ValueError(f"a language model must begin with random weights; got {path}")
 
-    def remedy(self) -> str:
-        return f"lower --lr (now {self.config.lr:g}) or raise --warmup (now {self.config.warmup})"
-
     @property
     def part(self) -> int:
         """Sequences of one forward and backward in this process."""
@@ -151,7 +142,7 @@ class Run(Trainer[Batch]):
 
     def train(self, pause: Pause = never) -> dict[str, Any] | None:
         """Train to the end, validate, and return the final metrics; None if the run was paused, after it was saved."""
-        with single_host_thread(self.device), self._sequences_shared():
+        with self.session():
             if not self.train_stage(self._batches(), self._steps(), pause):
                 return None
             self.save()
@@ -159,13 +150,6 @@ class Run(Trainer[Batch]):
         weights = {name: whole(tensor).cpu() for name, tensor in self.model.state_dict().items()}
         peak = self._peak_memory()
         return self.ranks.on_first(lambda: self._write_result(losses, weights, peak))
-
-    @contextmanager
-    def _sequences_shared(self) -> Iterator[None]:
-        """After the context, the model keeps no process group; see `process_group`."""
-        yield
-        if self._shared is not None:
-            self._shared.clear()
 
     def _peak_memory(self) -> int | None:
         """The most bytes that a GPU of any process has held in this session, in the first process; None on CPUs."""
@@ -191,25 +175,15 @@ class Run(Trainer[Batch]):
             yield Batch(torch.from_numpy(self.packing.rows(numbers)), attentions)
             step += 1
 
-    def training_record(self, means: Means, seconds: float, lr: float) -> Record:
-        rate = means.tokens / seconds
-        record = {
-            "kind": "train",
-            "step": self.state.step,
-            "loss": means.loss,
-            "lr": lr,
-            "tokens": self.state.step * self.config.batch * self.config.context,
-            "tokens_per_s": rate,
-            "seconds": self.state.seconds,
-            "startup_seconds": self.state.startup_seconds,
-        }
+    def training_numbers(self, means: Means, seconds: float) -> Record:
+        numbers: Record = {"tokens": self.state.step * self.config.batch * self.config.context}
         peak = self._peak_memory()
         if peak is not None:
-            record["peak_memory"] = peak
+            numbers["peak_memory"] = peak
         top = flops.peak(self.device)
         if top is not None and self.config.precision == "bf16":
-            record["mfu"] = self.flops_a_token * rate / (top * self.ranks.count)
-        return record
+            numbers["mfu"] = self.flops_a_token * means.tokens / seconds / (top * self.ranks.count)
+        return numbers
 
     def validate(self) -> None:
         self._validated()
@@ -219,8 +193,7 @@ class Run(Trainer[Batch]):
         found = evaluate.losses(
             self.data_parallel, self.store.val, self.config, self.device, self.ranks, self.documents, self.part
         )
-        logged = self.log.of_kind("val")
-        if not logged or logged[-1]["step"] != self.state.step:
+        if not self.is_validated:
             self.record({
                 "kind": "val", "step": self.state.step, "loss": found.mean, "tokens": found.tokens,
                 "seconds": self.state.seconds,

@@ -9,7 +9,7 @@ It writes, in addition to the files of every run (experiments/training/run_folde
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -34,11 +34,9 @@ from experiments.lra.tasks.task import Data
 from experiments.training.atomic_files import write_json
 from experiments.training.distributed import SINGLE, Ranks, find_device
 from experiments.training.fingerprint import check_same_data
-from experiments.training.host_threads import single_host_thread
 from experiments.training.run_folder import SETTINGS, settings_as
 from experiments.training.run_log import Record
 from experiments.training.series import SERIES
-from experiments.training.shared_sequences import SharedSequences
 from experiments.training.trainer import Cadence, Pause, Trainer, never
 from experiments.training.window import Means
 
@@ -76,12 +74,7 @@ class Run(Trainer[Batch]):
     ) -> None:
         self.config, self.data = config, data
         ranks.check_context_parallel(config.context_parallel)
-        shares = ranks.data_parallel_ranks
-        if config.batch % shares:
-            raise ValueError(
-                f"the batch must be a multiple of the number of {ranks.sharers}, {shares}, which share it; got "
-                f"{config.batch}"
-            )
+        ranks.check_batch(config.batch, "--batch")
         if config.keep == "best" and data.val is data.test:
             raise ValueError(
                 f"keep=best would choose the weights by the test split: {config.task} has no other to validate on; "
@@ -98,9 +91,8 @@ class Run(Trainer[Batch]):
         self.mask = mask_of(config)
         self.fingerprint = fingerprint(data)
         model = build_model(config, data.task, self.mask.to(device))
-        self._shared: SharedSequences | None = None
         if ranks.mesh is not None:
-            self._shared = model.share_sequences(ranks)
+            self.shared = model.share_sequences(ranks)
         super().__init__(
             folder,
             model,
@@ -129,12 +121,9 @@ class Run(Trainer[Batch]):
     def begin_from(self, path: Path) -> dict[str, Any]:
         return weights.begin_from(self.model, path, self.config, self.fingerprint)
 
-    def remedy(self) -> str:
-        return f"lower --lr (now {self.config.lr:g}) or raise --warmup (now {self.config.warmup})"
-
     def train(self, pause: Pause = never) -> dict[str, Any] | None:
         """Train to the end, test, and return the final metrics; None if the run was paused, after it was saved."""
-        with single_host_thread(self.device), self._sequences_shared():
+        with self.session():
             steps = steps_of(self.model, self.optimizer, self.config, self.device, self.data_parallel)
             if not self.train_stage(self._batches(), steps, pause):
                 return None
@@ -144,13 +133,6 @@ class Run(Trainer[Batch]):
                 self.validate()
             self._test()
         return self.ranks.on_first(self._write_result)
-
-    @contextmanager
-    def _sequences_shared(self) -> Iterator[None]:
-        """After the context, the model keeps no process group; see `process_group`."""
-        yield
-        if self._shared is not None:
-            self._shared.clear()
 
     def _batches(self) -> Iterator[Batch]:
         """The batches from the current step on."""
@@ -165,21 +147,11 @@ class Run(Trainer[Batch]):
             return hidden_for_training(batches, self.shape, config.hidden, config.seed, step, share)
         return batches
 
-    def training_record(self, means: Means, seconds: float, lr: float) -> Record:
-        record = {
-            "kind": "train",
-            "step": self.state.step,
-            "loss": means.loss,
-            "accuracy": means.right / means.answers,
-            "lr": lr,
-            "tokens_per_s": means.tokens / seconds,
-            "padding": 1 - means.tokens / means.places,
-            "seconds": self.state.seconds,
-            "startup_seconds": self.state.startup_seconds,
-        }
+    def training_numbers(self, means: Means, seconds: float) -> Record:
+        numbers = {"accuracy": means.right / means.answers, "padding": 1 - means.tokens / means.places}
         if self.config.auxiliary:
-            record["auxiliary"] = means.auxiliary
-        return record
+            numbers["auxiliary"] = means.auxiliary
+        return numbers
 
     def validate(self) -> None:
         with self.averaged():

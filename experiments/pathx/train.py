@@ -27,7 +27,6 @@ from experiments.training import checkpoint
 from experiments.training.distributed import find_device
 from experiments.training.environment import device_name, versions
 from experiments.training.fingerprint import sha256
-from experiments.training.host_threads import single_host_thread
 from experiments.training.optimizer import adamw
 from experiments.training.run_folder import SETTINGS, settings_as
 from experiments.training.run_log import Record
@@ -138,7 +137,7 @@ class Run(Trainer[Packed]):
         because its model may have results.
         """
         begun_at = self.state.step
-        with single_host_thread(self.device):
+        with self.session():
             while self.state.stage < len(self.config.curriculum):
                 if not self._train_stage(pause):
                     return None
@@ -160,8 +159,7 @@ class Run(Trainer[Packed]):
         try:
             if not self.train_stage(batches, steps, pause):
                 return False
-            validated = self.log.of_kind("val")
-            if not validated or validated[-1]["step"] != self.state.step:
+            if not self.is_validated:
                 self.validate()
         finally:
             batches.close()
@@ -192,21 +190,19 @@ class Run(Trainer[Packed]):
         until = self.plan.until
         return until is not None and images >= self.config.advance_images and right / images >= until
 
-    def training_record(self, means: Means, seconds: float, lr: float) -> Record:
+    def training_numbers(self, means: Means, seconds: float) -> Record:
         state, stage = self.state, self.plan
         state.images += means.answers
         state.tokens += means.tokens
         self._remember(int(means.right), means.answers)
-        record = {
-            "kind": "train", "step": state.step, "stage": state.stage, "size": stage.size, "contour": stage.contour,
-            "loss": means.loss, "accuracy": means.right / means.answers, "auxiliary": means.auxiliary, "lr": lr,
-            "images": state.images, "tokens": state.tokens, "seconds": state.seconds,
-            "startup_seconds": state.startup_seconds,
-            "tokens_per_s": means.tokens / seconds, "images_per_s": means.answers / seconds,
-            "waited": self.stream.waited / seconds,
+        numbers = {
+            "stage": state.stage, "size": stage.size, "contour": stage.contour,
+            "accuracy": means.right / means.answers, "auxiliary": means.auxiliary,
+            "images": state.images, "tokens": state.tokens,
+            "images_per_s": means.answers / seconds, "waited": self.stream.waited / seconds,
         }  # fmt: skip
         self.stream.waited = 0.0
-        return record
+        return numbers
 
     def _remember(self, right: int, images: int) -> None:
         state = self.state

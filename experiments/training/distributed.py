@@ -70,6 +70,14 @@ class Ranks:
                 f"context_parallel must be that of the processes that train, {self.context_parallel}; got {wanted}"
             )
 
+    def check_batch(self, sequences: int, option: str) -> None:
+        """Raises ValueError if the sequences of a batch, whose number `option` sets, have no equal shares."""
+        if sequences % self.data_parallel_ranks:
+            raise ValueError(
+                f"the sequences of a batch must be a multiple of the number of {self.sharers}, "
+                f"{self.data_parallel_ranks}, which share them; got {sequences}: change {option}"
+            )
+
     @property
     def first(self) -> bool:
         return self.rank == 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -23,6 +23,7 @@ from experiments.training.atomic_files import write_json
 from experiments.training.best_weights import BestWeights
 from experiments.training.clock import Clock
 from experiments.training.distributed import SINGLE, Ranks
+from experiments.training.host_threads import single_host_thread
 from experiments.training.run_log import Record, RunLog
 from experiments.training.sharding import is_sharded
 from experiments.training.steps import Batch, Steps
@@ -50,6 +51,13 @@ class Plan(Protocol):
     def steps(self) -> int | None: ...
     @property
     def minutes(self) -> float | None: ...
+
+
+class Shared(Protocol):
+    """Which process holds which tokens of the sequences that several processes share."""
+
+    def clear(self) -> None:
+        """Forget what keeps the process group."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +90,8 @@ class Trainer(ABC, Generic[Batch]):
     ranks: the processes that train together; the first one writes and reports.
     Raises FileExistsError if the folder holds a run and neither `resume` nor `overwrite` is set.
     """
+
+    shared: Shared | None = None  # what the model knows of sequences that processes share, if they do
 
     def __init__(
         self,
@@ -150,16 +160,16 @@ class Trainer(ABC, Generic[Batch]):
         return State(progress.step, progress.seconds, startup, progress.step, progress.seconds)
 
     @abstractmethod
-    def training_record(self, means: Means, seconds: float, lr: float) -> Record:
-        """A line of the log for steps that took this many seconds."""
+    def training_numbers(self, means: Means, seconds: float) -> Record:
+        """What a line of the log has besides what every trainer logs, for steps that took this many seconds."""
 
     @abstractmethod
     def validate(self) -> None:
         """Score the validation images or examples, and log the result."""
 
-    @abstractmethod
     def remedy(self) -> str:
         """What the user can change if the loss is not a number."""
+        return f"lower --lr (now {self.plan.lr:g}) or raise --warmup (now {self.plan.warmup})"
 
     def check_resumable(self, saved: dict[str, Any]) -> None:
         """Raises ValueError if the run cannot continue from these saved `settings`."""
@@ -174,6 +184,14 @@ class Trainer(ABC, Generic[Batch]):
         return
 
     # The loop.
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """A session of training. After it, the model keeps no process group; see `process_group`."""
+        with single_host_thread(self.device):
+            yield
+            if self.shared is not None:
+                self.shared.clear()
 
     def train_stage(self, batches: Iterator[Batch], steps: Steps[Batch, Any], pause: Pause) -> bool:
         """Train until the stage ends. Returns False if the run was paused before; it is saved then."""
@@ -254,8 +272,25 @@ class Trainer(ABC, Generic[Batch]):
             raise FloatingPointError(f"the loss is {means.loss} at step {self.state.step}; {self.remedy()}")
         self.state.seconds += seconds
         self.state.stage_seconds += seconds
-        self.record(self.training_record(means, seconds, lr))
+        self.record(self._training_record(means, seconds, lr) | self.training_numbers(means, seconds))
         self.window = Window(self.device)
+
+    def _training_record(self, means: Means, seconds: float, lr: float) -> Record:
+        return {
+            "kind": "train",
+            "step": self.state.step,
+            "loss": means.loss,
+            "lr": lr,
+            "tokens_per_s": means.tokens / seconds,
+            "seconds": self.state.seconds,
+            "startup_seconds": self.state.startup_seconds,
+        }
+
+    @property
+    def is_validated(self) -> bool:
+        """Whether the log has a validation of the current step."""
+        validated = self.log.of_kind("val")
+        return bool(validated) and validated[-1]["step"] == self.state.step
 
     def record(self, record: Record) -> None:
         """Write a record to the log, and pass it to the listeners of the first process."""

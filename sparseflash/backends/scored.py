@@ -150,7 +150,7 @@ class ScoredOperator:
 
 
 class _Run:
-    """A backend applied to one problem and changes of one kind; see `registration.Differentiable`."""
+    """A backend applied to one problem and changes of one kind; see `direct.Differentiable`."""
 
     def __init__(self, operator: ScoredOperator, problem: Problem, changes: Scores) -> None:
         self._operator, self._problem, self.seed = operator, problem, problem.seed

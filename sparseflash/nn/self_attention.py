@@ -133,8 +133,7 @@ class SparseSelfAttention(Heads):
             mask: in place of the layer's own.
             cache: x holds the tokens that follow those in the cache, to which they are added. For inference: there is
                 no gradient and no dropout, the layer's mask must be causal, and it does not go with `lengths` or
-                `mask`. Up to 16 tokens are decoded
-                (`decode.attention_with_cache`): nothing is planned for them.
+                `mask`. Up to 16 tokens are decoded (`decode.attention_with_cache`): nothing is planned for them.
         """
         check_features(x, "x", self.embed_dim)
         q, k, v = self.split(self.qkv(x), self.num_heads, self.kv_heads, self.kv_heads)

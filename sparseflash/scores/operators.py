@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from sparseflash.scores.expression import OPERATIONS, Expression
-
-if TYPE_CHECKING:
-    pass
 
 
 class Refused(Exception):

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from sparseflash.scores.expression import PLACES, Expression, Kind
+from sparseflash.scores.operators import FILLED, RECORDED, SAME, Refused, in_kind
 
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
-from sparseflash.scores.operators import FILLED, RECORDED, SAME, Refused, in_kind
 
 _REMEDY = "Use backend='blockwise', which runs any function."
 

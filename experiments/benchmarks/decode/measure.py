@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from experiments.benchmarks.timing import Timed, in_turns
+from experiments.benchmarks.timing import Timed, in_turns, recorded
 from sparseflash.decode import attention_with_cache
 
 
@@ -86,17 +86,6 @@ def calls_of(case: Case, device: torch.device, dtype: torch.dtype) -> dict[str, 
     if case.new == 1:
         found["SDPA"] = (lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True)), case.kept(case.tokens)
     return found
-
-
-def recorded(call: Callable[[], Tensor]) -> Callable[[], object]:
-    """The call as a CUDA graph."""
-    for _ in range(2):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from experiments.benchmarks.speed.peers.flexattention import compiled, small_tiles
-from experiments.benchmarks.timing import Timed, in_turns
+from experiments.benchmarks.timing import Timed, in_turns, recorded
 from experiments.training.clock import synchronize
 from sparseflash import BlockMask, attention
 from sparseflash.grouped import selected_attention
@@ -152,20 +152,6 @@ def host_microseconds(call: Callable[[], object], device: torch.device, *, count
         found.append((time.perf_counter() - begin) / count * 1e6)
         synchronize(device)
     return median(found)
-
-
-def recorded(call: Callable[[], object]) -> Callable[[], object]:
-    """The call as a CUDA graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
 
 
 def measure(case: Case, device: torch.device, *, round_ms: float = 60.0) -> list[dict[str, Any]]:

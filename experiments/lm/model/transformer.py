@@ -150,8 +150,8 @@ class LanguageModel(nn.Module):
 
     attentions: one for each layer; see attention.py.
     dtype: of the stream and of the matrix products.
-    compiled: "none"; "block": the two halves of a layer around its attention, one pair of graphs for all layers and all
-        contexts with the same number of tokens; "model": all from the embedding to the last norm as one graph, with
+    compiling: "none"; "block": the two halves of a layer around its attention, one pair of graphs for all layers and
+        all contexts with the same number of tokens; "model": all from the embedding to the last norm as one graph, with
         attention as an operator in it.
     recompute: whether the backward pass computes each layer again from its input, which alone is kept.
     shared: which tokens this process has, if several share those of each sequence; `attentions` are then over these.

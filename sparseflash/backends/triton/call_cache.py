@@ -73,21 +73,21 @@ class CachedRun:
         self._call, self._mask = call, mask
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """See `registration.Differentiable`."""
+        """See `direct.Differentiable`."""
         mask = self._mask
         return self._call.forward(q, k, v, None if mask is None else mask.lengths, None)
 
     def backward(
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, seed: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `registration.Differentiable`."""
+        """See `direct.Differentiable`."""
         lengths = None if self._mask is None else self._mask.lengths
         return self._call.backward(self.problem, dout, dlse, saved, lengths)
 
     def operator_backward(
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, seed: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `registration.Differentiable`."""
+        """See `direct.Differentiable`."""
         from sparseflash.backends.triton.api import attention
 
         return attention.backward(dout, dlse, saved, self.problem())

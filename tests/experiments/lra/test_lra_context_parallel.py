@@ -125,7 +125,8 @@ def test_mistakes_reach_every_process(pair, square):
         assert each["other"] == "ValueError: context_parallel must be that of the processes that train, 2; got 1"
     for each in square[0]:
         assert each["batch"] == (
-            "ValueError: the batch must be a multiple of the number of groups of 2 processes, 2, which share it; got 7"
+            "ValueError: the sequences of a batch must be a multiple of the number of groups of 2 processes, 2, which "
+            "share them; got 7: change --batch"
         )
 
 

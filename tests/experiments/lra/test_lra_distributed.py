@@ -75,9 +75,9 @@ def test_two_processes_resume_with_the_same_bits(pair):
 
 def test_mistakes_reach_every_process(pair):
     for each in pair[0]:
-        assert (
-            each["batch"]
-            == "ValueError: the batch must be a multiple of the number of processes, 2, which share it; got 7"
+        assert each["batch"] == (
+            "ValueError: the sequences of a batch must be a multiple of the number of processes, 2, which share them; "
+            "got 7: change --batch"
         )
         assert "holds a run; go on with it by --resume" in each["held"]
 
