@@ -15,6 +15,7 @@ from sparseflash.validation import check_tensors, checked_scale
 
 BACKENDS = ("triton", "reference")
 Backend = Literal["triton", "reference"]
+FEW = 16  # the most new tokens that `attention_with_cache` is meant for
 
 
 @overload

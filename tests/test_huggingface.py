@@ -323,7 +323,7 @@ def test_no_mask_is_built_for_a_generated_token(model, pattern):
         got = ours.generate(ids(9), max_new_tokens=8, **options)
     assert built.call_count <= 1  # for the prompt
     assert decoded.call_count == 7 * 2  # tokens after the first, layers
-    with mock.patch.object(model_mask, "_FEW", 0):  # with a mask for each token
+    with mock.patch.object(model_mask, "FEW", 0):  # with a mask for each token
         assert torch.equal(ours.generate(ids(9), max_new_tokens=8, **options), got)
 
 
