@@ -10,7 +10,7 @@ from torch import Tensor
 from sparseflash.backends import cached
 from sparseflash.backends.cached import Cached
 from sparseflash.blockmask import BlockMask
-from sparseflash.blockmask.arguments import checked_mask, dense_tensor, integer
+from sparseflash.blockmask.arguments import checked_integers, checked_mask, dense_tensor, integer
 from sparseflash.validation import check_tensors, checked_scale
 
 BACKENDS = ("triton", "reference")
@@ -259,14 +259,12 @@ def _check_mask(mask: Any, q: Tensor, kv_heads: int, capacity: int) -> None:
 
 
 def _integers(value: Any, name: str, dimensions: int, q: Tensor) -> Tensor:
-    if not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
-        got = value.dtype if isinstance(value, Tensor) else type(value).__name__
-        raise TypeError(f"{name} must be an integer tensor; got {got}.")
-    if value.ndim != dimensions:
-        raise ValueError(f"{name} must have {dimensions} dimensions; got {list(value.shape)}.")
-    if value.device != q.device:
-        raise ValueError(f"{name} must be on q's device {q.device}; got {value.device}.")
-    return value
+    tensor = checked_integers(value, name)
+    if tensor.ndim != dimensions:
+        raise ValueError(f"{name} must have {dimensions} dimensions; got {list(tensor.shape)}.")
+    if tensor.device != q.device:
+        raise ValueError(f"{name} must be on q's device {q.device}; got {tensor.device}.")
+    return tensor
 
 
 def _sized(value: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
