@@ -194,6 +194,8 @@ class ShardPlan:
 
     def heads_refused(self, shape: Shape) -> str:
         """Why heads cannot travel; empty if they can."""
+        if self.transport == "peer":
+            return "they travel by collectives, and transport is 'peer'"
         if shape.kv_heads % self.ranks:
             return f"{shape.kv_heads} key heads are not a multiple of {self.ranks} ranks"
         return ""
