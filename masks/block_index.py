@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.blockmask import BlockMask, bitmask
-from sparseflash.blockmask.arguments import Block, block_pair, flag, token_counts
+from sparseflash.blockmask.arguments import Block, block_pair, checked_integers, flag, token_counts
 from sparseflash.blockmask.cache import bounded_tensors
 from sparseflash.masks import fused
 from sparseflash.masks.tiling.arguments import head_count
@@ -42,9 +42,7 @@ def mask_of_index(
 
 def _checked_counts(counts: Tensor, index: Tensor) -> Tensor:
     """The counts as `[B, H, Mq]`."""
-    if not isinstance(counts, Tensor) or counts.is_floating_point() or counts.is_complex():
-        got = counts.dtype if isinstance(counts, Tensor) else type(counts).__name__
-        raise TypeError(f"counts must be an integer tensor; got {got}.")
+    checked_integers(counts, "counts")
     shape = tuple(index.shape[:3])
     if counts.ndim > 3 or (1,) * (3 - counts.ndim) + tuple(counts.shape) != shape:
         raise ValueError(f"counts must have one number for each row of index, {list(shape)}; got {list(counts.shape)}.")

@@ -10,11 +10,12 @@ from torch import Tensor
 from sparseflash.backends import cached
 from sparseflash.backends.cached import Cached
 from sparseflash.blockmask import BlockMask
-from sparseflash.blockmask.arguments import checked_mask, dense_tensor, integer
+from sparseflash.blockmask.arguments import checked_integers, checked_mask, dense_tensor, integer
 from sparseflash.validation import check_tensors, checked_scale
 
 BACKENDS = ("triton", "reference")
 Backend = Literal["triton", "reference"]
+FEW = 16  # the most new tokens that `attention_with_cache` is meant for
 
 
 @overload
@@ -151,26 +152,57 @@ def choose_pages(q: Tensor, k_min: Tensor, k_max: Tensor, lengths: Tensor, *, k:
 
     and the pages with the highest bound are chosen; heads of a group, and several queries, are joined by their highest
     bound. `q` `[B, Hq, Nq, D]`; `k_min`, `k_max` `[B, Hkv, n, D]`, of every page of a sequence, kept up to date as
-    tokens are added; `lengths` `[B]`, the new tokens included; `k` in pages, `page` in tokens. Pages past the length
-    are never chosen (-1 in their place). Nothing waits for the device.
+    tokens are added, Hq a multiple of Hkv; `lengths`, integers `[B]`, the new tokens included; `k` in pages, `page` in
+    tokens. Pages past the length are never chosen: -1 stands in their place, and in that of pages past the n that there
+    are, if k is more. Nothing waits for the device.
+
+    Raises TypeError or ValueError if the arguments do not fit together.
 
     Source: Quest (Tang et al., 2024).
     """
-    batch, dim = q.shape[0], q.shape[3]
-    if k_min.shape != k_max.shape or k_min.ndim != 4 or k_min.shape[0] != batch or k_min.shape[3] != dim:
-        raise ValueError(
-            f"k_min and k_max must have shape [{batch}, Hkv, pages, {dim}]; got {list(k_min.shape)} and "
-            f"{list(k_max.shape)}."
-        )
-    kv_heads, count = k_min.shape[1:3]
-    grouped = q.float().reshape(batch, kv_heads, -1, dim)  # [B, Hkv, G * Nq, D]
+    lengths = _checked_choice(q, k_min, k_max, lengths)
+    k, page = integer(k, "k", "pages"), integer(page, "page", "tokens")
+    if k < 1:
+        raise ValueError(f"k must be at least 1 page; got {k}.")
+    if page < 1:
+        raise ValueError(f"page must be at least 1 token; got {page}.")
+    (batch, heads, q_len, dim), (kv_heads, count) = q.shape, k_min.shape[1:3]
+    grouped = q.float().reshape(batch, kv_heads, heads // kv_heads * q_len, dim)  # [B, Hkv, G * Nq, D]
     # max(q min, q max) is q max for positive q, and q min for negative q.
     bound = grouped.clamp(min=0) @ k_max.float().mT + grouped.clamp(max=0) @ k_min.float().mT
     newest = torch.div(lengths.long() - 1, page, rounding_mode="floor").view(-1, 1, 1)
     number = torch.arange(count, device=q.device)
     score = bound.amax(2).masked_fill(number == newest, torch.inf).masked_fill(number > newest, -torch.inf)
     best = score.sort(dim=-1, descending=True, stable=True).indices[..., :k]
-    return best.masked_fill(best > newest, -1).to(torch.int32)
+    chosen = best.masked_fill(best > newest, -1).to(torch.int32)
+    return torch.nn.functional.pad(chosen, (0, k - chosen.shape[-1]), value=-1)
+
+
+def _checked_choice(q: Any, k_min: Any, k_max: Any, lengths: Any) -> Tensor:
+    """The lengths; raises TypeError or ValueError unless pages can be chosen by these."""
+    for name, x in (("q", q), ("k_min", k_min), ("k_max", k_max)):
+        if not dense_tensor(x, name).is_floating_point():
+            raise TypeError(
+                f"{name} must have a floating dtype (fp16, bf16, fp32 or fp64); got {x.dtype}. Cast it first."
+            )
+        if x.device != q.device:
+            raise ValueError(f"{name} must be on q's device {q.device}; got {x.device}.")
+    if q.ndim != 4:
+        raise ValueError(f"q must have shape [batch, heads, tokens, head dim]; got {list(q.shape)}.")
+    batch, heads, q_len, dim = q.shape
+    if q_len == 0:
+        raise ValueError(f"q must have at least 1 token; got shape {list(q.shape)}.")
+    if k_min.shape != k_max.shape or k_min.ndim != 4 or k_min.shape[0] != batch or k_min.shape[3] != dim:
+        raise ValueError(
+            f"k_min and k_max must have shape [{batch}, Hkv, pages, {dim}]; got {list(k_min.shape)} and "
+            f"{list(k_max.shape)}."
+        )
+    kv_heads = k_min.shape[1]
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(
+            f"the number of query heads must be a multiple of the number of key heads; got {heads} and {kv_heads}."
+        )
+    return _sized(_integers(lengths, "lengths", 1, q), "lengths", (batch,))
 
 
 def _checked(
@@ -258,14 +290,12 @@ def _check_mask(mask: Any, q: Tensor, kv_heads: int, capacity: int) -> None:
 
 
 def _integers(value: Any, name: str, dimensions: int, q: Tensor) -> Tensor:
-    if not isinstance(value, Tensor) or value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
-        got = value.dtype if isinstance(value, Tensor) else type(value).__name__
-        raise TypeError(f"{name} must be an integer tensor; got {got}.")
-    if value.ndim != dimensions:
-        raise ValueError(f"{name} must have {dimensions} dimensions; got {list(value.shape)}.")
-    if value.device != q.device:
-        raise ValueError(f"{name} must be on q's device {q.device}; got {value.device}.")
-    return value
+    tensor = checked_integers(value, name)
+    if tensor.ndim != dimensions:
+        raise ValueError(f"{name} must have {dimensions} dimensions; got {list(tensor.shape)}.")
+    if tensor.device != q.device:
+        raise ValueError(f"{name} must be on q's device {q.device}; got {tensor.device}.")
+    return tensor
 
 
 def _sized(value: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.attention import Backend, attention
-from sparseflash.blockmask.arguments import BLOCKS, flag
+from sparseflash.blockmask.arguments import BLOCKS, checked_integers, flag
 from sparseflash.validation import check_tensors, checked_scale
 
 
@@ -87,9 +87,7 @@ def _by_heads(x: Tensor, group: int) -> Tensor:
 
 def _checked_index(index: Tensor, batch: int, kv_heads: int, q_len: int, device: torch.device) -> Tensor:
     """The lists as `[B, Hkv, Nq, K]`."""
-    if not isinstance(index, Tensor) or index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
-        got = index.dtype if isinstance(index, Tensor) else type(index).__name__
-        raise TypeError(f"index must be an integer tensor; got {got}.")
+    checked_integers(index, "index")
     shape = (1,) * (4 - index.ndim) + tuple(index.shape)
     if index.ndim not in (3, 4) or shape[0] not in (1, batch) or shape[1:3] != (kv_heads, q_len) or shape[3] == 0:
         raise ValueError(

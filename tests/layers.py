@@ -115,7 +115,6 @@ MAY_IMPORT = {
     f"{_BACKENDS}/scored.py": (
         f"{_BACKENDS}/direct.py",
         f"{_BACKENDS}/problem.py",
-        f"{_BACKENDS}/flop_counter.py",
         f"{_BACKENDS}/refused_derivatives.py",
         f"{_BACKENDS}/registration.py",
         f"{_BACKENDS}/saved.py",

@@ -241,7 +241,8 @@ def test_rows_of_a_mask_are_those_of_the_dense_one():
         assert torch.equal(found[b], dense[:, positions[b]])
 
 
-@given(SEEDS, st.integers(1, 5), st.integers(1, 128))
+@given(SEEDS, st.integers(1, 12), st.integers(1, 128))
+@example(0, 9, 128)  # more than the 8 pages that there are
 def test_the_chosen_pages_have_the_highest_bounds_and_the_newest_is_one(seed, k, length):
     g = generator(seed)
     q, cache = torch.randn(1, 4, 1, 8, generator=g), torch.randn(1, 2, 128, 8, generator=g)
@@ -249,6 +250,7 @@ def test_the_chosen_pages_have_the_highest_bounds_and_the_newest_is_one(seed, k,
     low, high = of_pages.amin(3), of_pages.amax(3)
     pages = choose_pages(q, low, high, torch.tensor([length]), k=k, page=16)
     newest = (length - 1) // 16
+    assert pages.shape == (1, 2, k) and pages.dtype == torch.int32
     for head in range(2):
         bounds = torch.maximum(
             q[0, 2 * head : 2 * head + 2] * low[0, head], q[0, 2 * head : 2 * head + 2] * high[0, head]
@@ -305,11 +307,33 @@ def test_double_precision_is_for_the_reference():
         attention_with_cache(Q.double(), K.double(), K.double(), L, backend="triton")
 
 
-def test_bounds_of_pages_must_fit():
-    with pytest.raises(
-        ValueError, match=r"k_min and k_max must have shape \[2, Hkv, pages, 16\]; got \[2, 2, 64, 16\]"
-    ):
-        choose_pages(Q, K, K[..., :8], L, k=1, page=16)
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"q": Q[0]}, ValueError, r"q must have shape \[batch, heads, tokens, head dim\]; got \[4, 1, 16\]"),
+        ({"q": Q[:, :, :0]}, ValueError, r"q must have at least 1 token; got shape \[2, 4, 0, 16\]"),
+        ({"q": [1.0]}, TypeError, r"q must be a tensor; got list"),
+        ({"q": Q.int()}, TypeError, r"q must have a floating dtype .*; got torch\.int32"),
+        ({"k_min": 3}, TypeError, r"k_min must be a tensor; got int"),
+        ({"k_max": K.to_sparse()}, TypeError, r"k_max must be a dense tensor; .* layout torch\.sparse_coo"),
+        ({"k_max": K.int()}, TypeError, r"k_max must have a floating dtype .*; got torch\.int32"),
+        ({"k_max": K[..., :8]}, ValueError, r"k_min and k_max must have shape \[2, Hkv, pages, 16\]; got \[2, 2, 64"),
+        ({"k_min": K.to("meta"), "k_max": K.to("meta")}, ValueError, r"k_min must be on q's device cpu; got meta"),
+        ({"q": Q[:, :3]}, ValueError, r"query heads must be a multiple of the number of key heads; got 3 and 2"),
+        ({"lengths": [3, 4]}, TypeError, r"lengths must be an integer tensor; got list"),
+        ({"lengths": L.float()}, TypeError, r"lengths must be an integer tensor; got torch\.float32"),
+        ({"lengths": L[:1]}, ValueError, r"lengths must have shape \[2\]; got \[1\]"),
+        ({"lengths": L[:, None]}, ValueError, r"lengths must have 1 dimensions; got \[2, 1\]"),
+        ({"lengths": L.to("meta")}, ValueError, r"lengths must be on q's device cpu; got meta"),
+        ({"k": 0}, ValueError, r"k must be at least 1 page; got 0"),
+        ({"k": 1.5}, TypeError, r"k must be an integer number of pages; got 1\.5"),
+        ({"page": 0}, ValueError, r"page must be at least 1 token; got 0"),
+        ({"page": 16.0}, TypeError, r"page must be an integer number of tokens; got 16\.0"),
+    ],
+)  # fmt: skip
+def test_pages_are_chosen_by_what_fits_alone(arguments, error, message):
+    with pytest.raises(error, match=message):
+        choose_pages(**({"q": Q, "k_min": K, "k_max": K, "lengths": L, "k": 1, "page": 16} | arguments))
 
 
 # ---------------------------------------------------------------------- on a GPU

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.blockmask import BlockMask, bitmask
-from sparseflash.blockmask.arguments import dense_tensor, described, integer_tensor
+from sparseflash.blockmask.arguments import dense_tensor, described, has_integers, integer_tensor
 from sparseflash.blockmask.cache import bounded_tensors
 from sparseflash.blockmask.csr import row_of_entry
 
@@ -144,8 +144,7 @@ def kind_of(frame: Frame, kept: Kept) -> Tensor:
 def as_heads(name: str, values: Tensor, axes: str, *, floating: bool) -> Tensor:
     """The values to choose by, as `[B, H, *axes]` and without a gradient."""
     dense_tensor(values, name)
-    is_integer = not (values.is_floating_point() or values.is_complex() or values.dtype == torch.bool)
-    if not (values.is_floating_point() if floating else is_integer):
+    if not (values.is_floating_point() if floating else has_integers(values)):
         raise TypeError(f"{name} must have {'a floating' if floating else 'an integer'} dtype; got {values.dtype}.")
     if values.ndim not in (2, 3, 4) or 0 in values.shape:
         raise ValueError(

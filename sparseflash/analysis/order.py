@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sparseflash.analysis.walks import walks, words_of
 from sparseflash.blockmask import BlockMask, bitmask
-from sparseflash.blockmask.arguments import tensor_of
+from sparseflash.blockmask.arguments import checked_integers, tensor_of
 from sparseflash.blockmask.build import SCORES_AT_ONCE
 
 _MOST_TILES = 1 << 28  # one byte per tile
@@ -45,8 +45,7 @@ def _places(mask: BlockMask, order: Tensor) -> Tensor:
         order = tensor_of(order).cpu()
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"an order must be an integer tensor; got {order!r}.") from error
-    if order.is_floating_point() or order.is_complex() or order.dtype == torch.bool:
-        raise TypeError(f"an order must be an integer tensor; got {order.dtype}.")
+    checked_integers(order, "an order")
     if mask.q_len != mask.k_len:
         raise ValueError(f"masks must have as many queries as keys to be reordered; got {mask.q_len} x {mask.k_len}.")
     order = order.long()

@@ -51,6 +51,15 @@ def backward_flops(
     return 2 * scores(q, k, Problem(*problem)) * (3 * q.shape[-1] + 2 * v.shape[-1])
 
 
+def with_more(formula: Formula, first: int, count: int) -> Formula:
+    """The formula for an operator that takes `count` arguments more after the first ones."""
+
+    def of_more(*arguments: Any, out_val: Any = None) -> int:
+        return formula(*arguments[:first], *arguments[first + count :])
+
+    return of_more
+
+
 def scores(q: Tensor, k: Tensor, problem: Problem) -> int:
     """The scores of all live tiles of all heads; tiles that `lengths` cut off are counted.
 

@@ -37,22 +37,24 @@ def refuse_unasked(name: str) -> None:
         raise _no_forward_mode(name)
 
 
-def refuse_transforms(name: str, *tensors: Tensor) -> None:
-    """Raises for derivatives that PyTorch would silently treat as 0, or refuse with an obscure error."""
-    if torch.compiler.is_compiling():
-        return
-    # Checks outer transforms, too: for torch.func.grad(torch.vmap(f)) the innermost one is vmap.
-    transforms = [each.key() for each in torch._C._functorch.get_interpreter_stack() or ()]
-    if torch._C._functorch.TransformType.Grad in transforms:
+def refuse_functional_gradients(name: str) -> None:
+    """Raises within torch.func.grad, which PyTorch would silently treat as 0, or refuse with an obscure error."""
+    if not torch.compiler.is_compiling() and torch._C._functorch.TransformType.Grad in _transforms():
         raise NotImplementedError(
             f"torch.func.grad and functions based on it are not implemented by the {name} backend; torch.autograd.grad "
             "and backward() are, and backend='reference' has all of them."
         )
-    if forward_ad._current_level >= 0:
-        # A tensor wrapped by vmap does not reveal its tangent.
-        nested = torch._C._functorch.TransformType.Jvp in transforms and len(transforms) > 1
-        if nested or any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-            raise _no_forward_mode(name)
+
+
+def refuse_tangents(name: str, *tensors: Tensor | None) -> None:
+    """Raises if any of these has a tangent, which PyTorch would silently treat as 0."""
+    if forward_ad._current_level < 0 or torch.compiler.is_compiling():
+        return
+    transforms = _transforms()
+    # A tensor wrapped by vmap does not reveal its tangent.
+    nested = torch._C._functorch.TransformType.Jvp in transforms and len(transforms) > 1
+    if nested or any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise _no_forward_mode(name)
 
 
 def refuse_vmap(name: str, *tensors: Tensor, around: bool) -> None:
@@ -61,14 +63,18 @@ def refuse_vmap(name: str, *tensors: Tensor, around: bool) -> None:
     """
     if torch.compiler.is_compiling():
         return
-    transforms = [each.key() for each in torch._C._functorch.get_interpreter_stack() or ()]
-    if torch._C._functorch.TransformType.Vmap in transforms and (
+    if torch._C._functorch.TransformType.Vmap in _transforms() and (
         around or any(torch._C._functorch.is_batchedtensor(x) for x in tensors)
     ):
         raise NotImplementedError(
             f"torch.vmap over an attention whose scores are changed is not implemented by the {name} backend; "
             "backend='reference' has it. Or call attention once, with the batch in the first dimension of q, k and v."
         )
+
+
+def _transforms() -> list[Any]:
+    """The kinds of all transforms around a call: for torch.func.grad(torch.vmap(f)) the innermost one is vmap."""
+    return [each.key() for each in torch._C._functorch.get_interpreter_stack() or ()]
 
 
 def _no_forward_mode(name: str) -> NotImplementedError:

@@ -11,17 +11,25 @@ call, the backend's functions are called directly, in an autograd function of ou
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._pytree import tree_leaves
 
 from sparseflash.backends import flop_counter
 from sparseflash.backends.direct import call_directly, is_plain_call
 from sparseflash.backends.problem import Problem, schema
-from sparseflash.backends.refused_derivatives import asked, refuse_second_gradients, refuse_transforms, refuse_unasked
+from sparseflash.backends.refused_derivatives import (
+    asked,
+    refuse_functional_gradients,
+    refuse_second_gradients,
+    refuse_tangents,
+    refuse_unasked,
+)
 from sparseflash.backends.saved import Saved
 from sparseflash.backends.saved import schema as saved_schema
 
@@ -35,92 +43,180 @@ _TAGS = tuple(getattr(torch.Tag, tag) for tag in ("pt2_compliant_tag", "cudagrap
 _PROBLEM, _SAVED = len(Problem._fields), len(Saved._fields)
 
 
-class Operator:
+class RegisteredOperator(ABC):
+    """The operators `sparseflash::{operator}` and `{operator}_backward` of a backend: what `Operator` and
+    `scored.ScoredOperator` share.
+
+    The first takes q, k and v, then what a subclass adds, then the problem; the second takes dout, dlse and what is
+    `Saved` in place of q, k and v.
+    """
+
+    def __init__(
+        self, name: str, operator: str, empty_kept: Callable[[Tensor], Tensor], *, problem: str,
+        added: Sequence[str] = (), added_backward: Sequence[str] = (), added_gradients: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        """Registers both. The keyword arguments are parts of their schemas.
+
+        added: of both; if anything, then first a list of tensors, of which the backward returns a list of gradients.
+        added_backward: after these, of the backward alone.
+        """
+        self.name, self._empty_kept, self._added = name, empty_kept, len(added)
+        inputs = ", ".join(("Tensor q, Tensor k, Tensor v", *added, problem))
+        of_backward = ", ".join(("Tensor dout, Tensor? dlse", saved_schema(), *added, *added_backward, problem))
+        gradients = ", ".join(("Tensor, Tensor, Tensor", *added_gradients))
+        self._packets = (
+            define(
+                operator, f"({inputs}) -> (Tensor, Tensor, Tensor)", self._guarded(self._run_forward),
+                self._guarded(self._fake_forward),
+            ),
+            define(
+                f"{operator}_backward", f"({of_backward}) -> ({gradients})", self._guarded(self._run_backward),
+                self._guarded(self._fake_backward),
+            ),
+        )  # fmt: skip
+        self._forward_op, self._backward_op = (packet.default for packet in self._packets)
+        self._formulas = (
+            flop_counter.with_more(flop_counter.forward_flops, 3, len(added)),
+            flop_counter.with_more(flop_counter.backward_flops, 2 + _SAVED, len(added) + len(added_backward)),
+        )
+        torch.library.register_autograd(
+            f"sparseflash::{operator}", self._differentiate, setup_context=self._save, lib=LIBRARY
+        )
+        # Without this PyTorch would treat the gradients as constants, with no more than a warning.
+        torch.library.register_autograd(f"sparseflash::{operator}_backward", refuse_second_gradients(name), lib=LIBRARY)
+
+    @abstractmethod
+    def _run_forward(self, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """`(out, lse, kept)` of the operator's arguments."""
+
+    @abstractmethod
+    def _run_backward(self, dout: Tensor, dlse: Tensor | None, *others: Any) -> tuple[Any, ...]:
+        """`(dq, dk, dv, *lists of gradients)` of the arguments of the backward's operator."""
+
+    @abstractmethod
+    def _fake_backward(self, dout: Tensor, dlse: Tensor | None, *others: Any) -> tuple[Any, ...]:
+        """Empty tensors of the same shapes and strides."""
+
+    @abstractmethod
+    def _gradients(
+        self, ctx: Any, dout: Tensor, dlse: Tensor | None, saved: Saved, tensors: list[Tensor], problem: Problem
+    ) -> tuple[Tensor | None, ...]:
+        """`(dq, dk, dv, *gradients of tensors)` through the registered operator; `ctx` as `_save` leaves it."""
+
+    def _fake_forward(self, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return empty_out(q, v), empty_lse(q), self._empty_kept(q)
+
+    def _guarded(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def guarded(*arguments: Any) -> Any:
+            refuse_unasked(self.name)
+            return function(*arguments)
+
+        return guarded
+
+    def _forward(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+        """`(out, lse)` through the registered operator."""
+        out, lse, _ = self._dispatched(self._forward_op, arguments)
+        return out, lse
+
+    def _backward(self, dout: Tensor, dlse: Tensor | None, saved: Saved, *others: Any) -> tuple[Any, ...]:
+        """What the registered operator of the backward returns."""
+        if saved.kept is None:
+            saved = saved._replace(kept=self._empty_kept(saved.q))
+        gradients: tuple[Any, ...] = self._dispatched(self._backward_op, (dout, dlse, *saved, *others))
+        return gradients
+
+    def _dispatched(self, operator: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        if torch.compiler.is_compiling():
+            return operator(*arguments)
+        if torch._C._len_torch_dispatch_stack() > 0:  # a counter may have been entered between forward and backward
+            flop_counter.tell(*zip(self._packets, self._formulas, strict=True))
+        if forward_ad._current_level < 0:
+            return operator(*arguments)
+        refuse_tangents(self.name, *(x for x in tree_leaves(arguments) if isinstance(x, Tensor)))
+        asked.tangents = True
+        try:
+            return operator(*arguments)
+        finally:
+            asked.tangents = False
+
+    def _save(self, ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        q, k, v, *others = inputs
+        added, problem = others[: self._added], Problem(*others[self._added :])
+        tensors, *ctx.added = added or [[]]
+        ctx.wanted = [x.requires_grad for x in tensors]
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(output[2])
+        ctx.save_for_backward(q, k, v, *output, problem.seed, *tensors)
+        # The mask's arrays are not saved like the tensors that depend on the inputs. They never change; their plans are
+        # cached on them, and copies made by hooks for saved tensors would have none; and masks made under
+        # inference_mode(), which cannot be saved, may be used in training.
+        ctx.problem = problem._replace(seed=None)
+
+    def _differentiate(
+        self, ctx: Any, dout: Tensor | None, dlse: Tensor | None, dkept: Tensor | None
+    ) -> tuple[Any, ...]:
+        gradients: tuple[Tensor | None, ...] = (None,) * (3 + len(ctx.wanted))
+        if dout is not None or dlse is not None:
+            # Unpacked only once: checkpointing's hooks allow no more.
+            q, k, v, out, lse, kept, seed, *tensors = ctx.saved_tensors
+            dout = torch.zeros_like(out) if dout is None else dout
+            saved, problem = Saved(q, k, v, out, lse, kept), ctx.problem._replace(seed=seed)
+            gradients = self._gradients(ctx, dout, dlse, saved, tensors, problem)
+        dq, dk, dv, *learned = gradients
+        lists = (learned,) if self._added else ()
+        return dq, dk, dv, *lists, *(None,) * (len(ctx.added) + _PROBLEM)
+
+
+class Operator(RegisteredOperator):
     """A backend, called directly if the call is plain, and as the operator `sparseflash::{name}` otherwise."""
 
     def __init__(
         self, name: str, forward: Callable[..., Any], backward: Callable[..., Any],
         empty_kept: Callable[[Tensor], Tensor],
     ) -> None:  # fmt: skip
-        """Registers `sparseflash::{name}` and its backward.
+        """`forward(q, k, v, problem)` returns `(out, lse, kept)`, where `kept`, of the shape of `empty_kept(q)`, is
+        what the backward needs besides the inputs and results.
 
-        `forward(q, k, v, problem)` returns `(out, lse, kept)`, where `kept`, of the shape of `empty_kept(q)`, is what
-        the backward needs besides the inputs and results. `backward(dout, dlse, saved, problem)` returns
-        `(dq, dk, dv)`; `dlse` is None if no gradient arrives for lse. Outputs must have the strides of `empty_out`,
-        `empty_lse` and `empty_gradient`.
+        `backward(dout, dlse, saved, problem)` returns `(dq, dk, dv)`; `dlse` is None if no gradient arrives for lse.
+        Outputs must have the strides of `empty_out`, `empty_lse` and `empty_gradient`.
         """
-        self.name, self.forward, self._empty_kept = name, forward, empty_kept
-        self.direct_backward = backward
-        inputs, problem = "Tensor q, Tensor k, Tensor v", schema()
-        self._packets = define(
-            name, f"({inputs}, {problem}) -> (Tensor, Tensor, Tensor)", self._guarded, self._fake_forward
-        ), define(
-            f"{name}_backward",
-            f"(Tensor dout, Tensor? dlse, {saved_schema()}, {problem}) -> (Tensor, Tensor, Tensor)",
-            lambda dout, dlse, *rest: backward(dout, dlse, Saved(*rest[:_SAVED]), Problem(*rest[_SAVED:])),
-            _fake_backward,
-        )  # fmt: skip
-        self._forward_op, self._backward_op = (packet.default for packet in self._packets)
-        torch.library.register_autograd(
-            f"sparseflash::{name}", self._differentiate, setup_context=_save, lib=LIBRARY
-        )  # fmt: skip
-        # Without this PyTorch would treat the gradients as constants, with no more than a warning.
-        torch.library.register_autograd(f"sparseflash::{name}_backward", refuse_second_gradients(name), lib=LIBRARY)
+        self.forward, self.direct_backward = forward, backward
+        super().__init__(name, name, empty_kept, problem=schema())
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
         """`(out, lse)`, differentiable."""
-        refuse_transforms(self.name, q, k, v)
         if is_plain_call(q, k, v):
             return call_directly(_Run(self, problem), q, k, v)
-        self._let_count()
-        if forward_ad._current_level < 0:
-            out, lse, _ = self._forward_op(q, k, v, *problem)
-            return out, lse
-        asked.tangents = True
-        try:
-            out, lse, _ = self._forward_op(q, k, v, *problem)
-            return out, lse
-        finally:
-            asked.tangents = False
+        refuse_functional_gradients(self.name)
+        return self._forward(q, k, v, *problem)
 
     def backward(
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, problem: Problem
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`(dq, dk, dv)` through the registered operator."""
-        self._let_count()  # a counter may have been entered after the forward
-        if saved.kept is None:
-            saved = saved._replace(kept=self._empty_kept(saved.q))
-        dq, dk, dv = self._backward_op(dout, dlse, *saved, *problem)
+        dq, dk, dv = self._backward(dout, dlse, saved, *problem)
         return dq, dk, dv
 
-    def _guarded(self, q: Tensor, k: Tensor, v: Tensor, *problem: Any) -> Any:
-        refuse_unasked(self.name)
-        return self.forward(q, k, v, Problem(*problem))
+    def _run_forward(self, q: Tensor, k: Tensor, v: Tensor, *problem: Any) -> tuple[Tensor, Tensor, Tensor]:
+        out, lse, kept = self.forward(q, k, v, Problem(*problem))
+        return out, lse, kept
 
-    def _fake_forward(self, q: Tensor, k: Tensor, v: Tensor, *problem: Any) -> tuple[Tensor, Tensor, Tensor]:
-        refuse_unasked(self.name)
-        return empty_out(q, v), empty_lse(q), self._empty_kept(q)
+    def _run_backward(self, dout: Tensor, dlse: Tensor | None, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+        dq, dk, dv = self.direct_backward(dout, dlse, Saved(*others[:_SAVED]), Problem(*others[_SAVED:]))
+        return dq, dk, dv
 
-    def _let_count(self) -> None:
-        if not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0:
-            forward, backward = self._packets
-            flop_counter.tell((forward, flop_counter.forward_flops), (backward, flop_counter.backward_flops))
+    def _fake_backward(self, dout: Tensor, dlse: Tensor | None, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v, *_ = others
+        return empty_gradient(q), empty_gradient(k), empty_gradient(v)
 
-    def _differentiate(
-        self, ctx: Any, dout: Tensor | None, dlse: Tensor | None, dkept: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        if dout is None and dlse is None:
-            return (None,) * (3 + _PROBLEM)
-        *tensors, seed = ctx.saved_tensors  # unpacked only once: checkpointing's hooks allow no more
-        saved = Saved(*tensors)
-        if dout is None:
-            dout = torch.zeros_like(saved.out)
-        dq, dk, dv = self.backward(dout, dlse, saved, ctx.problem._replace(seed=seed))
-        return dq, dk, dv, *(None,) * _PROBLEM
+    def _gradients(
+        self, ctx: Any, dout: Tensor, dlse: Tensor | None, saved: Saved, tensors: list[Tensor], problem: Problem
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return self.backward(dout, dlse, saved, problem)
 
 
 class _Run:
-    """A backend applied to one problem; see `Differentiable`."""
+    """A backend applied to one problem; see `direct.Differentiable`."""
 
     def __init__(self, operator: Operator, problem: Problem) -> None:
         self._operator, self._problem, self.seed = operator, problem, problem.seed
@@ -139,24 +235,6 @@ class _Run:
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, seed: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         return self._operator.backward(dout, dlse, saved, self._problem._replace(seed=seed))
-
-
-def _fake_backward(
-    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return empty_gradient(q), empty_gradient(k), empty_gradient(v)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, k, v, *fields = inputs
-    problem = Problem(*fields)
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[2])
-    ctx.save_for_backward(q, k, v, *output, problem.seed)
-    # The mask's arrays are not saved like the tensors that depend on the inputs. They never change; their plans are
-    # cached on them, and copies made by hooks for saved tensors would have none; and masks made under inference_mode(),
-    # which cannot be saved, may be used in training.
-    ctx.problem = problem._replace(seed=None)
 
 
 def define(name: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:

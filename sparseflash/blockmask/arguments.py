@@ -72,8 +72,7 @@ def _is_index(value: Any) -> bool:
     if isinstance(value, np.ndarray):  # arrays and tensors have __index__, but it works for single integers only
         return value.ndim == 0 and value.dtype.kind in "iu"
     if isinstance(value, Tensor):
-        is_whole = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
-        return value.ndim == 0 and is_whole and value.device.type != "meta"
+        return value.ndim == 0 and has_integers(value) and value.device.type != "meta"
     return isinstance(value, SupportsIndex)
 
 
@@ -122,7 +121,7 @@ def integers(values: Any, name: str) -> Tensor:
         raise TypeError(f"{name} must be a list of integers; got {values!r}.") from error
     if tensor.numel() == 0:
         tensor = tensor.to(torch.int64)  # as_tensor makes an empty list fp32
-    if tensor.ndim != 1 or tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+    if tensor.ndim != 1 or not has_integers(tensor):
         raise TypeError(f"{name} must be a list of integers; got {tensor.dtype} of shape {list(tensor.shape)}.")
     return tensor.to(torch.int64)
 
@@ -131,9 +130,21 @@ def integer_tensor(values: Any, name: str, device: torch.device) -> Tensor:
     """A tensor of integers of any shape as int64, on its own device; a list or array becomes one on `device`."""
     if not isinstance(values, Tensor):
         return integers(values, name).to(device)
-    if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
-        raise TypeError(f"{name} must be an integer tensor; got {values.dtype}.")
-    return values.to(torch.int64)
+    return checked_integers(values, name).to(torch.int64)
+
+
+def checked_integers(value: Any, name: str) -> Tensor:
+    """Returns `value` if it is a tensor of integers, raises TypeError otherwise."""
+    if not isinstance(value, Tensor) or not has_integers(value):
+        raise TypeError(
+            f"{name} must be an integer tensor; got {value.dtype if isinstance(value, Tensor) else described(value)}."
+        )
+    return value
+
+
+def has_integers(tensor: Tensor) -> bool:
+    """Whether the numbers of a tensor are integers; True and False are none."""
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
 def flag(value: Any, name: str) -> bool:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.stats import pattern_count
-from sparseflash.distributed.planner import Assignment
+from sparseflash.distributed.planner import Assignment, shares_of_tiles
 from sparseflash.distributed.routes import Heads, Readers
 from sparseflash.distributed.shards import Integers
 
@@ -72,11 +72,6 @@ class Shape:
         return (self.dim + self.v_dim) * self.dtype.itemsize
 
     @property
-    def query_bytes(self) -> int:
-        """Bytes of a query and its output of one head."""
-        return (self.dim + self.v_dim) * self.dtype.itemsize
-
-    @property
     def flops_per_score(self) -> float:
         """Operations of a live score of the mask's mean head, forward and backward, over batch and heads."""
         return 2.0 * (self.dim + self.v_dim) * self.batch * self.heads * (1 + BACKWARD_FLOPS)
@@ -101,10 +96,7 @@ class Loads:
         row = np.arange(len(counts)).repeat(counts)
         waits = np.zeros(len(counts), np.bool_)
         waits[row[remote]] = True
-        share = None
-        if patterns > 1:
-            uses = np.bincount(mask.pattern.numpy().reshape(-1), minlength=patterns) / mask.pattern.numel()
-            share = uses.repeat(row_blocks).repeat(counts)
+        share = shares_of_tiles(mask, counts)
         local, far, waiting = (
             np.bincount(rank, some if share is None else some * share, minlength=readers.ranks).astype(np.float64)
             for some in (~remote, remote, waits[row])
@@ -132,18 +124,13 @@ class Traffic:
     received: Integers
 
     @classmethod
-    def of(cls, mask: BlockMask, readers: Readers, heads: Heads) -> Traffic:
+    def of(cls, readers: Readers, heads: Heads) -> Traffic:
         """Live remote keys, by blocks."""
-        sizes = np.full(mask.blocks[1], mask.block_k)
-        sizes[-1] -= mask.blocks[1] * mask.block_k - mask.k_len
-        uses = np.bincount(heads.kind_of_pair, minlength=len(heads.kinds))
         sent, received = np.zeros(readers.ranks, np.int64), np.zeros(readers.ranks, np.int64)
         for rank in range(readers.ranks):
-            remote = readers.remote(rank)
-            for kind, times in zip(heads.kinds, uses.tolist(), strict=True):
-                tokens = times * sizes * (remote & readers.reads[rank, kind].any(0))
-                received[rank] += tokens.sum()
-                sent += np.bincount(readers.owner, tokens, minlength=readers.ranks).astype(np.int64)
+            rows = readers.rows_of(rank, heads) * (readers.owner != rank)
+            received[rank] = rows.sum()
+            sent += np.bincount(readers.owner, rows, minlength=readers.ranks).astype(np.int64)
         return cls(sent, received)
 
     @cached_property

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from sparseflash.backends.triton.device import runs_kernels
+from sparseflash.scores.sink import scaled
 
 _DEVICES = ["cuda"]  # on which the kernels of `fused_merge` are used; tests add the CPU, for the interpreter
 
@@ -48,9 +49,8 @@ class _WithSink(Function):
     @staticmethod
     def forward(ctx: Any, out: Tensor, lse: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(out, lse, logits)
-        logits = logits.to(lse.dtype)[:, None]
-        joined = torch.logaddexp(lse, logits).masked_fill(lse == -torch.inf, -torch.inf)
-        return (torch.sigmoid(lse - logits).unsqueeze(-1) * out).to(out.dtype), joined
+        joined = torch.logaddexp(lse, logits.to(lse.dtype)[:, None]).masked_fill(lse == -torch.inf, -torch.inf)
+        return scaled(out, lse, logits), joined
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -125,7 +125,7 @@ class ShardPlan:
         """The keys that each rank sends and receives if keys travel."""
         return self._once(
             ("traffic", batch, kv_heads),
-            lambda: Traffic.of(self.mask, self.readers, Heads.of(self.mask.pattern, batch, kv_heads)),
+            lambda: Traffic.of(self.readers, Heads.of(self.mask.pattern, batch, kv_heads)),
         )
 
     def stages_for(
@@ -164,7 +164,7 @@ class ShardPlan:
         mask, readers, _ = self._turned
         return self._once(
             ("query traffic", batch, heads),
-            lambda: Traffic.of(mask, readers, Heads.of(mask.pattern, batch, heads)),
+            lambda: Traffic.of(readers, Heads.of(mask.pattern, batch, heads)),
         )
 
     def query_stages_for(self, batch: int, heads: int, *, same_slots: bool = False) -> Route:
@@ -194,6 +194,8 @@ class ShardPlan:
 
     def heads_refused(self, shape: Shape) -> str:
         """Why heads cannot travel; empty if they can."""
+        if self.transport == "peer":
+            return "they travel by collectives, and transport is 'peer'"
         if shape.kv_heads % self.ranks:
             return f"{shape.kv_heads} key heads are not a multiple of {self.ranks} ranks"
         return ""

@@ -111,13 +111,24 @@ def _work(mask: BlockMask, chunk_q: int, chunk_k: int, count_q: int, count_k: in
     row_chunk = np.tile(np.arange(row_blocks) // (chunk_q // mask.block_q) * count_k, patterns)
     pair = row_chunk.repeat(counts)
     pair += mask.indices.numpy() // (chunk_k // mask.block_k)
-    share = None
-    if patterns > 1:
-        uses = np.bincount(mask.pattern.numpy().reshape(-1), minlength=patterns) / mask.pattern.numel()
-        share = uses.repeat(row_blocks).repeat(counts)
-    area = np.bincount(pair, share, minlength=count_q * count_k).astype(np.float64).reshape(count_q, count_k)
+    area = (
+        np.bincount(pair, shares_of_tiles(mask, counts), minlength=count_q * count_k)
+        .astype(np.float64)
+        .reshape(count_q, count_k)
+    )
     packed = np.packbits(area > 0, axis=1)
     return _Work(area, packed, area.sum(1), mask.block_q * mask.block_k, chunk_k)
+
+
+def shares_of_tiles(mask: BlockMask, counts: Integers) -> NDArray[np.float64] | None:
+    """The share of heads and batch elements that have each stored tile; None if all have all. counts: tiles of each
+    block row of each pattern.
+    """
+    row_blocks, patterns = mask.blocks[0], pattern_count(mask)
+    if patterns == 1:
+        return None
+    uses = np.bincount(mask.pattern.numpy().reshape(-1), minlength=patterns) / mask.pattern.numel()
+    return uses.repeat(row_blocks).repeat(counts)
 
 
 def _candidates(work: _Work, ranks: int, same: bool) -> Iterator[tuple[str, Integers]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +24,7 @@ class Readers:
     reads: Booleans
     owner: Integers  # [Mk], the rank of each key block
     place: Integers  # [Mk], its number among the blocks of its rank
+    sizes: Integers  # [Mk], its tokens
 
     @classmethod
     def of(cls, mask: BlockMask, assignment: Assignment, ranks: int) -> Readers:
@@ -35,7 +37,7 @@ class Readers:
         keys = assignment.keys
         return cls(
             reads.reshape(ranks, patterns, col_blocks),
-            keys.rank_of_block(mask.block_k), keys.place_of_block(mask.block_k),
+            keys.rank_of_block(mask.block_k), keys.place_of_block(mask.block_k), keys.size_of_block(mask.block_k),
         )  # fmt: skip
 
     @property
@@ -54,6 +56,16 @@ class Readers:
         wanted: Booleans = self.reads[target][:, mine].any(0)
         return np.compress(wanted, mine)
 
+    def reads_of(self, heads: Heads, ranks: slice = slice(None)) -> Booleans:
+        """Whether ranks need a key block for each kind of key head: bool `[ranks, kinds, Mk]`."""
+        return np.stack([self.reads[ranks, kind].any(1) for kind in heads.kinds], axis=1)
+
+    def rows_of(self, rank: int, heads: Heads) -> Integers:
+        """The rows that a rank needs of each key block: pairs of a token and a key head of a batch element, `[Mk]`."""
+        (reads,) = self.reads_of(heads, slice(rank, rank + 1))
+        rows: Integers = (reads * heads.uses[:, None]).sum(0) * self.sizes
+        return rows
+
 
 @dataclass(frozen=True, eq=False)
 class Heads:
@@ -65,6 +77,11 @@ class Heads:
     kind_of_pair: Integers  # [B * Hkv]
     combinations: list[tuple[int, int]]  # distinct (kind, pattern), in order of first appearance
     number: Integers  # [B or 1, Hq or 1]: the combination of each query head
+
+    @cached_property
+    def uses(self) -> Integers:
+        """How many pairs of a batch element and a key head are of each kind: `[kinds]`."""
+        return np.bincount(self.kind_of_pair, minlength=len(self.kinds))
 
     @classmethod
     def of(cls, pattern: Tensor, batch: int, kv_heads: int) -> Heads:

@@ -56,10 +56,11 @@ def shard(
             the other ranks' memory, for GPUs of one host that can read each other's, beside attention. For each
             group every GPU then holds a buffer of what the rank that sends most sends in the largest call so far,
             until the group ends; PyTorch's memory statistics do not count it. CUDA graphs need `"collective"`.
-            `"auto"`: peer where it is possible.
+            Heads travel by collectives alone, so they do not with `"peer"`. `"auto"`: peer where it is possible.
 
-    Raises ValueError if the mask has fewer blocks than there are ranks, for a DeviceMesh of several dimensions, and for
-    `like` of other lengths, ranks or a chunk that the mask's blocks do not divide.
+    Raises ValueError if the mask has fewer blocks than there are ranks, for a DeviceMesh of several dimensions, for
+    heads with copies between peers, and for `like` of other lengths, ranks or a chunk that the mask's blocks do not
+    divide.
     """
     mask = checked_mask(mask)
     group, rank, ranks = _place(group, rank, ranks)
@@ -69,6 +70,11 @@ def shard(
         raise ValueError(f"stages must be 0 to {MOST_STAGES}, or None; got {stages}.")
     if transport not in TRANSPORTS:
         raise ValueError(f"transport must be one of {', '.join(map(repr, TRANSPORTS))}; got {transport!r}.")
+    if strategy == "heads" and transport == "peer":
+        raise ValueError(
+            "transport must be 'collective' or 'auto' with strategy='heads', because heads travel by collectives; got "
+            "'peer'."
+        )
     mask = mask.canonical().to("cpu").bake_lengths()
     if like is None:
         assignment = assign(mask, ranks)

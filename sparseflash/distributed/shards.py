@@ -16,6 +16,16 @@ from sparseflash.blockmask.cache import once
 Integers = NDArray[np.int64]
 
 
+def in_blocks(blocks: Integers, block: int) -> Integers:
+    """The numbers of all that lies in these blocks of `block`, one block after another; the last may be past the end.
+
+    >>> in_blocks(np.array([2, 0]), 3).tolist()
+    [6, 7, 8, 0, 1, 2]
+    """
+    numbers: Integers = (blocks[:, None] * block + np.arange(block)).reshape(-1)
+    return numbers
+
+
 @dataclass(frozen=True, eq=False)
 class Shards:
     """The tokens of one side, queries or keys, cut into chunks that are assigned to ranks.
@@ -47,8 +57,7 @@ class Shards:
 
     def positions(self, rank: int) -> Tensor:
         """The positions in the whole sequence of a rank's tokens, ascending: int64 `[counts[rank]]`."""
-        chunks = np.flatnonzero(self.rank_of_chunk == rank)
-        tokens = (chunks[:, None] * self.chunk + np.arange(self.chunk)).reshape(-1)
+        tokens = in_blocks(np.flatnonzero(self.rank_of_chunk == rank), self.chunk)
         return torch.from_numpy(tokens[: self.counts[rank]])
 
     def rank_of_block(self, block: int) -> Integers:
@@ -61,9 +70,13 @@ class Shards:
         sizes = np.bincount(self.rank_of_chunk, minlength=self.ranks)
         place = np.empty_like(order)
         place[order] = np.arange(len(order)) - (sizes.cumsum() - sizes).repeat(sizes)
-        each = self.chunk // block
-        blocks = place[:, None] * each + np.arange(each)
-        return blocks.reshape(-1)[: -(-self.length // block)]
+        return in_blocks(place, self.chunk // block)[: -(-self.length // block)]
+
+    def size_of_block(self, block: int) -> Integers:
+        """The tokens of each block: int64 `[ceil(length / block)]`."""
+        sizes = np.full(-(-self.length // block), block)
+        sizes[-1] -= len(sizes) * block - self.length
+        return sizes
 
     @cached_property
     def order(self) -> Tensor:

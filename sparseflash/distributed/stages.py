@@ -22,7 +22,7 @@ from sparseflash.distributed.planner import Assignment
 from sparseflash.distributed.positions import Positions
 from sparseflash.distributed.routes import Booleans, Heads, Readers
 from sparseflash.distributed.rows import Additions, Rows
-from sparseflash.distributed.shards import Integers
+from sparseflash.distributed.shards import Integers, in_blocks
 
 # The share of block rows with remote keys up to which they attend apart from the others. Each attention has a beginning
 # and an end at which the GPU is not full; what is saved is a copy of the keys that the others see.
@@ -118,7 +118,6 @@ class _Work:
     outgoing: list[Integers]  # the key blocks that each rank needs from this one
     incoming: list[Integers]  # and that this one needs from each
     reads: Booleans  # [R, kinds, Mk]
-    sizes: Integers  # [Mk], tokens of each key block
     stages: int
     stage_of: Integers  # [Mk]: 0 is local, from 1 on comes with an exchange, -1 is not needed
 
@@ -126,8 +125,6 @@ class _Work:
     def of(
         cls, mask: BlockMask, assignment: Assignment, readers: Readers, rank: int, heads: Heads, stages: int
     ) -> _Work:
-        sizes = np.full(mask.blocks[1], mask.block_k)
-        sizes[-1] -= mask.blocks[1] * mask.block_k - mask.k_len
         stage_of = np.full(mask.blocks[1], -1)
         stage_of[readers.owner == rank] = 0
         incoming = [readers.message(other, rank) for other in range(readers.ranks)]
@@ -136,7 +133,7 @@ class _Work:
         return cls(
             mask, assignment, readers, rank, heads, Entries.of(mask, assignment, rank, heads),
             [readers.message(rank, other) for other in range(readers.ranks)], incoming,
-            np.stack([readers.reads[:, kind].any(1) for kind in heads.kinds], axis=1), sizes, stages, stage_of,
+            readers.reads_of(heads), stages, stage_of,
         )  # fmt: skip
 
     @property
@@ -195,14 +192,14 @@ class _Work:
         sent, received = self._messages(0, slot, slots)
         slot = np.where(own, own.cumsum() - 1, first + slot)
         mask = self.entries.mask(self.stage_of >= 0, slot, (first + slots) * block_k, rows, cut=True)
-        queries = None if rows.all() else torch.from_numpy(_tokens(np.flatnonzero(rows), block_q))
+        queries = None if rows.all() else torch.from_numpy(in_blocks(np.flatnonzero(rows), block_q))
         query_positions = self.query_positions
         if queries is not None:
             queries = queries[queries < self.entries.q_len]
             query_positions = Positions(query_positions.tokens[queries], query_positions.length)
         positions = self._positions(0, same_slots, slots)
         if positions is not None:
-            kept = torch.from_numpy(_tokens(np.flatnonzero(own), block_k))
+            kept = torch.from_numpy(in_blocks(np.flatnonzero(own), block_k))
             positions = Positions(torch.cat([kept, positions.tokens]), positions.length)
         stage = Stage(
             mask, True, sent, received, self._rows([np.flatnonzero(own)], [own[None]], self.place, self.tokens),
@@ -228,7 +225,7 @@ class _Work:
         blocks = np.zeros(slots, np.int64)
         some = np.flatnonzero(needed[0])
         blocks[: len(some)] = some
-        return Positions(torch.from_numpy(_tokens(blocks, self.mask.block_k)), self.mask.k_len)
+        return Positions(torch.from_numpy(in_blocks(blocks, self.mask.block_k)), self.mask.k_len)
 
     def _messages(self, number: int, slot: Integers, slots: int) -> tuple[Rows, Rows]:
         """The rows that this rank sends and receives in an exchange."""
@@ -243,9 +240,8 @@ class _Work:
 
     def _between(self, number: int) -> Callable[[], Integers]:
         """What counts the rows that go between all ranks in an exchange, which not every transport asks for."""
-        uses = np.bincount(self.heads.kind_of_pair, minlength=len(self.heads.kinds))
         # Without `self`, so that the lists of tiles are not kept with the stage.
-        return cache(partial(_rows_between, self.readers, self.reads, uses, self.sizes, self.stages, number))
+        return cache(partial(_rows_between, self.readers, self.heads, self.stages, number))
 
     def _rows(self, blocks: list[Integers], wanted: list[Booleans], first: Integers, width: int) -> Rows:
         """The rows of blocks for each rank, where a kind of head wants them.
@@ -258,20 +254,18 @@ class _Work:
             pair, place = np.broadcast_to(need[:, some], (len(self.heads.kinds), len(some)))[kinds].nonzero()
             block = some[place]
             starts.append(pair * width + first[kinds[pair], block] * self.mask.block_k)
-            lengths.append(self.sizes[block])
+            lengths.append(self.readers.sizes[block])
             counts.append(int(lengths[-1].sum()))
         return Rows(np.concatenate(starts), np.concatenate(lengths), counts)
 
 
-def _rows_between(
-    readers: Readers, reads: Booleans, uses: Integers, sizes: Integers, stages: int, number: int
-) -> Integers:
-    """The rows that go between ranks in one of the exchanges, `[from, to]`; `uses`: pairs of batch and head of each
-    kind.
-    """
-    rows, ranks = (reads * uses[:, None]).sum(1) * sizes, range(readers.ranks)  # [R, Mk]
-    blocks = [[_part(readers.message(source, target), stages, number) for target in ranks] for source in ranks]
-    return np.array([[rows[target, some].sum() for target, some in enumerate(row)] for row in blocks])
+def _rows_between(readers: Readers, heads: Heads, stages: int, number: int) -> Integers:
+    """The rows that go between ranks in one of the exchanges, `[from, to]`."""
+    ranks, between = range(readers.ranks), np.zeros((readers.ranks, readers.ranks), np.int64)
+    for target in ranks:
+        rows = readers.rows_of(target, heads)
+        between[:, target] = [rows[_part(readers.message(source, target), stages, number)].sum() for source in ranks]
+    return between
 
 
 def _part(blocks: Integers, stages: int, number: int) -> Integers:
@@ -281,12 +275,6 @@ def _part(blocks: Integers, stages: int, number: int) -> Integers:
 
 def _none(ranks: int) -> Rows:
     return Rows(np.zeros(0, np.int64), np.zeros(0, np.int64), [0] * ranks)
-
-
-def _tokens(blocks: Integers, block: int) -> Integers:
-    """The tokens of these blocks, one block after another; the last may be past the end."""
-    tokens: Integers = (blocks[:, None] * block + np.arange(block)).reshape(-1)
-    return tokens
 
 
 def _parts(count: int, parts: int) -> Integers:

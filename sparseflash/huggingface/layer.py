@@ -16,7 +16,7 @@ from sparseflash.huggingface.model_mask import ModelMask, cropped
 from sparseflash.interop.sdpa import from_sdpa
 from sparseflash.scores.bias import bias
 from sparseflash.scores.change import Scores
-from sparseflash.scores.sink import sink
+from sparseflash.scores.sink import scaled, sink
 from sparseflash.scores.softcap import softcap as softcap_of_scores
 
 Pattern = BlockMask | Callable[[nn.Module], BlockMask | None] | None
@@ -78,9 +78,7 @@ class Attention:
         if cached is not None:
             out, lse = attention_with_cache(query, key, value, **cached, scale=scaling, return_lse=True)
             if s_aux is not None:
-                # The sink scales the output by exp(lse) / (exp(lse) + exp(sink)); without a live key lse is -inf, and
-                # that is 0.
-                out = out * torch.sigmoid(lse - s_aux.view(1, -1, 1).to(lse.dtype))[..., None].to(out.dtype)
+                out = scaled(out, lse, s_aux.view(-1))
         else:
             mask = self.mask_for(module, query, key, attention_mask, live, is_causal)
             changes = _changes(softcap, added, s_aux)

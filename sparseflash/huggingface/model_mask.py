@@ -13,10 +13,10 @@ from torch.nn.attention.flex_attention import BlockMask as FlexMask
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import Block
 from sparseflash.blockmask.cache import BoundedDict, once
+from sparseflash.decode import FEW
 from sparseflash.huggingface.rules import Rule, causal_window, fingerprint, first_tokens, rule_mask, unpacked
 from sparseflash.interop.sdpa import from_sdpa
 
-_FEW = 16  # new tokens that are decoded, without a mask for them
 _KEPT = 64  # the most masks without padding that are kept, one per lengths and pattern
 _masks = BoundedDict(_KEPT)  # for later forwards, together with the plans that kernels derive from them
 
@@ -85,7 +85,7 @@ class ModelMask(FlexMask):
             start == 0 and pattern.lengths is None and q_len <= pattern.block_q
             and pattern.pattern.shape[0] in (1, q.shape[0]) and pattern.pattern.shape[1] in (1, k.shape[1], q.shape[1])
         )  # fmt: skip
-        if q_len > _FEW or k.shape[2] == q_len or not fits or self.may_cross:
+        if q_len > FEW or k.shape[2] == q_len or not fits or self.may_cross:
             return None
         key = "decoding", id(pattern), q.device
         if key not in self.made:

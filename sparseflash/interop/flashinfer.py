@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.blockmask.arguments import Block, boolean, integer, plain_tensor, token_counts
+from sparseflash.blockmask.arguments import Block, boolean, checked_integers, integer, plain_tensor, token_counts
 from sparseflash.blockmask.build import tile_list
 from sparseflash.blockmask.csr import row_of_entry
 from sparseflash.interop.heads import chosen_block, mask_of_patterns, one_head, whole_blocks
@@ -77,8 +77,7 @@ def from_flashinfer(
         raise ValueError(f"R x C must divide M x N; got {size_q} x {size_k} and {q_len} x {k_len}.")
     row_blocks, col_blocks = q_len // size_q, k_len // size_k
     for name, x in (("indptr", indptr), ("indices", indices)):
-        if plain_tensor(x, name).is_floating_point() or x.is_complex() or x.dtype == torch.bool:
-            raise TypeError(f"{name} must be an integer tensor; got {x.dtype}.")
+        checked_integers(plain_tensor(x, name), name)
     if indptr.shape != (row_blocks + 1,) or int(indptr[0]) != 0 or bool((indptr.diff() < 0).any()):
         raise ValueError(
             f"indptr must have {row_blocks + 1} entries, start at 0 and not decrease; got "

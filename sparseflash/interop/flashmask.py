@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.blockmask.arguments import Block, block_pair, checked_mask, flag, integer, plain_tensor, token_counts
+from sparseflash.blockmask.arguments import (
+    Block,
+    block_pair,
+    checked_integers,
+    checked_mask,
+    flag,
+    integer,
+    plain_tensor,
+    token_counts,
+)
 from sparseflash.blockmask.stats import pattern_count
 from sparseflash.blockmask.unique import number_by_first_appearance
 from sparseflash.interop.dead_runs import MOST_RUNS, dead_runs
@@ -116,8 +125,7 @@ def from_flashmask(
             f"startend_row_indices must have shape [B, H, Nk, {widths[0]} or {widths[1]}] with causal={causal}; "
             f"got {shape}."
         )
-    if startend_row_indices.is_floating_point() or startend_row_indices.dtype == torch.bool:
-        raise TypeError(f"startend_row_indices must be an integer tensor; got {startend_row_indices.dtype}.")
+    checked_integers(startend_row_indices, "startend_row_indices")
     batch, given, k_len, _ = shape
     q_len, k_len = token_counts(k_len if q_len is None else q_len, k_len)
     if causal and q_len != k_len:

@@ -8,14 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from sparseflash.attention import Backend, attention
-from sparseflash.decode import attention_with_cache
+from sparseflash.decode import FEW, attention_with_cache
 from sparseflash.nn.heads import Heads, check_features, padded
 from sparseflash.nn.kv_cache import KVCache
 from sparseflash.nn.layer_mask import Mask
 from sparseflash.nn.multihead import check_plain, copy_projections
 from sparseflash.nn.rotary import Rotary, Rotary2D, rotate
-
-_FEW = 16  # new tokens that are decoded, without a mask for them
 
 
 class SparseSelfAttention(Heads):
@@ -133,7 +131,8 @@ class SparseSelfAttention(Heads):
             mask: in place of the layer's own.
             cache: x holds the tokens that follow those in the cache, to which they are added. For inference: there is
                 no gradient and no dropout, the layer's mask must be causal, and it does not go with `lengths` or
-                `mask`. Up to 16 tokens are decoded (`decode.attention_with_cache`): nothing is planned for them.
+                `mask`. Up to 16 tokens are decoded (`decode.attention_with_cache`): nothing is planned for them. The
+                backends `"hopper"` and `"blockwise"` cannot decode; they get a mask for every call.
         """
         check_features(x, "x", self.embed_dim)
         q, k, v = self.split(self.qkv(x), self.num_heads, self.kv_heads, self.kv_heads)
@@ -170,15 +169,13 @@ class SparseSelfAttention(Heads):
         dtype, q = q.dtype, q.to(cache.k.dtype)
         if q.shape[2] == 0:
             return q.to(dtype).transpose(1, 2).flatten(2)
-        if q.shape[2] <= min(_FEW, mask.block_q):
-            out = attention_with_cache(
-                q, cache.k, cache.v, cache.lengths, mask=mask, scale=self.scale,
-                backend="reference" if self.backend in ("blockwise", "reference") else None,
-            )  # fmt: skip
+        backend = self.backend
+        if q.shape[2] <= min(FEW, mask.block_q) and (backend is None or backend == "triton" or backend == "reference"):
+            out = attention_with_cache(q, cache.k, cache.v, cache.lengths, mask=mask, scale=self.scale, backend=backend)
         else:
             stop = cache.length
             out = attention(
                 q, cache.k[:, :, :stop], cache.v[:, :, :stop], mask.crop(q=(start, stop), k=(0, stop)),
-                scale=self.scale, backend=self.backend,
+                scale=self.scale, backend=backend,
             )  # fmt: skip
         return out.to(dtype).transpose(1, 2).flatten(2)

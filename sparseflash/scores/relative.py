@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from sparseflash.blockmask.arguments import checked_integers
 from sparseflash.blockmask.cache import BoundedDict
 from sparseflash.scores.change import Change, Learned, Place, Sizes, add_at, floating, per_head
 
@@ -75,10 +76,11 @@ class Relative(Change):
         # The code of query i, at position i + Nk - Nq, minus that of key j is i - j + Nk - 1.
         offsets = (k_len - 1) - torch.arange(q_len + k_len - 1, device=device) - (k_len - q_len)
         buckets = self.bucket(offsets)
-        if not isinstance(buckets, Tensor) or buckets.shape != offsets.shape or buckets.is_floating_point():
-            got = list(buckets.shape) if isinstance(buckets, Tensor) else type(buckets).__name__
+        checked_integers(buckets, "what bucket returns")
+        if buckets.shape != offsets.shape:
             raise ValueError(
-                f"bucket must return one integer for each of the {len(offsets)} offsets that it gets; got {got}."
+                f"bucket must return one integer for each of the {len(offsets)} offsets that it gets; got "
+                f"{list(buckets.shape)}."
             )
         q_codes = torch.arange(q_len, dtype=torch.int32, device=device) + (k_len - 1)
         k_codes = torch.arange(k_len, dtype=torch.int32, device=device)

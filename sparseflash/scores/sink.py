@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from sparseflash.scores.change import Change, Place, Sizes, floating, per_head
@@ -25,6 +26,18 @@ class Sink(Change):
 
     def changed(self, scores: Tensor, at: Place) -> Tensor:
         return scores  # backends add it where they sum
+
+
+def scaled(out: Tensor, lse: Tensor, logits: Tensor) -> Tensor:
+    """The output `[B, H, Nq, Dv]` after a sink has joined the softmax, from those without it.
+
+    >>> scaled(torch.ones(1, 1, 2, 4), torch.tensor([[[0.0, -torch.inf]]]), torch.zeros(1))[0, 0].tolist()
+    [[0.5, 0.5, 0.5, 0.5], [0.0, 0.0, 0.0, 0.0]]
+
+    `out * exp(lse) / (exp(lse) + exp(logits[h]))`, computed in the dtype of lse, `[B, H, Nq]`: 0 for a query without a
+    live key, whose lse is -inf.
+    """
+    return (torch.sigmoid(lse - logits.to(lse.dtype)[:, None]).unsqueeze(-1) * out).to(out.dtype)
 
 
 def sink(logits: Tensor) -> Sink:

@@ -285,6 +285,26 @@ def test_forward_mode_derivatives_are_refused_and_not_taken_for_zero(backend, dt
         assert torch.equal(run(q), attention(q, k, v, mask, backend=backend))  # of which no tangent is wanted
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_tangent_of_an_incoming_gradient_is_refused_and_not_taken_for_zero(backend, compiled):
+    inputs = tensors(tokens=FEW)
+    mask = masks.causal(FEW, block=16)
+
+    def run(q, k, v):
+        return attention(q, k, v, mask, backend=backend)
+
+    torch.compiler.reset()
+    out = (torch.compile(run, backend="aot_eager") if compiled else run)(*inputs)
+    ones = torch.ones_like(out)
+    with torch.autograd.forward_ad.dual_level():
+        with pytest.raises(NotImplementedError, match=f"forward-mode derivatives .* the {backend} backend"):
+            torch.autograd.grad(out, inputs, dual(ones, ones), retain_graph=not compiled)
+        if not compiled:  # compiled code cannot know that no tangent is wanted
+            found = torch.autograd.grad(out, inputs, ones, retain_graph=True)
+            assert all(map(torch.equal, found, torch.autograd.grad(out, inputs, ones)))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_functional_gradients_are_refused_in_our_words(backend):
     q, k, v = (x.detach() for x in tensors(tokens=FEW))

@@ -191,8 +191,8 @@ def test_only_gradients_that_are_wanted_are_computed(backend):
         given.append([x is not None for x in learned])
         return dq, dk, dv, learned
 
-    operate = operator._backward
-    with mock.patch.object(operator, "_backward", backward):
+    operate = operator._direct_backward
+    with mock.patch.object(operator, "_direct_backward", backward):
         sum(x.sum() for x in problem.run()).backward()
     assert asked == given == [[True, False]]
     assert problem.learned.grad is not None and pair.grad is None
@@ -219,6 +219,51 @@ def test_functional_gradients_and_tangents_are_refused_in_our_words(kind, backen
         torch.func.grad(lambda x: problem.run(x, *others)[0].sum())(q)
     with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
         problem.run(torch.autograd.forward_ad.make_dual(q, torch.ones_like(q)), *others)
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_code_that_was_compiled_before_does_not_take_a_tangent_for_zero(kind, compiler, backend):
+    problem = Problem(kind, backend)
+    q, *others = (x.detach() for x in problem.inputs)
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: x + problem.run(x, *others)[0], backend=compiler)
+    assert torch.equal(compiled(q), q + problem.run(q, *others)[0])
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(Exception, match=r"forward-mode derivatives \(jvp"):
+        compiled(torch.autograd.forward_ad.make_dual(q, torch.ones_like(q)))
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+@pytest.mark.parametrize("kind", ["alibi", "t5", "function"])
+def test_compiled_code_does_not_take_a_tangent_of_a_learned_tensor_for_zero(kind, compiler, backend):
+    changes = {
+        "alibi": scores.alibi,
+        "t5": lambda table: scores.relative(table, scores.t5_buckets(8, 20)),
+        "function": lambda gains: scores.function(lambda s, b, h, q, k, gain: s * gain[h], gains),
+    }[kind]
+    problem = Problem(kind, backend)
+    inputs, learned = [x.detach() for x in problem.inputs], problem.learned.detach()
+
+    def run(learned):
+        return learned.sum() + attention(*inputs, problem.mask, scores=changes(learned), backend=backend)
+
+    torch.compiler.reset()
+    compiled = torch.compile(run, backend=compiler)
+    assert torch.equal(compiled(learned), run(learned))
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(Exception, match=r"forward-mode derivatives \(jvp"):
+        compiled(torch.autograd.forward_ad.make_dual(learned, torch.ones_like(learned)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tangent_of_an_incoming_gradient_is_refused_and_not_taken_for_zero(kind, backend):
+    problem = Problem(kind, backend)
+    out, _ = problem.run()
+    with torch.autograd.forward_ad.dual_level():
+        dout = torch.autograd.forward_ad.make_dual(torch.ones_like(out), torch.ones_like(out))
+        with pytest.raises(NotImplementedError, match=f"forward-mode derivatives .* the {backend} backend"):
+            torch.autograd.grad(out, problem.wanted, dout, retain_graph=True)
+        found = torch.autograd.grad(out, problem.wanted, torch.ones_like(out), retain_graph=True)
+    assert same(found, torch.autograd.grad(out, problem.wanted, torch.ones_like(out)))
 
 
 @pytest.mark.parametrize("kind", KINDS)

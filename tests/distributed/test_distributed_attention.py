@@ -572,6 +572,8 @@ def test_arguments_of_shard_are_checked():
         distributed.shard(mask, ranks=2, like=distributed.shard(mask, ranks=2).assignment)
     with refused("transport must be one of 'auto', 'collective', 'peer'; got 'ring'"):
         distributed.shard(mask, ranks=2, transport="ring")
+    with refused("transport must be 'collective' or 'auto' with strategy='heads', .* collectives; got 'peer'"):
+        distributed.shard(mask, ranks=2, strategy="heads", transport="peer")
     with refused("strategy must be one of 'auto', 'keys', 'queries', 'heads'; got 'ring'"):
         distributed.shard(mask, ranks=2, strategy="ring")
     plan = distributed.shard(mask, ranks=2)

@@ -214,6 +214,18 @@ def test_explain_says_what_is_sent_and_chosen():
     assert "heads: not possible, 3 key heads are not a multiple of 4 ranks" in odd
 
 
+def test_heads_do_not_travel_where_copies_between_peers_are_insisted_on():
+    shape = distributed.Shape(1, 32, 32, 64, 64, torch.bfloat16)
+    either, peers = (
+        distributed.shard(masks.causal(2048, block=64), ranks=4, transport=name) for name in ("auto", "peer")
+    )
+    slow = distributed.Machine("slow network", flops=4e14, bandwidth=1e9, memory=2e12, latency=1e-5)
+    assert either.chosen(shape, slow).strategy == "heads"
+    assert peers.chosen(shape, slow).strategy != "heads"
+    assert peers.estimates(shape, slow) == [each for each in either.estimates(shape, slow) if each.strategy != "heads"]
+    assert "heads: not possible, they travel by collectives, and transport is 'peer'" in peers.explain(heads=32)
+
+
 def test_the_model_hides_what_it_can_and_takes_the_cheapest():
     plan = distributed.shard(masks.causal(8192, block=64), ranks=4)
     shape = distributed.Shape(1, 8, 8, 64, 64, torch.bfloat16)

@@ -194,6 +194,8 @@ def test_only_tiles_at_an_intervals_end_are_looked_at(monkeypatch):
          "must have shape [B, H, Nk, 2 or 4] with causal=False; got [1, 4, 2]."),
         (lambda: from_flashmask(torch.zeros(1, 1, 4, 2), causal=False), TypeError,
          "startend_row_indices must be an integer tensor; got torch.float32."),
+        (lambda: from_flashmask(torch.zeros(1, 1, 4, 2, dtype=torch.complex64), causal=False), TypeError,
+         "startend_row_indices must be an integer tensor; got torch.complex64."),
         (lambda: from_flashmask(torch.full((1, 1, 4, 2), -1), causal=False), ValueError,
          "startend_row_indices must not be negative; got -1."),
         (lambda: from_flashmask(torch.ones(1, 1, 4, 1).int(), causal=True, q_len=5), ValueError,

@@ -180,6 +180,7 @@ COUNTS = INDEX[..., 0]
         (INDEX, None, {"q_len": 65}, ValueError, r"index must have 5 rows, one for each block of 16 of 65 q.*; got 4"),
         (INDEX, [1, 2], {}, TypeError, r"counts must be an integer tensor; got list"),
         (INDEX, torch.zeros(1, 2, 4), {}, TypeError, r"counts must be an integer tensor; got torch\.float32"),
+        (INDEX, COUNTS.bool(), {}, TypeError, r"counts must be an integer tensor; got torch\.bool"),
         (
             INDEX,
             INDEX[..., :2, 0],

@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 
 import sparseflash
 from sparseflash import BlockMask, attention, masks
-from sparseflash.nn import KVCache, Rotary, Rotary2D, SparseCrossAttention, SparseSelfAttention, rotate
+from sparseflash.decode import attention_with_cache
+from sparseflash.nn import KVCache, Rotary, Rotary2D, SparseCrossAttention, SparseSelfAttention, rotate, self_attention
 
 NEAR = partial(masks.local, window=24, causal=True, block=16)
 CPU = torch.device("cpu")
@@ -144,6 +146,38 @@ def test_a_cache_is_for_causal_masks_and_inference():
         assert layer(torch.randn(1, 1, 16), cache=half).dtype == torch.float32
     with pytest.raises(ValueError, match="capacity must be at least 1; got 0"):
         KVCache(1, 2, 0, 8)
+
+
+@pytest.mark.parametrize("backend", [None, "triton", "blockwise", "reference"])
+def test_a_cache_does_not_replace_the_backend_that_was_asked_for(backend):
+    layer = filled(SparseSelfAttention(32, 2, NEAR, backend=backend)).eval()
+    x, cache, asked = torch.randn(1, 21, 32), layer.new_cache(1, 32), []
+
+    def watched(function):
+        def called(*arguments, backend, **others):
+            asked.append((function.__name__, backend))
+            return function(*arguments, backend=backend, **others)
+
+        return called
+
+    with (
+        torch.no_grad(),
+        mock.patch.object(self_attention, "attention", watched(attention)),
+        mock.patch.object(self_attention, "attention_with_cache", watched(attention_with_cache)),
+    ):
+        steps = [layer(part, cache=cache) for part in x.split([20, 1], 1)]
+    decoding = "attention" if backend == "blockwise" else "attention_with_cache"  # which has no blockwise backend
+    assert asked == [("attention", backend), (decoding, backend)]
+    torch.testing.assert_close(torch.cat(steps, 1), layer(x), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_a_cache_does_not_hide_that_a_backend_cannot_run(tokens):
+    with torch.no_grad():
+        for backend, words in (("fast", "backend must be one of"), ("hopper", "the hopper kernels cannot serve")):
+            layer = SparseSelfAttention(32, 2, NEAR, backend=backend).eval()
+            with pytest.raises(ValueError, match=words):
+                layer(torch.randn(1, tokens, 32), cache=layer.new_cache(1, 32))
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 20])

@@ -60,6 +60,13 @@ def test_what_cannot_be_made(make, error, text):
         (scores.temperature(torch.ones(3, 1, 1)), ValueError, "temperature must have shape [B, Hq, Nq]"),
         (scores.relative(torch.ones(2, 3), scores.clipped(2)), ValueError, "bucket must return numbers from 0 to 2"),
         (scores.relative(torch.ones(2, 3), lambda x: x[:1]), ValueError, "one integer for each of the 19 offsets"),
+        (
+            scores.relative(torch.ones(2, 3), lambda x: x > 0),
+            TypeError,
+            "what bucket returns must be an integer tensor; got",
+        ),
+        (scores.relative(torch.ones(2, 3), lambda x: x + 0j), TypeError, "an integer tensor; got torch.complex64"),
+        (scores.relative(torch.ones(2, 3), lambda x: 1), TypeError, "an integer tensor; got int"),
         (scores.relative_2d(torch.ones(2, 3, 5), 2, 3), ValueError, "q must be one or several whole grids of 6 tokens"),
         (
             scores.relative_2d(torch.ones(2, 3, 5), 2, 3, cells=torch.arange(6)),
