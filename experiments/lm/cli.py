@@ -86,6 +86,11 @@ def corpus(
     of their text, so no file and no copy is in both parts, and a file is in the same part of every corpus.
     """
     with short_errors():
+        if megabytes is not None and not 0 < megabytes < float("inf"):
+            raise ValueError(f"--megabytes must be a positive number; got {megabytes:g}")
+        if not 0 < validation < 1:
+            raise ValueError(f"--validation must be between 0 and 1; got {validation:g}")
+        check_replaceable(out)
         excluded = [*(exclude or ()), *(() if source else session.INSTALLED)]
         found = find(source or [session.standard_library()], suffix or (), excluded, packages)
         if megabytes is not None:
@@ -95,7 +100,6 @@ def corpus(
             f"{found.skipped:,} that are no text, too short or too long",
             soft_wrap=True, highlight=False,
         )  # fmt: skip
-        check_replaceable(out)
         make(found, out, vocabulary, say, validation)
 
 

@@ -13,8 +13,14 @@ from hypothesis import strategies as st
 import sparseflash
 from sparseflash import BlockMask, attention, masks
 from sparseflash.nn import (
-    KVCache, MultiheadAttention, Rotary, Rotary2D, SparseCrossAttention, SparseSelfAttention, rotate,
-)  # fmt: skip
+    KVCache,
+    MultiheadAttention,
+    Rotary,
+    Rotary2D,
+    SparseCrossAttention,
+    SparseSelfAttention,
+    rotate,
+)
 
 NEAR = partial(masks.local, window=24, causal=True, block=16)
 CPU = torch.device("cpu")
