@@ -18,7 +18,7 @@ from experiments.lm.data.files import VALIDATION_SHARE, find
 from experiments.lm.data.store import check_replaceable, make
 from experiments.lm.presets import PRESETS
 from experiments.lm.sample import continued, opened
-from experiments.lm.train import saved_config
+from experiments.lm.train import saved_run
 from experiments.training import tensorboard
 from experiments.training.cli_errors import short_errors
 from experiments.training.distributed import SINGLE, find_device, process_group, require_single_process
@@ -178,8 +178,8 @@ def train(
         if tensorboard_files:
             tensorboard.writer_class()  # raises an error, if any, before anything is written
         if resume:
-            saved, saved_data = saved_config(folder_to_resume(out, preset=preset, overwrite=overwrite))
-            config, data = resumed(saved, chosen), data or saved_data
+            saved = saved_run(folder_to_resume(out, preset=preset, overwrite=overwrite))
+            config, data = resumed(saved.config, chosen), data or saved.data
         else:
             config = configure(preset, chosen)
             if config.steps is None and config.minutes is None:

@@ -14,7 +14,7 @@ from experiments.lm.cli import app
 from experiments.lm.config import resumed
 from experiments.lm.sample import continued
 from experiments.lm.sample import opened as opened_model
-from experiments.lm.train import Run, saved_config
+from experiments.lm.train import Run, saved_run
 from forked import interpreting, python, ranks, started
 from lm_models import TINY, tiny, tokens
 from lm_rank_runs import whole_and_divided
@@ -126,8 +126,8 @@ def test_a_sample_is_that_of_the_model_and_its_seed(whole):
 
 
 def test_settings_that_change_a_run_are_refused_and_text_that_has_changed(store, whole, tmp_path):
-    config, folder = saved_config(whole[0])
-    assert folder == store.folder and resumed(config, {"steps": 9}).steps == 9
+    config, folder, text = saved_run(whole[0])
+    assert (folder, text) == (store.folder, store.about["hash"]) and resumed(config, {"steps": 9}).steps == 9
     with pytest.raises(ValueError, match="--width was 64, got 128; start another run"):
         resumed(config, {"width": 128})
     with pytest.raises(ValueError, match="--vocabulary must be at least the 257 tokens"):
