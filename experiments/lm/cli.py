@@ -18,7 +18,7 @@ from experiments.lm.data.files import VALIDATION_SHARE, find
 from experiments.lm.data.store import check_replaceable, make
 from experiments.lm.presets import PRESETS
 from experiments.lm.sample import continued, opened
-from experiments.lm.train import saved_config
+from experiments.lm.train import saved_run
 from experiments.training import tensorboard
 from experiments.training.cli_errors import short_errors
 from experiments.training.distributed import SINGLE, find_device, process_group, require_single_process
@@ -86,6 +86,11 @@ def corpus(
     of their text, so no file and no copy is in both parts, and a file is in the same part of every corpus.
     """
     with short_errors():
+        if megabytes is not None and not 0 < megabytes < float("inf"):
+            raise ValueError(f"--megabytes must be a positive number; got {megabytes:g}")
+        if not 0 < validation < 1:
+            raise ValueError(f"--validation must be between 0 and 1; got {validation:g}")
+        check_replaceable(out)
         excluded = [*(exclude or ()), *(() if source else session.INSTALLED)]
         found = find(source or [session.standard_library()], suffix or (), excluded, packages)
         if megabytes is not None:
@@ -95,7 +100,6 @@ def corpus(
             f"{found.skipped:,} that are no text, too short or too long",
             soft_wrap=True, highlight=False,
         )  # fmt: skip
-        check_replaceable(out)
         make(found, out, vocabulary, say, validation)
 
 
@@ -174,8 +178,8 @@ def train(
         if tensorboard_files:
             tensorboard.writer_class()  # raises an error, if any, before anything is written
         if resume:
-            saved, saved_data = saved_config(folder_to_resume(out, preset=preset, overwrite=overwrite))
-            config, data = resumed(saved, chosen), data or saved_data
+            saved = saved_run(folder_to_resume(out, preset=preset, overwrite=overwrite))
+            config, data = resumed(saved.config, chosen), data or saved.data
         else:
             config = configure(preset, chosen)
             if config.steps is None and config.minutes is None:

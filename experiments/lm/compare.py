@@ -19,7 +19,7 @@ from experiments.lm import session
 from experiments.lm.cases import Case
 from experiments.lm.config import Config, configure
 from experiments.lm.data.store import Store
-from experiments.lm.train import saved_config
+from experiments.lm.train import saved_run
 from experiments.training import run_folder
 from experiments.training.atomic_files import write_json
 from experiments.training.distributed import SINGLE
@@ -84,8 +84,8 @@ def train_all(
 def _check_same(folder: Path, config: Config, store: Store) -> None:
     if not run_folder.holds_run(folder):
         return
-    text = run_folder.settings_as(folder / run_folder.SETTINGS, lambda saved: saved["data"]["hash"])
-    if saved_config(folder)[0] != config or text != store.about["hash"]:
+    saved = saved_run(folder)
+    if saved.config != config or saved.hash != store.about["hash"]:
         raise ValueError(
             f"{folder} must hold a run with the settings and the text of this comparison; it has others: choose "
             "another --out"

@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from itertools import pairwise
@@ -21,6 +20,7 @@ from experiments.lm.compare import ENVIRONMENT
 from experiments.lm.data.store import Store
 from experiments.lm.show import Finished, Validation
 from experiments.training.atomic_files import write_csv, write_json, write_text
+from experiments.training.reading import read_json
 
 # Of the shortest run; runs are compared there. With the schedule "trapezoid" no learning rate has fallen yet.
 SHARES = (0.25, 0.5, 0.75)
@@ -135,7 +135,7 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 def write(out: Path, names: Sequence[str], store: Store) -> str:
     """Write the comparison of the complete runs of these names in a folder; returns its tables as Markdown."""
     runs = [show.read(out / name) for name in names]
-    records = summary(runs, [json.loads((out / name / ENVIRONMENT).read_text()) for name in names])
+    records = summary(runs, [read_json(out / name / ENVIRONMENT, "the environment of a run") for name in names])
     nested = "at_seconds", "at_tokens", "by_position"
     flat = [{name: value for name, value in each.items() if name not in nested} for each in records]
     write_csv(out / "compare.csv", flat)

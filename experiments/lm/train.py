@@ -13,7 +13,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -233,7 +233,17 @@ class Run(Trainer[Batch]):
         return metrics
 
 
-def saved_config(folder: Path) -> tuple[Config, Path]:
-    """The settings and the tokens' folder of the run in a folder; raises FileNotFoundError if there is none."""
-    path = folder / SETTINGS
-    return settings_as(path, lambda saved: (Config(**saved["config"]), Path(saved["data"]["folder"])))
+class Saved(NamedTuple):
+    """What a run has written down at its beginning: its settings, the tokens' folder and their SHA-256."""
+
+    config: Config
+    data: Path
+    hash: str
+
+
+def saved_run(folder: Path) -> Saved:
+    """What the run in a folder was given; raises FileNotFoundError if there is none."""
+    return settings_as(
+        folder / SETTINGS,
+        lambda saved: Saved(Config(**saved["config"]), Path(saved["data"]["folder"]), saved["data"]["hash"]),
+    )

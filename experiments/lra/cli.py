@@ -245,7 +245,10 @@ def table_command(
     keep_times: Annotated[
         bool, typer.Option("--keep-times", help="Measure nothing: keep the times in --out, and collect accuracies.")
     ] = False,
-    runs: Annotated[Path, typer.Option(help="Accuracies are those of all finished runs below this folder.")] = RUNS,
+    runs: Annotated[
+        Path | None,
+        typer.Option(help="Accuracies are those of all finished runs below this folder.", show_default=str(RUNS)),
+    ] = None,
     out: Annotated[Path, typer.Option(help="Where table.md, table.png and the numbers go.")] = RESULTS,
     device: Annotated[
         str, typer.Option(help="cuda, cuda:1, ...; or cpu: everything tiny, a test of the command and no measurement.")
@@ -261,6 +264,8 @@ def table_command(
     """
     with short_errors():
         require_single_process("table")
+        if runs is not None and not runs.is_dir():
+            raise FileNotFoundError(f"there is no folder {runs}")
         options = None
         if not keep_times:
             place = find_device(device)
@@ -271,7 +276,7 @@ def table_command(
                     f"a test on the CPU must not replace what is in {RESULTS}: name another folder by --out"
                 )
         say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-        results = table.run(options, runs, out, repeatable(sys.argv[1:]), commit, say)
+        results = table.run(options, runs or RUNS, out, repeatable(sys.argv[1:]), commit, say)
         print_table(console, summary(results))
         console.print(f"The table, the times and the accuracies: {out / 'table.md'}", soft_wrap=True)
         raise typer.Exit(0 if all_right(results.times) else 1)

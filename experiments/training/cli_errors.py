@@ -10,6 +10,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+_ABOUT_PATHS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
+
 
 @contextmanager
 def short_errors() -> Iterator[None]:
@@ -19,7 +21,7 @@ def short_errors() -> Iterator[None]:
     """
     try:
         yield
-    except (ValueError, FileNotFoundError, FileExistsError, FloatingPointError) as error:
+    except (ValueError, *_ABOUT_PATHS, FloatingPointError) as error:
         rank = os.environ.get("RANK", "0")  # of the processes that torchrun started, only the first reports
         who = "" if rank == "0" else f"process {rank}: "
         Console(stderr=True).print(Text.assemble((f"{who}Error: ", "red"), str(error)), soft_wrap=True)

@@ -15,6 +15,7 @@ Index = NDArray[np.int64]
 WORD = 64
 _LITTLE = np.dtype("<u8")
 _AT_ONCE = 1 << 24  # bytes of unpacked bits
+_WORDS_AT_ONCE = 1 << 17  # uint64 words of a product, 1 MB, which stay in the cache with the table that is looked up
 
 
 def zeros(rows: int, cols: int) -> Bits:
@@ -70,11 +71,25 @@ def pairs(bits: Bits, width: int) -> tuple[Index, Index]:
 
 
 def transpose(bits: Bits, width: int) -> Bits:
-    """The `width x rows` matrix; computed 64 rows at a time, which stay in the cache."""
-    result = zeros(width, len(bits))
+    """The `width x rows` matrix; computed 64 rows at a time, which stay in the cache.
+
+    A square of 64 x 64 bits exchanges two of its quarters, then each quarter two of its own, down to single bits
+    (Warren, Hacker's Delight, section 7-3).
+    """
+    words = bits.shape[1]
+    result = zeros(words * WORD, len(bits))
+    by_word = result.reshape(words, WORD, -1)
     for first in range(0, len(bits), WORD):
-        result[:, first // WORD] = pack(np.ascontiguousarray(unpack(bits[first : first + WORD], width).T))[:, 0]
-    return result
+        rows = np.zeros((WORD, words), dtype=_LITTLE)
+        rows[: len(bits) - first] = bits[first : first + WORD]
+        for half in (32, 16, 8, 4, 2, 1):
+            low = np.uint64(sum(((1 << half) - 1) << start for start in range(0, WORD, 2 * half)))
+            upper, lower = np.moveaxis(rows.reshape(-1, 2, half, words), 1, 0)
+            changed = ((upper >> np.uint64(half)) ^ lower) & low
+            lower ^= changed
+            upper ^= changed << np.uint64(half)
+        by_word[:, :, first // WORD] = rows.T
+    return result[:width]
 
 
 def counts(bits: Bits, width: int) -> Index:
@@ -90,18 +105,21 @@ def count(bits: Bits, width: int) -> int:
 
 
 def product(a: Bits, b: Bits) -> Bits:
-    """The boolean product: entry (i, j) is set iff some k has a[i, k] and b[k, j]; `len(b)` is the width of a."""
-    inner = len(b)
+    """The boolean product: entry (i, j) is set iff some k has a[i, k] and b[k, j]; `len(b)` is the width of a.
+
+    Eight bits of a that are all set stand for one union of eight rows of b, eight such unions for one of 64, and so on:
+    long runs of bits, as windows have, cost little more than their ends.
+    """
+    levels = [(a, b)]
+    while (whole := (bits := levels[-1][0].view(np.uint8))[:, : len(b) // 8] == 255).any():
+        rest = bits.copy()
+        rest[:, : len(b) // 8][whole] = 0
+        levels[-1] = rest.view(_LITTLE), b
+        b = np.bitwise_or.reduce(b[: len(b) // 8 * 8].reshape(-1, 8, b.shape[1]), axis=1)
+        levels.append((pack(whole), b))
     result = np.zeros((len(a), b.shape[1]), dtype=_LITTLE)
-    a = a & pack(np.asarray(b.any(axis=1)).reshape(1, -1))  # empty rows of b contribute nothing
-    set_in_row = counts(a, inner)
-    many = set_in_row > inner // 16 + 16  # from here on the tables pay off
-    few = np.flatnonzero((set_in_row > 0) & ~many)
-    _, chosen = pairs(a[few], inner)
-    for i, rows in zip(few, np.split(chosen, np.cumsum(set_in_row[few])[:-1]), strict=False):
-        np.bitwise_or.reduce(b[rows], axis=0, out=result[i])
-    if many.any():
-        result[many] = _product_by_tables(a[many], b)
+    for bits_of_level, rows in reversed(levels):  # the largest unions first, as they may leave nothing to add
+        _add_product(result, bits_of_level, rows)
     return result
 
 
@@ -117,23 +135,48 @@ def meet(a: Bits, b: Bits, rows_a: Index, rows_b: Index) -> NDArray[np.bool_]:
     return found
 
 
-def _product_by_tables(a: Bits, b: Bits) -> Bits:
-    """The product by the method of the four Russians: a table of all unions of eight rows of b serves every row of a.
+def _add_product(result: Bits, a: Bits, b: Bits) -> None:
+    """Adds the product to `result`, 64 rows of b at a time.
 
-    Takes an eighth of the work of the plain product, whatever a contains.
+    Rows of the result that hold all that b has take no more. They are looked for after 1, 2, 4, ... such steps, because
+    a look reads the whole result, and left out when they are more than half.
     """
-    by_byte = np.ascontiguousarray(a.view(np.uint8).T)  # [inner / 8, rows]
-    result = np.zeros((len(a), b.shape[1]), dtype=_LITTLE)
+    every = np.bitwise_or.reduce(b, axis=0)
+    where, taken, part, by_word = np.arange(len(a)), 0, result, np.ascontiguousarray(a.T)
+    for word, first in enumerate(range(0, len(b), WORD)):
+        rows = np.flatnonzero(by_word[word])
+        if not len(rows):
+            continue
+        _add_unions(part, rows, by_word[word, rows, None], b[first : first + WORD])
+        taken += 1
+        if taken & (taken - 1) == 0:
+            open_ = (part != every).any(axis=1)
+            if 2 * np.count_nonzero(open_) < len(part):
+                result[where] = part
+                where = where[open_]
+                part, by_word = result[where], np.ascontiguousarray(by_word[:, open_])
+    result[where] = part
+
+
+def _add_unions(part: Bits, rows: Index, chosen: Bits, b: Bits) -> None:
+    """Adds to `part[rows[e]]` the rows of b that `chosen[e]` has, by the method of the four Russians: a table of all
+    unions of eight rows of b serves every row.
+    """
     table = np.zeros((256, b.shape[1]), dtype=_LITTLE)
-    rows = max(1, (1 << 18) // max(b.shape[1], 1))  # chunks of 2 MB of the result stay in the cache
-    buffer = np.empty((min(rows, len(a)), b.shape[1]), dtype=_LITTLE)
-    for group, first in enumerate(range(0, len(b), 8)):
+    step = max(1, _WORDS_AT_ONCE // max(b.shape[1], 1))
+    by_byte = np.ascontiguousarray(chosen.view(np.uint8).T)
+    for byte, first in zip(by_byte, range(0, len(b), 8), strict=False):
+        at = np.flatnonzero(byte)
+        if not len(at):
+            continue
         size = 1
         for row in b[first : first + 8]:
             np.bitwise_or(table[:size], row, out=table[size : 2 * size])
             size *= 2
-        for start in range(0, len(a), rows):
-            part = result[start : start + rows]
-            np.take(table, by_byte[group, start : start + rows], axis=0, out=buffer[: len(part)], mode="clip")
-            np.bitwise_or(part, buffer[: len(part)], out=part)
-    return result
+        if len(rows) == len(part) and 2 * len(at) > len(part):  # a range of rows is quicker than chosen ones
+            for some in range(0, len(part), step):
+                part[some : some + step] |= table[byte[some : some + step]]
+        else:
+            for some in range(0, len(at), step):
+                here = at[some : some + step]
+                part[rows[here]] |= table[byte[here]]

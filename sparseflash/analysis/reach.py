@@ -134,8 +134,8 @@ def _powers(element: Element, goal: Callable[[Relation], bool]) -> tuple[Relatio
 
     That last one is returned separately. A goal that a relation meets must be met by all larger relations.
     """
-    power = element.nothing()
-    for step in element.steps():
+    power, *others = element.steps()
+    for step in others:
         power = compose(step, power)
     powers: list[Relation] = []
     while not goal(power):
@@ -150,18 +150,23 @@ def _powers(element: Element, goal: Callable[[Relation], bool]) -> tuple[Relatio
 def _first(element: Element, powers: list[Relation], goal: Callable[[Relation], bool]) -> int:
     """The least number of layers that meets the goal, which the power after the last of `powers` meets."""
     steps = element.steps()
-    result, layers = element.nothing(), 0
-    # Reach only grows with layers. Find the most rounds of all layers that miss the goal, bit by bit, ...
-    for exponent in reversed(range(len(powers))):
-        longer = compose(powers[exponent], result)
-        if not goal(longer):
-            result, layers = longer, layers + (len(steps) << exponent)
-    # ... then the number of layers within the round that meets it.
-    for step in cycle(steps):
+    if powers:
+        # Reach only grows with layers. Find the most rounds of all layers that miss the goal, bit by bit, ...
+        result, rounds = powers[-1], 1 << (len(powers) - 1)
+        for exponent in reversed(range(len(powers) - 1)):
+            longer = compose(powers[exponent], result)
+            if not goal(longer):
+                result, rounds = longer, rounds + (1 << exponent)
+    else:
+        result, rounds = element.nothing(), 0
         if goal(result):
-            return layers
-        result, layers = compose(step, result), layers + 1
-    raise AssertionError("unreachable: cycle() does not end")
+            return 0
+    # ... then the number of layers within the round that meets it, at the latest the last.
+    for layer, step in enumerate(steps[:-1], start=1):
+        result = compose(step, result)
+        if goal(result):
+            return rounds * len(steps) + layer
+    return (rounds + 1) * len(steps)
 
 
 def _most(masks: Masks, needed: Callable[[Element], int | None]) -> int | None:

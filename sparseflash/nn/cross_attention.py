@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from sparseflash.attention import Backend
-from sparseflash.blockmask.arguments import check_at_least_one
+from sparseflash.blockmask.arguments import check_at_least_one, flag
 from sparseflash.nn.heads import Heads, check_features, padded
 from sparseflash.nn.layer_mask import Mask
 from sparseflash.nn.multihead import check_plain, copy_projections
@@ -50,6 +50,7 @@ class SparseCrossAttention(Heads):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(embed_dim, num_heads, mask, kv_heads, head_dim, dropout, scale, backend)
+        bias = flag(bias, "bias")
         self.context_dim = embed_dim if context_dim is None else context_dim
         check_at_least_one(context_dim=self.context_dim)
         q_features, kv_features = self.num_heads * self.head_dim, 2 * self.kv_heads * self.head_dim

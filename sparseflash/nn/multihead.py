@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from sparseflash.attention import Backend, attention
 from sparseflash.blockmask import BlockMask
-from sparseflash.blockmask.arguments import check_at_least_one
+from sparseflash.blockmask.arguments import check_at_least_one, flag
 from sparseflash.nn.layer_mask import LayerMask, Mask
 from sparseflash.nn.sizes import check_dropout
 from sparseflash.scaled_dot_product import live_and_bias, upper_left
@@ -65,8 +65,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         mask: Mask = None,
         backend: Backend | None = None,
     ) -> None:
-        if add_bias_kv or add_zero_attn:
+        if flag(add_bias_kv, "add_bias_kv") or flag(add_zero_attn, "add_zero_attn"):
             _refuse_added_keys()
+        bias, batch_first = flag(bias, "bias"), flag(batch_first, "batch_first")
         by_default = {"kdim": kdim, "vdim": vdim}
         given = {name: size for name, size in by_default.items() if size is not None}
         check_at_least_one(embed_dim=embed_dim, num_heads=num_heads, **given)
@@ -123,7 +124,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         Tensors are converted at every call, at a cost that `sdpa` tells. A query without a live key gives the bias of
         `out_proj`; PyTorch's result there is NaN or depends on its kernel.
         """
-        if need_weights:
+        is_causal = flag(is_causal, "is_causal")
+        if flag(need_weights, "need_weights"):
             raise ValueError(
                 "need_weights must be False: attention weights are never all in memory; got True. For one pattern of "
                 "weights call torch.nn.MultiheadAttention, whose state_dict fits."

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from sparseflash.attention import Backend, attention
+from sparseflash.blockmask.arguments import flag
 from sparseflash.decode import FEW, attention_with_cache
 from sparseflash.nn.heads import Heads, check_features, padded
 from sparseflash.nn.kv_cache import KVCache
@@ -67,6 +68,7 @@ class SparseSelfAttention(Heads):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(embed_dim, num_heads, mask, kv_heads, head_dim, dropout, scale, backend)
+        bias = flag(bias, "bias")
         if not (rotary is None or isinstance(rotary, Rotary | Rotary2D)):
             raise TypeError(f"rotary must be Rotary, Rotary2D or None; got {type(rotary).__name__}.")
         if rotary is not None and rotary.head_dim != self.head_dim:

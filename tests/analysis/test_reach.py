@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sparseflash import BlockMask, masks
-from sparseflash.analysis import bitrows, diameter, layers_to_full_reach, reach
+from sparseflash.analysis import bitrows, composition, diameter, layers_to_full_reach, reach, relation
 from strategies import blocks, dense_masks, lengths
 
 MODULE = import_module("sparseflash.analysis.reach")  # the package has the function under this name
@@ -191,6 +191,21 @@ def test_a_long_butterfly_takes_seconds():
     assert layers_to_full_reach(masks.butterfly(262_144)) == 11
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_nothing_is_composed_with_the_identity(monkeypatch, count):
+    seen = []
+
+    def compose(a, b):
+        seen.extend([a, b])
+        return composition.compose(a, b)
+
+    monkeypatch.setattr(MODULE, "compose", compose)
+    every = [masks.local(1000, window=window, block=32) for window in (33, 9, 3)[:count]]
+    assert layers_to_full_reach(every) == dense_layers(every)
+    identity = relation.of_walks([], 32, 1000)
+    assert seen and identity not in seen
+
+
 def test_a_result_that_is_too_large_says_so(monkeypatch):
     monkeypatch.setattr(MODULE, "MOST_TILES", 20)
     mask = masks.butterfly(128, block=16)
@@ -269,3 +284,14 @@ def test_large_bit_matrices_are_unpacked_in_strips(monkeypatch):
     assert (bitrows.transpose(bits, 130) == bitrows.pack(a.T)).all()
     assert bitrows.count(bits, 130) == a.sum()
     assert [x.tolist() for x in bitrows.pairs(bits, 130)] == [x.tolist() for x in a.nonzero()]
+
+
+@pytest.mark.parametrize("words", [8, 1 << 17])
+@pytest.mark.parametrize("share", [0.002, 0.02, 0.3])
+def test_products_of_long_runs_in_strips(monkeypatch, words, share):
+    monkeypatch.setattr(bitrows, "_WORDS_AT_ONCE", words)
+    rng, (i, j) = np.random.default_rng(0), np.indices((700, 700))
+    window, some = abs(i - j) <= 150, rng.random((700, 700)) < share
+    for a, b in ((window, window), (window | some, some), (some, window | some), (i >= j, some)):
+        expected = (a.astype(np.float32) @ b.astype(np.float32)) > 0
+        assert (bitrows.product(bitrows.pack(a), bitrows.pack(b)) == bitrows.pack(expected)).all()

@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 import sparseflash
 from sparseflash import BlockMask, attention, masks
 from sparseflash.decode import attention_with_cache
-from sparseflash.nn import KVCache, Rotary, Rotary2D, SparseCrossAttention, SparseSelfAttention, rotate, self_attention
+from sparseflash.nn import (
+    KVCache,
+    MultiheadAttention,
+    Rotary,
+    Rotary2D,
+    SparseCrossAttention,
+    SparseSelfAttention,
+    rotate,
+    self_attention,
+)
 
 NEAR = partial(masks.local, window=24, causal=True, block=16)
 CPU = torch.device("cpu")
@@ -206,6 +215,19 @@ def test_sizes_that_do_not_fit_are_refused(arguments, words):
     named = arguments[3] if len(arguments) > 3 else {}
     with pytest.raises(ValueError, match=words):
         SparseSelfAttention(*arguments[:3], **named)
+
+
+@pytest.mark.parametrize("kind", [SparseSelfAttention, SparseCrossAttention, MultiheadAttention])
+def test_weights_are_made_on_the_device_and_in_the_dtype(kind):
+    layer = kind(16, 2, mask=NEAR, device="meta", dtype=torch.bfloat16)
+    weights = [*layer.parameters(), *layer.buffers()]
+    assert len(weights) >= 4 and {(x.device.type, x.dtype) for x in weights} == {("meta", torch.bfloat16)}
+
+
+@pytest.mark.parametrize("kind", [SparseSelfAttention, SparseCrossAttention, MultiheadAttention])
+def test_flags_are_true_or_false(kind):
+    with pytest.raises(TypeError, match="bias must be True or False; got 'no'"):
+        kind(16, 2, bias="no")
 
 
 def test_inputs_that_do_not_fit_are_refused():

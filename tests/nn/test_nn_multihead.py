@@ -157,6 +157,8 @@ def test_what_it_does_not_have_is_refused_with_advice():
             r"must have shape \[2, 10\]; got \[2, 9",
         ),
         ((x, x, x), {"key_padding_mask": [1]}, TypeError, "key_padding_mask must be a bool .* got list"),
+        ((x, x, x), {"is_causal": "no"}, TypeError, "is_causal must be True or False; got 'no'"),
+        ((x, x, x), {"need_weights": "no"}, TypeError, "need_weights must be True or False; got 'no'"),
     ):
         with pytest.raises(kind, match=words):
             layer(*inputs, **named)

@@ -134,8 +134,8 @@ def make(found: Found, target: Path, vocabulary: int, say: Progress, share: floa
 
 
 def check_replaceable(folder: Path) -> None:
-    """Raises FileExistsError if a folder holds anything else than tokens."""
-    if folder.exists() and any(folder.iterdir()) and not (folder / ABOUT).is_file():
+    """Raises FileExistsError if a folder holds anything else than tokens, or is none."""
+    if folder.exists() and not (folder / ABOUT).is_file() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} must be empty, or hold tokens that are replaced; choose another --out")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import os
 import statistics
 from collections.abc import Iterable
@@ -62,27 +63,43 @@ class Accuracy:
         return self.mask if self.attention == "sparseflash" else self.attention
 
 
+@dataclass(frozen=True)
+class Run:
+    """A finished run: its metrics, their file, and the accuracies of its log."""
+
+    path: Path
+    metrics: dict[str, Any]
+    validation: float | None
+    training: float | None
+
+    @property
+    def seed(self) -> int:
+        return operator.index(self.metrics["config"]["seed"])
+
+
 def collect(folder: Path) -> list[Accuracy]:
     """All finished runs below a folder that classify. Raises ValueError if two runs with the same settings have the
-    same seed.
+    same seed, or if a file of a run is damaged.
     """
-    groups: dict[str, list[tuple[Path, dict[str, Any]]]] = {}
+    groups: dict[str, list[Run]] = {}
     for path in sorted(folder.rglob("metrics.json")):
         metrics = read_json(path, "the result of a run", "config")
         if metrics.get("objective", "classify") != "classify":
             continue
+        run = Run(path, metrics, *scores(path.with_name("log.jsonl"), metrics))
         with reading(path, "the result of a run"):
-            groups.setdefault(key(metrics), []).append((path, metrics))
+            setting = key(metrics)
+            accuracy([run], setting, folder)  # a damaged result shows here, under its own name
+        groups.setdefault(setting, []).append(run)
     for runs in groups.values():
         by_seed: dict[int, Path] = {}
-        for path, metrics in runs:
-            seed = metrics["config"]["seed"]
-            if seed in by_seed:
+        for run in runs:
+            if run.seed in by_seed:
                 raise ValueError(
-                    f"{by_seed[seed].parent} and {path.parent} are the same run, with one seed: it must be counted "
-                    "once; move one of them away, or name another folder with --runs"
+                    f"{by_seed[run.seed].parent} and {run.path.parent} are the same run, with one seed: it must be "
+                    "counted once; move one of them away, or name another folder with --runs"
                 )
-            by_seed[seed] = path
+            by_seed[run.seed] = run.path
     found = [accuracy(runs, name, folder) for name, runs in groups.items()]
     return sorted(found, key=lambda each: (each.task, each.attention, each.mask, each.folder))
 
@@ -101,14 +118,13 @@ def key(metrics: dict[str, Any]) -> str:
     return blake2b(json.dumps(kept).encode(), digest_size=3).hexdigest()
 
 
-def accuracy(found: Iterable[tuple[Path, dict[str, Any]]], setting: str, folder: Path) -> Accuracy:
-    """One row for runs with the same settings, from the paths of their metrics below `folder` and the metrics."""
-    ordered = sorted(found, key=lambda run: run[1]["config"]["seed"])
-    places, runs = [path.parent.relative_to(folder) for path, _ in ordered], [metrics for _, metrics in ordered]
-    validations, trainings = zip(*(scores(folder / place / "log.jsonl", each) for place, each in zip(places, runs)))
+def accuracy(found: Iterable[Run], setting: str, folder: Path) -> Accuracy:
+    """One row for runs below `folder` with the same settings."""
+    ordered = sorted(found, key=lambda run: run.seed)
+    runs = [run.metrics for run in ordered]
     first = runs[0]
     values = [metrics["test_accuracy"] for metrics in runs]
-    rules = {rule["rule"]: rule["accuracy"] for rule in first["baselines"]}
+    rules = {rule["rule"]: float(rule["accuracy"]) for rule in first["baselines"]}
     best = max(rules, key=rules.__getitem__)
     return Accuracy(
         task=name_of_task(first["config"]),
@@ -119,21 +135,21 @@ def accuracy(found: Iterable[tuple[Path, dict[str, Any]]], setting: str, folder:
         runs=len(runs),
         mean=statistics.fmean(values),
         std=statistics.stdev(values) if len(values) > 1 else None,
-        validation=mean_of(validations),
-        training=mean_of(trainings),
+        validation=mean_of(run.validation for run in ordered),
+        training=mean_of(run.training for run in ordered),
         majority=rules["majority class"],
         best_rule=best,
         best_rule_accuracy=rules[best],
-        seeds=" ".join(str(metrics["config"]["seed"]) for metrics in runs),
+        seeds=" ".join(str(run.seed) for run in ordered),
         initial=described(first.get("initial"), first.get("data", {}).get("origin", "")),
         inputs=changed_inputs({**_BEFORE, **first["config"]}),
-        steps=max(metrics["steps"] for metrics in runs),
+        steps=max(operator.index(metrics["steps"]) for metrics in runs),
         tested_steps=" ".join(tested_steps(runs)),
-        parameters=first["parameters"],
+        parameters=operator.index(first["parameters"]),
         training_seconds=statistics.fmean(metrics["training_seconds"] for metrics in runs),
-        tokens_per_s=statistics.median(metrics["tokens_per_s"] for metrics in runs),
+        tokens_per_s=statistics.median(float(metrics["tokens_per_s"]) for metrics in runs),
         device=first["device"],
-        folder=Path(os.path.commonpath(places)).as_posix(),
+        folder=Path(os.path.commonpath([run.path.parent.relative_to(folder) for run in ordered])).as_posix(),
     )
 
 
@@ -155,8 +171,9 @@ def tested_steps(runs: list[dict[str, Any]]) -> list[str]:
 def scores(log: Path, metrics: dict[str, Any]) -> tuple[float | None, float | None]:
     """A run's accuracies in its validation, and in its training over the last lines of its log."""
     records = read(log)
-    validations = [record["accuracy"] for record in records if record["kind"] == "val"]
-    trainings = [record["accuracy"] for record in records if record["kind"] == "train"][-_LINES:]
+    with reading(log, "the log of a run with its accuracies"):
+        validations = [float(record["accuracy"]) for record in records if record["kind"] == "val"]
+        trainings = [float(record["accuracy"]) for record in records if record["kind"] == "train"][-_LINES:]
     validation = metrics.get("validation_accuracy")
     if validation is None and validations:  # the last weights were tested without validation
         validation = validations[-1]

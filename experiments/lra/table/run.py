@@ -56,6 +56,10 @@ def run(
     """
     results = report.read_times(out) if options is None else report.Results()
     results.accuracies = accuracy.collect(runs)
+    if not results.accuracies:
+        if options is None:
+            raise ValueError(f"there must be finished runs below {runs}; got none: name another folder with --runs")
+        say(f"No accuracies: there are no finished runs below {runs}")
     if options is not None:
         results.facts = environment(options.device, command, commit)
         recorded = options.recorded and options.device.type == "cuda"

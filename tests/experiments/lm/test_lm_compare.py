@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 
 import pytest
 from rich.console import Console
@@ -11,6 +12,7 @@ from experiments.lm import compare, compare_report
 from experiments.lm.cases import Case
 from experiments.lm.cli import app
 from experiments.lm.show import Finished, read
+from experiments.training import run_folder
 from lm_models import TINY, tokens
 
 CASES = ["cpu:64:dense:sdpa,sparseflash", "cpu:64:local|butterfly:sparseflash"]
@@ -101,11 +103,16 @@ def test_a_comparison_that_pauses_goes_on_to_the_same_losses(store, whole, tmp_p
     assert losses[0] == losses[1]
 
 
-def test_a_complete_comparison_is_not_trained_again_and_other_settings_are_refused(store, whole):
+def test_a_complete_comparison_is_not_trained_again_and_other_settings_are_refused(store, whole, monkeypatch):
     path = whole[0] / NAMES[0] / "model.safetensors"
-    before = path.stat().st_mtime_ns
+    before, read = path.stat().st_mtime_ns, []
+    saved_settings = run_folder.saved_settings
+    monkeypatch.setattr(
+        run_folder, "saved_settings", lambda path: (read.append(path.parent.name), saved_settings(path))[1]
+    )
     assert invoke(store, whole[0]).exit_code == 0
     assert path.stat().st_mtime_ns == before
+    assert read == NAMES  # each once
     done = invoke(store, whole[0], lr=1e-2)
     assert done.exit_code == 2 and "must hold a run with the settings and the text of this" in done.stderr
 
@@ -117,6 +124,13 @@ def run_of(name, seconds_a_step):
         for step in (10, 20)
     ]
     return Finished(name, train + val, None, [])
+
+
+def test_a_damaged_environment_is_named(store, whole, tmp_path):
+    out = shutil.copytree(whole[0], tmp_path / "damaged")
+    (out / NAMES[1] / "environment.json").write_text("{")
+    done = invoke(store, out)
+    assert done.exit_code == 2 and "environment.json must be the environment of a run; got JSONDecode" in done.stderr
 
 
 def test_runs_are_compared_at_shares_of_the_shortest_and_losses_lie_between_validations():

@@ -9,11 +9,12 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from experiments.lm import cli
 from experiments.lm.cli import app
 from experiments.lm.config import resumed
 from experiments.lm.sample import continued
 from experiments.lm.sample import opened as opened_model
-from experiments.lm.train import Run, saved_config
+from experiments.lm.train import Run, saved_run
 from forked import interpreting, python, ranks, started
 from lm_models import TINY, tiny, tokens
 from lm_rank_runs import whole_and_divided
@@ -125,8 +126,8 @@ def test_a_sample_is_that_of_the_model_and_its_seed(whole):
 
 
 def test_settings_that_change_a_run_are_refused_and_text_that_has_changed(store, whole, tmp_path):
-    config, folder = saved_config(whole[0])
-    assert folder == store.folder and resumed(config, {"steps": 9}).steps == 9
+    config, folder, text = saved_run(whole[0])
+    assert (folder, text) == (store.folder, store.about["hash"]) and resumed(config, {"steps": 9}).steps == 9
     with pytest.raises(ValueError, match="--width was 64, got 128; start another run"):
         resumed(config, {"width": 128})
     with pytest.raises(ValueError, match="--vocabulary must be at least the 257 tokens"):
@@ -165,6 +166,44 @@ def test_commands_explain_themselves(command):
 def test_wrong_commands_say_what_to_change(words, message):
     done = invoke(*words)
     assert done.exit_code == 2 and message in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--from", "nowhere"], "there is no folder nowhere"),
+        (["--from", "text"], "there is no folder text"),
+        (["--from", "empty"], "there must be UTF-8 files of 64 bytes"),
+        (["--out", "text"], "text must be empty, or hold tokens that are replaced; choose another --out"),
+        (["--out", "text/inside"], "[Errno 20] Not a directory: 'text/inside"),
+        (["--megabytes", "inf"], "--megabytes must be a positive number; got inf"),
+        (["--megabytes", "nan"], "--megabytes must be a positive number; got nan"),
+        (["--megabytes", "0"], "--megabytes must be a positive number; got 0"),
+        (["--validation", "2"], "--validation must be between 0 and 1; got 2"),
+        (["--validation", "nan"], "--validation must be between 0 and 1; got nan"),
+    ],
+)
+def test_a_corpus_that_cannot_be_made_says_why(store, tmp_path, monkeypatch, words, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text").write_text("a file")
+    given = {"--from": store.folder.parent / "texts", "--vocabulary": 256, "--validation": 0.2, "--out": "made"}
+    given |= dict([words])
+    done = invoke("corpus", *(each for pair in given.items() for each in pair))
+    assert done.exit_code == 2 and done.stderr.startswith(f"Error: {message}"), done.output
+    assert (tmp_path / "text").read_text() == "a file"
+
+
+@pytest.mark.parametrize(
+    "error", [PermissionError(13, "Permission denied", "x"), NotADirectoryError(20, "Not a directory", "x")]
+)
+def test_what_the_system_refuses_is_one_line(monkeypatch, error):
+    def find(*arguments):
+        raise error
+
+    monkeypatch.setattr(cli, "find", find)
+    done = invoke("corpus")
+    assert done.exit_code == 2 and done.stderr == f"Error: {error}\n", done.output
 
 
 def test_corpus_show_and_sample_work_on_the_command_line(store, whole, tmp_path):

@@ -26,6 +26,7 @@ RULES = [
 
 
 def table(tmp_path, *words):
+    (tmp_path / "runs").mkdir(exist_ok=True)
     command = ["table", "--device", "cpu", "--rounds", "1", "--steps", "1"]
     places = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
     return CliRunner().invoke(cli.app, [*command, *places, *words])
@@ -73,6 +74,8 @@ def test_the_command_measures_tasks_and_variants(tmp_path):
     ):
         assert words in page
     assert str(tmp_path) not in page
+    said = result.output.replace("\n", " ")
+    assert f"No accuracies: there are no finished runs below {tmp_path / 'runs'}" in said
     assert (tmp_path / "out" / "table.png").read_bytes().startswith(b"\x89PNG")
 
     finished_run(tmp_path / "runs" / "a")
@@ -282,6 +285,47 @@ def test_a_run_is_not_counted_twice(tmp_path):
     finished_run(tmp_path / "b")
     with pytest.raises(ValueError, match=r"a and .*b are the same run, with one seed: it must be counted once"):
         collect(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("test_accuracy", "x"), ("baselines", []), ("training_seconds", None), ("device", ...), ("initial", 3),
+        ("config", 3), ("config", {}), ("validation_accuracy", "x"), ("steps", "x"),
+    ],
+)  # fmt: skip
+def test_the_damaged_result_of_a_run_is_named(tmp_path, name, value):
+    finished_run(tmp_path / "right", seed=1)
+    finished_run(tmp_path / "wrong")
+    path = tmp_path / "wrong" / "metrics.json"
+    metrics = json.loads(path.read_text()) | {name: value}
+    if value is ...:
+        del metrics[name]
+    path.write_text(json.dumps(metrics))
+    with pytest.raises(ValueError, match=r"wrong.metrics.json must be the result of a run; got \w+Error: "):
+        collect(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "record", [{"kind": "val"}, {"kind": "train", "accuracy": "x"}, {"kind": "val", "accuracy": []}]
+)
+def test_the_damaged_log_of_a_run_is_named(tmp_path, record):
+    finished_run(tmp_path / "a")
+    (tmp_path / "a" / "log.jsonl").write_text(json.dumps(record) + "\n")
+    with pytest.raises(
+        ValueError, match=r"^\S*a.log.jsonl must be the log of a run with its accuracies; got \w+Error: "
+    ):
+        collect(tmp_path)
+
+
+def test_a_folder_without_runs_replaces_no_accuracies(tmp_path):
+    report.write(Results(), tmp_path / "out")
+    before = (tmp_path / "out" / "table.json").read_bytes()
+    for folder, message in (("nowhere", "there is no folder "), ("runs", "there must be finished runs below ")):
+        result = table(tmp_path, "--keep-times", "--runs", str(tmp_path / folder))
+        said = result.output.replace("\n", " ")
+        assert result.exit_code == 2 and said.startswith(f"Error: {message}{tmp_path / folder}"), said
+    assert (tmp_path / "out" / "table.json").read_bytes() == before
 
 
 @pytest.mark.parametrize(
