@@ -84,12 +84,12 @@ def explain(
         loads by descriptors: TMA needs no registers for addresses
       dq: ...
 
-    Changes of scores are compiled into the portable kernels:
+    The portable kernels know all changes of scores, those for Hopper some:
 
     >>> from sparseflash import scores
-    >>> found = explain(q, k, v, scores=scores.softcap(30.0), capability=(9, 0))
+    >>> found = explain(q, k, v, scores=scores.key_bias(torch.zeros(1, 1, 4096)), capability=(9, 0))
     >>> found.forward.family, found.forward.refusals
-    ('portable', (('hopper', 'they change no scores; got softcap'),))
+    ('portable', (('hopper', 'of changes of scores they know softcap, distance, sink; got key_bias'),))
 
     Args:
         q, k, v, mask, dropout_p, scores, backend: as for `attention`. Nothing is computed, so the tensors may be

@@ -184,11 +184,12 @@ MAY_IMPORT = {
         "sparseflash/blockmask/streams.py",
         "sparseflash/blockmask/transfer.py",
         "sparseflash/dropout.py",
+        "sparseflash/scores/change.py",
         f"{_BACKENDS}/registration.py",
         f"{_BACKENDS}/saved.py",
         f"{_TRITON}/family.py",
         f"{_TRITON}/launcher.py",
-        f"{_TRITON}/portable",  # what merges chunks, and how launches are shared
+        f"{_TRITON}/portable",  # what merges chunks, and how launches and changes of scores are shared
         f"{_TRITON}/schedule",
     ),
     f"{_TRITON}/decode": (

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 console = Console(width=120)
 
+_BACKENDS = {"auto": None, "triton": "triton", "hopper": "hopper"}
+
 
 @app.command()
 def main(
@@ -29,15 +31,18 @@ def main(
     length: Annotated[int, typer.Option(help="Tokens.")] = 8192,
     heads: Annotated[int, typer.Option(help="Heads of one batch element.")] = 16,
     dim: Annotated[int, typer.Option(help="Head dim.")] = 128,
+    backend: Annotated[
+        str, typer.Option(help="auto: the kernels that attention() takes; triton: the portable ones; hopper: those.")
+    ] = "auto",
     rounds: Annotated[int, typer.Option(help="Series of each implementation, in turns.")] = 5,
     device: Annotated[str, typer.Option(help="cuda, or cpu: the interpreter, a test of the experiment.")] = "cuda",
     out: Annotated[Path, typer.Option(help="Where scores.csv goes.")] = Path("runs/scores"),
 ) -> None:
     """Time causal attention in bf16 with each change of scores, forward and with the backward.
 
-    over plain: the time relative to that of the same kernels with unchanged scores. Flex: how many times as long
-    FlexAttention takes with the same score_mod. With all cases about a minute on an H100, most of it compiling; --flex
-    adds about another.
+    over plain: the time relative to that of unchanged scores with the same --backend, whose kernels may be others:
+    explain() tells. Flex: how many times as long FlexAttention takes with the same score_mod. With all cases about a
+    minute on an H100, most of it compiling; --flex adds about another.
     """
     run_kernels_on(device)
     import torch
@@ -49,13 +54,17 @@ def main(
     unknown = set(case or ()) - set(NAMES)
     if unknown:
         raise typer.BadParameter(f"case must be of {', '.join(NAMES)}; got {', '.join(sorted(unknown))}")
+    if backend not in _BACKENDS:
+        raise typer.BadParameter(f"backend must be {', '.join(_BACKENDS)}; got {backend}")
+    # A backend of "auto" is the interpreted kernels on a CPU, where attention() would take another.
+    ours = "triton" if device == "cpu" else _BACKENDS[backend]
     place, dtype = torch.device(device), torch.bfloat16 if device == "cuda" else torch.float16
     generator = torch.Generator(place).manual_seed(0)
     shape = 1, heads, length, dim
     q, k, v, dout = (torch.randn(shape, generator=generator, device=place, dtype=dtype) for _ in range(4))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     mask = masks.causal(length).to(place)
-    plain = {"sparseflash": _Way(lambda: attention(q, k, v, mask, backend="triton"), leaves)}
+    plain = {"sparseflash": _Way(lambda: attention(q, k, v, mask, backend=ours), leaves)}
     groups: list[dict[str, dict[str, _Way]]] = []
     if flex:
         from experiments.benchmarks.speed.peers.flexattention import compiled
@@ -66,7 +75,7 @@ def main(
         groups.append({"plain": plain | {"flex": _Way(lambda: flex_attention(q, k, v, block_mask=flex_mask), leaves)}})
     for each in cases(heads, mask, dtype, case or NAMES):
         wanted = [*leaves, *each.learned]
-        ways = {"sparseflash": _Way(_ours(attention, q, k, v, mask, each.changes), wanted)}
+        ways = {"sparseflash": _Way(_ours(attention, q, k, v, mask, each.changes, ours), wanted)}
         if flex and each.score_mod is not None:
             ways["flex"] = _Way(_flex(flex_attention, q, k, v, flex_mask, each.score_mod), wanted)
         groups.append({"plain": plain, each.name: ways})
@@ -113,8 +122,10 @@ def _eager_flex() -> Any:
     return flex_attention
 
 
-def _ours(attention: Any, q: Any, k: Any, v: Any, mask: Any, changes: Callable[[], Any]) -> Callable[[], Any]:
-    return lambda: attention(q, k, v, mask, scores=changes(), backend="triton")
+def _ours(
+    attention: Any, q: Any, k: Any, v: Any, mask: Any, changes: Callable[[], Any], backend: str | None
+) -> Callable[[], Any]:
+    return lambda: attention(q, k, v, mask, scores=changes(), backend=backend)
 
 
 def _flex(compiled: Any, q: Any, k: Any, v: Any, mask: Any, score_mod: Any) -> Callable[[], Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,8 @@ ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 # The most time over plain attention that each should take, where there is an aim.
 TARGETS = {
-    "alibi": 1.05, "softcap": 1.05, "sink": 1.05, "table": 1.10, "key_bias": 1.10, "bias": 1.25, "tile_bias": 1.25,
+    "alibi": 1.05, "fixed_alibi": 1.05, "softcap": 1.05, "sink": 1.05, "table": 1.10, "key_bias": 1.10, "bias": 1.25,
+    "tile_bias": 1.25,
 }  # fmt: skip
 NAMES = (*TARGETS, "function")
 
@@ -39,8 +40,8 @@ def cases(heads: int, mask: BlockMask, dtype: torch.dtype, names: Sequence[str])
         return torch.randn(shape, generator=generator, device=mask.device, dtype=dtype).requires_grad_()
 
     made = {
-        "alibi": _alibi, "softcap": _softcap, "sink": _sink, "table": _table, "key_bias": _key_bias, "bias": _bias,
-        "tile_bias": _tile_bias, "function": _function,
+        "alibi": _alibi, "fixed_alibi": _fixed_alibi, "softcap": _softcap, "sink": _sink, "table": _table,
+        "key_bias": _key_bias, "bias": _bias, "tile_bias": _tile_bias, "function": _function,
     }  # fmt: skip
     return [made[name](leaf, heads, mask) for name in names]
 
@@ -53,6 +54,11 @@ def _alibi(leaf: Leaf, heads: int, mask: BlockMask) -> Case:
     return Case(
         "alibi", (slopes,), lambda: scores.alibi(slopes), lambda s, b, h, q, k: s - slopes[h] * (q - k).abs()
     )  # fmt: skip
+
+
+def _fixed_alibi(leaf: Leaf, heads: int, mask: BlockMask) -> Case:
+    """As most models have it: the slopes are not learned."""
+    return replace(_alibi(lambda *shape: leaf(*shape).detach(), heads, mask), name="fixed_alibi", learned=())
 
 
 def _softcap(leaf: Leaf, heads: int, mask: BlockMask) -> Case:
