@@ -42,6 +42,7 @@ class Request(NamedTuple):
     backward: bool
     changes: tuple[str, ...] = ()  # the kinds of changes of scores
     learned: tuple[str, ...] = ()  # those whose tensors get a gradient in this pass
+    logarithmic: bool = False  # scores decay with the logarithm of the distance
 
     @classmethod
     def of(
@@ -54,15 +55,17 @@ class Request(NamedTuple):
         return cls(
             setting.capability, q.dtype, (q.shape[-1], v.shape[-1]), setting.block, setting.lengths, setting.dropout,
             not plan.lists.reusable, tokens, plan.tiles_per_head * block_k / -(-tokens[0] // block_q), backward,
-            *_kinds(changes, wanted),
+            *_described(changes, wanted),
         )  # fmt: skip
 
 
-def _kinds(changes: Scores | None, wanted: Sequence[bool]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Those of the changes, and those whose tensors get a gradient."""
+def _described(changes: Scores | None, wanted: Sequence[bool]) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
+    """The fields of a request about its changes of scores."""
     if changes is None:
-        return (), ()
-    return changes.kinds, tuple(kind for kind, each in changes.by_kind(wanted).items() if any(each))
+        return (), (), False
+    decay = changes.find("distance")
+    learned = tuple(kind for kind, each in changes.by_kind(wanted).items() if any(each))
+    return changes.kinds, learned, decay is not None and decay.is_log
 
 
 class KernelChoice(NamedTuple):

@@ -18,6 +18,8 @@ LEARNED = ("sink",)  # those whose tensors get gradients
 # A decay is divided by the scale, so under a scale of 0 it would not be finite. Products of half precision times this
 # are nothing beside it.
 _SMALLEST_SCALE_OF_A_DECAY = 1e-20
+# A smaller cap leaves nothing of a score, and a larger one leaves it as it is; both keep what is computed finite.
+_CAPS = 1e-12, 1e30
 
 
 def flags_of(changes: Scores | None) -> int:
@@ -33,7 +35,10 @@ def numbers_of(changes: Scores | None, scale: float) -> dict[str, float]:
     """The kernels' numbers, in the units of `hopper/scores.py`: the cap, or 1 / scale."""
     cap = None if changes is None else changes.find("softcap")
     decays = changes is not None and changes.find("distance") is not None
-    unit = max(scale, _SMALLEST_SCALE_OF_A_DECAY if decays else SMALLEST_SCALE) if cap is None else cap.cap
+    if cap is None:
+        unit = max(scale, _SMALLEST_SCALE_OF_A_DECAY if decays else SMALLEST_SCALE)
+    else:
+        unit = min(max(cap.cap, _CAPS[0]), _CAPS[1])
     return {"qk_scale": unit * LOG2E.value, "inverse_unit": 1.0 / unit, "cap_scale": scale / unit}
 
 

@@ -59,6 +59,10 @@ def yields(request: Request) -> str | None:
     if q_len < least:
         direction = "backward" if backward else "forward"
         return f"the portable {direction} is faster below {least:,} queries at D = {request.dims[0]}; got {q_len:,}"
+    if request.dims[0] == 64 and "softcap" in request.changes:
+        return "the portable kernels are faster at D = 64 under a soft cap"
+    if request.logarithmic and not backward:
+        return "the portable forward is faster with a decay by the logarithm of the distance"
     if request.dims[0] == 64 and not backward and request.keys > LIMITS.most_keys:
         return (
             f"the portable forward is faster at D = 64 where queries see more than {LIMITS.most_keys:,} keys; got "

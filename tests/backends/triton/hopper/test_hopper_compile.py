@@ -18,6 +18,12 @@ def test_nothing_is_spilled_or_serialised_and_the_softmax_runs_under_a_product(d
     check(dim, "bfloat16", features)
 
 
+@pytest.mark.parametrize("change", ["softcap", "alibi", "sink"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_changed_scores_compile_as_well(dim, change):
+    check(dim, "bfloat16", [change])
+
+
 def test_fp16_compiles_as_bf16_does():
     check(64, "float16", ["lengths"])
 
@@ -40,7 +46,8 @@ def check(dim, dtype, features):
     assert min(forward["exponentials"]) >= 64, forward
     # At D=64 dk, dv, S, dP and the weights take 224 of 240 registers. Some addresses are spilled then, but no tile,
     # which would be 32 loads and stores at least.
-    assert backward["spilled_in_loop"] <= (20 if dim == 64 else 0), backward
+    # The derivative of a cap lives from the weights to dP.
+    assert backward["spilled_in_loop"] <= (20 if dim == 64 else 4 if "softcap" in features else 0), backward
     # S and dP, dV and dK, dQ: both warpgroups run the same instructions.
     rows = backward_config_for(dim).rows
     assert backward["products"] == 2 * (dim // 16) + 2 * (rows // 16) + 128 // 16

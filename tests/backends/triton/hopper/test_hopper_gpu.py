@@ -56,8 +56,8 @@ def test_changed_scores_are_exact_on_the_gpu(dim, kinds, data):
 def test_changed_scores_have_the_same_bits_at_every_launch_and_replay(dim):
     q, k, v, dout, dlse = inputs(2, 8, 4000, dim)
     mask = masks.causal(4000, block=128).to("cuda").with_lengths(torch.tensor([4000, 2345], device="cuda"))
-    logits = torch.randn(8, device="cuda", requires_grad=True)
-    changes = scores.softcap(5.0) + scores.alibi(torch.rand(8, device="cuda")) + scores.sink(logits)
+    changes = scores.softcap(5.0) + scores.alibi(torch.rand(8, device="cuda"))
+    changes += scores.sink(torch.randn(8, device="cuda"))
     first = results(q, k, v, mask, dout, dlse, changes)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -83,14 +83,16 @@ def test_changed_scores_of_rows_and_columns_that_are_cut_are_exact():
 
 
 def results(q, k, v, mask, dout, dlse, changes=None):
-    """out, lse and the gradients of q, k and v, and of learned tensors of changes of scores.
+    """out, lse and the gradients of q, k and v, and of the sink of changes of scores.
 
     Of leaves of its own: autograd remembers the stream on which a leaf was first used.
     """
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     learned = []
     if changes is not None:
-        learned = [x for x in changes.tensors() if x.requires_grad]
+        kept = changes.find("sink")
+        learned = [kept.logits.detach().requires_grad_()]
+        changes = changes.without("sink") + scores.sink(learned[0])
     out, lse = attention(q, k, v, mask, scores=changes, return_lse=True, backend="hopper")
     return out, lse, *torch.autograd.grad((out, lse), (q, k, v, *learned), (dout, dlse))
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scored import Scored, check_results
 from sparseflash import attention, explain, masks, scores
 from sparseflash.backends.triton.hopper import cuts, plan, support
-from sparseflash.scores.change import Sizes
+from sparseflash.scores.change import Scores, Sizes
 from strategies import Recipe
 
 FIXED = ("alibi", "log_decay")  # they give these no gradient
@@ -72,6 +72,21 @@ def test_a_sink_far_above_or_below_all_scores_is_harmless(logit, rule):
         torch.testing.assert_close(x, y.to(x.dtype), rtol=2e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("cap", [1e-30, 1e-19, 1e-12, 1e-6, 1e6, 1e30, 3e38])
+def test_a_cap_of_any_size(cap):
+    problem = some_problem()
+    q, k, v, dout, dlse = inputs(problem)
+    changes = Scores((scores.softcap(cap),))
+    got = interpreted(problem.recipe.mask(), q, k, v, 0.125, dout, dlse, changes=changes)
+    q, k, v = (x.double().requires_grad_() for x in (q, k, v))
+    wanted = attention(
+        q, k, v, problem.recipe.mask(), scale=0.125, scores=changes, return_lse=True, backend="reference"
+    )
+    wanted += torch.autograd.grad(wanted, (q, k, v), (dout.double(), dlse.double()))
+    for x, y in zip(got, wanted, strict=True):
+        torch.testing.assert_close(x, y.to(x.dtype), rtol=1e-2, atol=5e-3)
+
+
 def test_a_query_without_keys_gives_a_sink_no_gradient():
     arguments = some_problem().recipe.arguments
     case = Scored(some_problem(recipe=Recipe("from_dense", arguments, (400, 0))), ("sink",))
@@ -126,3 +141,22 @@ def test_a_decay_that_is_learned_and_other_changes_are_the_portable_kernels():
     assert found.forward.family == "portable"
     reason = "of changes of scores they know softcap, distance, sink; got key_bias"
     assert dict(found.forward.refusals)["hopper"] == reason
+
+
+@pytest.mark.usefixtures("tested_triton")
+@pytest.mark.parametrize(
+    ("dim", "change", "families"),
+    [
+        (64, scores.softcap(30.0), ("portable", "portable")),
+        (128, scores.softcap(30.0), ("hopper", "hopper")),
+        (128, scores.log_decay(torch.ones(4)), ("portable", "hopper")),
+        (64, scores.alibi(torch.ones(4)), ("hopper", "hopper")),
+    ],
+    ids=["capped-64", "capped-128", "logarithmic", "linear"],
+)
+def test_the_default_is_what_was_measured_faster(dim, change, families):
+    q = torch.empty(2, 4, 8192, dim, dtype=torch.bfloat16, device="meta")
+    found = explain(q, q, q, masks.local(8192, window=1024), scores=change, capability=(9, 0))
+    assert (found.forward.family, found.backward.family) == families
+    asked = explain(q, q, q, masks.local(8192, window=1024), scores=change, capability=(9, 0), backend="hopper")
+    assert (asked.forward.family, asked.backward.family) == ("hopper", "hopper")
