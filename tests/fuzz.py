@@ -15,6 +15,7 @@ import inspect
 import json
 import linecache
 import math
+import os
 import time
 import warnings
 from collections import Counter
@@ -647,6 +648,16 @@ def fuzz_scores(name, first, values, usual):
 FAMILIES = {name.removeprefix("fuzz_"): each for name, each in sorted(globals().items()) if name.startswith("fuzz_")}
 
 
+def stop_if_device_failed(family, number, drawn):
+    """Ends the process at the call by which a GPU failed: no later one on it can succeed, so none would be simpler."""
+    if DEVICE.type == "cuda":
+        try:
+            torch.cuda.synchronize(DEVICE)
+        except RuntimeError as error:
+            print(f"{family}, seed {number}: {error}\nin or after the call of {drawn}", flush=True)
+            os._exit(2)  # leaving in order would free the memory of a GPU that is lost
+
+
 def run(family, examples, number=None, ends=None, **options):
     """Draws calls of a family and counts how they ended, in `ends` too; raises what went wrong.
 
@@ -662,7 +673,9 @@ def run(family, examples, number=None, ends=None, **options):
             end = wild(**drawn)
         except Exception:
             ends["failure"] += 1  # those by which Hypothesis simplifies one are counted, too
+            stop_if_device_failed(family, number, drawn)
             raise
+        stop_if_device_failed(family, number, drawn)
         ends[end] += 1
 
     (counted if number is None else seed(number)(counted))()

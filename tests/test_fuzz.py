@@ -66,6 +66,23 @@ def test_a_run_tells_failures_and_the_seeds_that_draw_them(monkeypatch, capsys):
     assert "attention, seed 5: TypeError: 'NoneType' object is not callable" in capsys.readouterr().out
 
 
+def test_a_run_stops_at_the_call_by_which_a_gpu_failed(monkeypatch, capsys):
+    def fail(device):
+        raise RuntimeError("illegal memory access")
+
+    def leave(code):
+        raise SystemExit(code)
+
+    monkeypatch.setattr(fuzz, "DEVICE", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    monkeypatch.setattr(fuzz.os, "_exit", leave)
+    with pytest.raises(SystemExit):
+        fuzz.stop_if_device_failed("scores", 7, {"name": "sink"})
+    assert (
+        capsys.readouterr().out == "scores, seed 7: illegal memory access\nin or after the call of {'name': 'sink'}\n"
+    )
+
+
 def problem(length=50, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(1, 2, length, 16, generator=generator, requires_grad=True) for _ in range(3)]
