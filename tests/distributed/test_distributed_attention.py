@@ -574,6 +574,9 @@ def test_arguments_of_shard_are_checked():
         distributed.shard(mask, ranks=2, transport="ring")
     with refused("transport must be 'collective' or 'auto' with strategy='heads', .* collectives; got 'peer'"):
         distributed.shard(mask, ranks=2, strategy="heads", transport="peer")
+    for strategy in ("queries", "heads"):
+        with refused(f"stages must be None with strategy='{strategy}', because keys alone travel in stages; got 0"):
+            distributed.shard(mask, ranks=2, strategy=strategy, stages=0)
     with refused("strategy must be one of 'auto', 'keys', 'queries', 'heads'; got 'ring'"):
         distributed.shard(mask, ranks=2, strategy="ring")
     plan = distributed.shard(mask, ranks=2)
