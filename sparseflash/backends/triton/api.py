@@ -145,11 +145,17 @@ def check_gradients(q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: 
     """Raises ValueError if the kernels that a plain call insists on have no gradients for what is learned in it, which
     would be known only in the backward.
     """
-    if problem.kernels and torch.is_grad_enabled() and q.numel() and k.numel():
-        wanted = [x.requires_grad for x in changes.tensors()]
-        if any(wanted) and is_plain_call(q, k, v, *changes.tensors()):
-            check(q, k, v)
-            _decided(q, k, v, problem, changes, wanted, backward=True)
+    wanted = insisted_gradients(problem, changes)
+    if any(wanted) and q.numel() and k.numel() and is_plain_call(q, k, v, *changes.tensors()):
+        check(q, k, v)
+        _decided(q, k, v, problem, changes, wanted, backward=True)
+
+
+def insisted_gradients(problem: Problem, changes: Scores) -> list[bool]:
+    """Which tensors of the changes get a gradient by kernels that a call insists on; none if it insists on none."""
+    if problem.kernels and torch.is_grad_enabled():
+        return [x.requires_grad for x in changes.tensors()]
+    return []
 
 
 def key_of_changes(changes: Scores | None) -> tuple[Any, ...]:
