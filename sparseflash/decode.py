@@ -115,8 +115,8 @@ def attention_with_cache(
 
     Nothing is planned, and no number is read from the device: launches depend on shapes alone, so after one call like
     it a CUDA graph can record the call and replay it while `lengths` (in place), the cache and the choices change. The
-    query heads of a group are rows of one tile, so keys are read once for all of them. There is no backward; to train
-    use `attention` with a mask.
+    query heads of a group are rows of one tile, so keys are read once for all of them. There is no backward, and no
+    change of scores; to train, or for `scores`, use `attention` with a mask.
     """
     of = _checked(q, k_cache, v_cache, lengths, block_table, starts, window, sinks, pages, page, mask)
     scale = checked_scale(scale, q.shape[-1])
@@ -152,9 +152,9 @@ def choose_pages(q: Tensor, k_min: Tensor, k_max: Tensor, lengths: Tensor, *, k:
 
     and the pages with the highest bound are chosen; heads of a group, and several queries, are joined by their highest
     bound. `q` `[B, Hq, Nq, D]`; `k_min`, `k_max` `[B, Hkv, n, D]`, of every page of a sequence, kept up to date as
-    tokens are added, Hq a multiple of Hkv; `lengths`, integers `[B]`, the new tokens included; `k` in pages, `page` in
-    tokens. Pages past the length are never chosen: -1 stands in their place, and in that of pages past the n that there
-    are, if k is more. Nothing waits for the device.
+    tokens are added, Hq a multiple of Hkv; `lengths`, integers `[B]`, the new tokens included, of which more than the n
+    pages have room for count as the room; `k` in pages, `page` in tokens. Pages past the length are never chosen: -1
+    stands in their place, and in that of pages past the n that there are, if k is more. Nothing waits for the device.
 
     Raises TypeError or ValueError if the arguments do not fit together.
 
@@ -170,7 +170,7 @@ def choose_pages(q: Tensor, k_min: Tensor, k_max: Tensor, lengths: Tensor, *, k:
     grouped = q.float().reshape(batch, kv_heads, heads // kv_heads * q_len, dim)  # [B, Hkv, G * Nq, D]
     # max(q min, q max) is q max for positive q, and q min for negative q.
     bound = grouped.clamp(min=0) @ k_max.float().mT + grouped.clamp(max=0) @ k_min.float().mT
-    newest = torch.div(lengths.long() - 1, page, rounding_mode="floor").view(-1, 1, 1)
+    newest = torch.div(lengths.long() - 1, page, rounding_mode="floor").clamp(max=count - 1).view(-1, 1, 1)
     number = torch.arange(count, device=q.device)
     score = bound.amax(2).masked_fill(number == newest, torch.inf).masked_fill(number > newest, -torch.inf)
     best = score.sort(dim=-1, descending=True, stable=True).indices[..., :k]

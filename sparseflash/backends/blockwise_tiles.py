@@ -108,7 +108,8 @@ class Tiles:
         sink = self.sink(part, changes)
         if sink is None:
             return None
-        return torch.exp(sink.unsqueeze(-1) - maximum) / total.masked_fill(total == 0, torch.inf)
+        empty = total == 0  # whose maximum does not bound the sink
+        return torch.exp((sink.unsqueeze(-1) - maximum).masked_fill(empty, -torch.inf)) / total.masked_fill(empty, 1.0)
 
     def add_sinks(self, part: Rows, learned: Sequence[Tensor | None], weights: Tensor, drow: Tensor) -> None:
         """Adds the gradients of the sinks; `drow`: of the score of a key without a value, divided by its weight."""

@@ -72,6 +72,15 @@ def refuse_vmap(name: str, *tensors: Tensor, around: bool) -> None:
         )
 
 
+def refuse_batched_gradients(name: str, *gradients: Tensor | None) -> None:
+    """Raises for incoming gradients that hold several, for which an operator with a list of tensors has no rule."""
+    if any(x is not None and torch._C._functorch.is_legacy_batchedtensor(x) for x in gradients):
+        raise NotImplementedError(
+            f"gradients in batches (is_grads_batched=True) are not implemented by the {name} backend where scores are "
+            "changed; backend='reference' has them. Or take one gradient after another."
+        )
+
+
 def _transforms() -> list[Any]:
     """The kinds of all transforms around a call: for torch.func.grad(torch.vmap(f)) the innermost one is vmap."""
     return [each.key() for each in torch._C._functorch.get_interpreter_stack() or ()]

@@ -15,6 +15,7 @@ from torch import Tensor
 from sparseflash.backends.direct import call_directly, differentiably, have_contents, is_plain_call
 from sparseflash.backends.problem import Problem, schema
 from sparseflash.backends.refused_derivatives import (
+    refuse_batched_gradients,
     refuse_functional_gradients,
     refuse_second_gradients,
     refuse_tangents,
@@ -117,6 +118,7 @@ class ScoredOperator(RegisteredOperator):
         problem: Problem,
     ) -> tuple[Any, ...]:  # fmt: skip
         """The same through the registered operator. changes: described, without their tensors."""
+        refuse_batched_gradients(self.name, dout, dlse)
         dq, dk, dv, learned = self._backward(dout, dlse, saved, tensors, changes, wanted, *problem)
         return dq, dk, dv, *(x if wants else None for x, wants in zip(learned, wanted, strict=True))
 
@@ -151,6 +153,7 @@ class _Run:
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, seed: Tensor | None, *tensors: Tensor
     ) -> tuple[Any, ...]:
         if self._changes.find("function") is not None:  # the registered operator takes none
+            refuse_batched_gradients(self._operator.name, dout, dlse)
             refuse_tangents(self._operator.name, dout, dlse, *saved, *tensors)
             return _Once.apply(self._operator.name, self.backward, dout, dlse, *saved, seed, *tensors)  # type: ignore[no-any-return, no-untyped-call]
         changes, problem = self._changes.described(), self._problem._replace(seed=seed)

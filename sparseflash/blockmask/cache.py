@@ -124,15 +124,14 @@ def clear_caches() -> None:
     Later calls derive again what they need; compiled kernels are reloaded from Triton's cache on disk. CUDA graphs stay
     valid: what they read is kept until they are destroyed.
 
-    Kept with each mask, and freed with it: its transpose, density, digest, tile numbers, work lists, 64 execution plans
-    (one for each batch size and number of heads) of 64 prepared launches each, and 64 prepared calls. Kept with each
-    relative table: the codes of its last lengths; with each function of scores: what was recorded of it on 16 devices.
-    Kept for the process: 64 plans and 64 prepared calls of dense attention, 16 dense masks of the blockwise backend,
-    kernels prepared for 256 layouts of tensors, and as many for Hopper, 512 compiled kernels, 32 tile sets for choosing
-    blocks at every step, 32 arrays of head numbers, 32 of tiles that the diagonal cuts, 128 sets of kernels that choose
-    blocks, as many that plan the masks of these and as many that decode, 32 sets that plan the backward for Hopper, 256
-    masks built inside functions that `torch.compile` has compiled, 32 masks of packed sequences, the running sums of as
-    many tensors, 64 masks of Transformers' models, and the Triton functions of 256 functions of scores.
+    What is derived from a mask is kept and freed with it: its transpose, density, digest, tile numbers and work lists,
+    and what is prepared for calls, of 64 batch sizes and numbers of heads and 64 layouts of tensors each. Likewise,
+    with their owners, masks that a layer of `nn` has made, a `ShardPlan`'s exchanges of 64 kinds of calls, the codes of
+    a relative table for its last lengths, and what has been recorded of a function of scores.
+
+    The process keeps what no mask has: calls and plans of dense attention, compiled kernels (at most 512) and how they
+    are launched, masks of packed sequences, of Transformers' models and of compiled code, and tensors that planning and
+    the choice of blocks need again: of each kind between 8 and 512.
     """
     streams.release_finished_graphs()
     for clear in _clearings:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from sparseflash.backends.triton.device import runs_kernels
-from sparseflash.scores.sink import scaled
+from sparseflash.scores.sink import above, scaled
 
 _DEVICES = ["cuda"]  # on which the kernels of `fused_merge` are used; tests add the CPU, for the interpreter
 
@@ -56,7 +56,7 @@ class _WithSink(Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         dout, dlse = gradients
         out, lse, logits = ctx.saved_tensors
-        difference = lse - logits.to(lse.dtype)[:, None]
+        difference = above(lse, logits)
         # Each by its own sigmoid: the sink's share of a sum is often small, and 1 - share would lose its digits.
         share, of_sink = torch.sigmoid(difference), torch.sigmoid(-difference)
         dlse = dlse.masked_fill(lse == -torch.inf, 0.0)

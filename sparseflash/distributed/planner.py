@@ -19,9 +19,9 @@ from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.stats import pattern_count
 from sparseflash.distributed.shards import Integers, Shards
 
-# What a remote key costs, in live scores. On an H100 with bf16 and head dim D, a key and a value are 4 D bytes, which
-# take 4 D / 350e9 s over NVLink, and a score is 4 D operations at 400e12 a second: 1,100 scores. Estimated, not
-# measured. Part of the transfer is hidden behind the attention to local keys.
+# What a remote key costs, in live scores, forward and backward: by `costs.H100`, with bf16 and head dim D, a key and a
+# value, and their gradients back, take 2 * 4 D / 300e9 s, and a score is 3.5 * 4 D operations at 400e12 a second. That
+# is 760. Estimated, not measured; what attention hides of the transfer is not counted.
 SCORES_PER_REMOTE_KEY = 800
 _CHUNKS = 512  # more chunks than this are merged, because planning takes time with their square, ...
 _CHUNKS_A_RANK, _MOST_CHUNKS = 16, 4096  # ... unless there are too few for each rank to be balanced

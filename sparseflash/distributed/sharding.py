@@ -51,7 +51,8 @@ def shard(
             `"auto"`: the one that costs least by `explain`'s model.
         stages: into how many exchanges, 1 to 4, the keys that travel are cut; attention to keys that are there already
             overlaps with them, and partial results are merged. 0: attention begins when all keys are there, and nothing
-            is merged. None: chosen by the same model.
+            is merged. None: chosen by the same model. Queries and heads do not travel in stages, so with
+            `strategy="auto"` a number holds if keys are what costs least.
         transport: `"collective"`: NCCL's all-to-all, whose programs take turns with attention; `"peer"`: copies out of
             the other ranks' memory, for GPUs of one host that can read each other's, beside attention. For each
             group every GPU then holds a buffer of what the rank that sends most sends in the largest call so far,
@@ -59,8 +60,8 @@ def shard(
             Heads travel by collectives alone, so they do not with `"peer"`. `"auto"`: peer where it is possible.
 
     Raises ValueError if the mask has fewer blocks than there are ranks, for a DeviceMesh of several dimensions, for
-    heads with copies between peers, and for `like` of other lengths, ranks or a chunk that the mask's blocks do not
-    divide.
+    heads with copies between peers, for stages of queries or heads, and for `like` of other lengths, ranks or a chunk
+    that the mask's blocks do not divide.
     """
     mask = checked_mask(mask)
     group, rank, ranks = _place(group, rank, ranks)
@@ -68,6 +69,10 @@ def shard(
         raise ValueError(f"strategy must be one of {', '.join(map(repr, STRATEGIES))}; got {strategy!r}.")
     if stages is not None and not 0 <= integer(stages, "stages", "exchanges") <= MOST_STAGES:
         raise ValueError(f"stages must be 0 to {MOST_STAGES}, or None; got {stages}.")
+    if stages is not None and strategy in ("queries", "heads"):
+        raise ValueError(
+            f"stages must be None with strategy={strategy!r}, because keys alone travel in stages; got {stages}."
+        )
     if transport not in TRANSPORTS:
         raise ValueError(f"transport must be one of {', '.join(map(repr, TRANSPORTS))}; got {transport!r}.")
     if strategy == "heads" and transport == "peer":

@@ -37,7 +37,12 @@ def scaled(out: Tensor, lse: Tensor, logits: Tensor) -> Tensor:
     `out * exp(lse) / (exp(lse) + exp(logits[h]))`, computed in the dtype of lse, `[B, H, Nq]`: 0 for a query without a
     live key, whose lse is -inf.
     """
-    return (torch.sigmoid(lse - logits.to(lse.dtype)[:, None]).unsqueeze(-1) * out).to(out.dtype)
+    return (torch.sigmoid(above(lse, logits)).unsqueeze(-1) * out).to(out.dtype)
+
+
+def above(lse: Tensor, logits: Tensor) -> Tensor:
+    """`lse - logits[h]`, also for logits of -inf: -inf for a query without a live key."""
+    return (lse - logits.to(lse.dtype)[:, None]).masked_fill(lse == -torch.inf, -torch.inf)
 
 
 def sink(logits: Tensor) -> Sink:
@@ -49,8 +54,9 @@ def sink(logits: Tensor) -> Sink:
     >>> attention(q, k, v, scores=scores.sink(torch.zeros(2))).shape
     torch.Size([1, 2, 50, 16])
 
-    logits: `[Hq]`, which may be learned; no other change applies to them, nor does the scale or dropout. `lse` includes
-    the sink. A query without a live key still has `out = 0` and `lse = -inf`, and contributes nothing to the gradient.
+    logits: `[Hq]`, which may be learned; no other change applies to them, nor does the scale or dropout. They must be
+    finite, or -inf for a head without a sink. `lse` includes the sink. A query without a live key still has `out = 0`
+    and `lse = -inf`, and contributes nothing to the gradient.
     Source: OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025; with logits 0 it is Miller's "Attention Is Off By
     One", 2023.
     """

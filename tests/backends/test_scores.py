@@ -124,6 +124,19 @@ def test_a_sink_of_minus_infinity_is_none(dtype, backend):
 
 @pytest.mark.parametrize("backend", ["reference", "blockwise", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_sink_far_above_all_scores_has_all_the_weight(dtype, backend):
+    """Of queries without keys none: their exponentials would overflow."""
+    mask = BlockMask.from_function(lambda q, k: q % 2 == 0, 20, block=16)
+    q, k, v = (torch.randn(1, 2, 20, 16, dtype=dtype, requires_grad=True) for _ in range(3))
+    logits = torch.full((2,), 3e4, requires_grad=True)
+    out, lse = attention(q, k, v, mask, scores=scores.sink(logits), return_lse=True, backend=backend)
+    assert (out == 0).all() and (lse[:, :, ::2] == 3e4).all() and lse[:, :, 1::2].isneginf().all()
+    *gradients, of_sink = torch.autograd.grad((out.sum(), lse[:, :, ::2].sum()), [q, k, v, logits])
+    assert all((x == 0).all() for x in gradients) and (of_sink == 10).all()
+
+
+@pytest.mark.parametrize("backend", ["reference", "blockwise", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_a_query_without_keys_may_have_an_lse_whose_gradient_is_not_a_number(dtype, backend):
     """As where parts are merged by their lse, and a query has keys in none: -inf - -inf."""
     mask = BlockMask.from_function(lambda q, k: q % 2 == 0, 20, block=16)

@@ -64,20 +64,25 @@ def needed_keys(mask, ranks, batch, kv_heads):
     return count
 
 
-def cuts():
-    """Options of `shard` about how keys travel."""
-    return st.fixed_dictionaries(
-        {"stages": st.none() | st.integers(0, 4), "transport": st.sampled_from(["collective", "peer"])}
-    )
+@st.composite
+def ways(draw, *strategies):
+    """Options of `shard` about what travels, and how: keys in stages, keys and queries by either transport."""
+    strategy = draw(st.sampled_from(strategies))
+    options = {"strategy": strategy}
+    if strategy != "heads":
+        options["transport"] = draw(st.sampled_from(["collective", "peer"]))
+    if strategy == "keys":
+        options["stages"] = draw(st.none() | st.integers(0, 4))
+    return options
 
 
-@given(problem=drawn_problems(), ranks=st.integers(2, 4), cut=cuts())
+@given(problem=drawn_problems(), ranks=st.integers(2, 4), way=ways("keys"))
 @settings(max_examples=2 * settings().max_examples)
-def test_it_is_as_exact_as_attention_in_one_process(pool, problem, ranks, cut):
+def test_it_is_as_exact_as_attention_in_one_process(pool, problem, ranks, way):
     mask = problem.mask
     assume(has_blocks_for(mask, ranks))
     q, k, v, dout, dlse = problem.tensors()
-    function = sharded(pool, ranks, mask, {"strategy": "keys", **cut}, scale=problem.scale)
+    function = sharded(pool, ranks, mask, way, scale=problem.scale)
     testing.assert_exact(function, q, k, v, mask, scale=problem.scale, dout=dout, dlse=dlse)
 
 
@@ -197,12 +202,12 @@ def drawn_scores(*dtypes, kinds=(*SHARDED, *FUNCTIONS), most_heads=4, most_token
 
 @given(
     case=drawn_scores(torch.float32, torch.float64, torch.bfloat16), ranks=st.integers(2, 4),
-    strategy=st.sampled_from(["keys", "queries"]), cut=cuts(),
+    way=ways("keys", "queries"),
 )  # fmt: skip
 @settings(max_examples=2 * settings().max_examples)
-def test_changed_scores_are_as_exact(pool, case, ranks, strategy, cut):
+def test_changed_scores_are_as_exact(pool, case, ranks, way):
     assume(has_blocks_for(case.problem.mask, ranks))
-    check_scored(pool, ranks, case, {"strategy": strategy, **cut})
+    check_scored(pool, ranks, case, way)
 
 
 @given(case=drawn_scores(torch.float32, torch.float64, most_heads=1), ranks=st.integers(2, 4))
@@ -226,17 +231,15 @@ def test_kernels_take_positions_in_the_whole_sequence(pool, case):
 
 @given(
     problem=drawn_problems(dropouts=(0.1, 0.5, 0.9)), ranks=st.integers(2, 4),
-    strategy=st.sampled_from(["keys", "keys", "queries", "heads"]), cut=cuts(),
+    way=ways("keys", "keys", "queries", "heads"),
 )  # fmt: skip
 @settings(max_examples=2 * settings().max_examples)
-def test_dropout_is_that_of_one_process(pool, problem, ranks, strategy, cut):
+def test_dropout_is_that_of_one_process(pool, problem, ranks, way):
     assume(has_blocks_for(problem.mask, ranks))
-    if strategy == "heads":
+    if way["strategy"] == "heads":
         assume(problem.mask.shape[1] == 1)
         problem = replace(problem, heads=2 * ranks, kv_heads=ranks)
-    if strategy == "heads":
-        cut = {}
-    check_dropping(pool, ranks, problem, {"strategy": strategy, **cut})
+    check_dropping(pool, ranks, problem, way)
 
 
 @given(problem=drawn_problems((torch.float32, torch.float16), 2, 70, dropouts=(0.3,)), queries=st.booleans())
@@ -574,6 +577,9 @@ def test_arguments_of_shard_are_checked():
         distributed.shard(mask, ranks=2, transport="ring")
     with refused("transport must be 'collective' or 'auto' with strategy='heads', .* collectives; got 'peer'"):
         distributed.shard(mask, ranks=2, strategy="heads", transport="peer")
+    for strategy in ("queries", "heads"):
+        with refused(f"stages must be None with strategy='{strategy}', because keys alone travel in stages; got 0"):
+            distributed.shard(mask, ranks=2, strategy=strategy, stages=0)
     with refused("strategy must be one of 'auto', 'keys', 'queries', 'heads'; got 'ring'"):
         distributed.shard(mask, ranks=2, strategy="ring")
     plan = distributed.shard(mask, ranks=2)

@@ -59,3 +59,19 @@ def test_fp64_is_merged_by_operations(dtype):
     given_ = parts_of(2, (1, 1, 4, 16), dtype, 0, False)
     with mock.patch.object(fused_merge, "merge", side_effect=AssertionError("fused")):
         results(*given_, devices=["cpu"])
+
+
+@pytest.mark.parametrize("logit", [-torch.inf, 3e4])
+def test_a_sink_of_a_query_without_keys_makes_nothing_of_nothing(logit):
+    """And a sink of -inf is none."""
+    out, lse = torch.ones(1, 2, 2, 4, requires_grad=True), torch.tensor([[[0.0, -torch.inf]] * 2], requires_grad=True)
+    logits = torch.full((2,), logit, requires_grad=True)
+    masked = out.masked_fill(lse.unsqueeze(-1) == -torch.inf, 0.0)
+    joined, joined_lse = merge.with_sink(masked, lse, logits)
+    share = float(logit < 0)
+    assert (joined[:, :, 0] == share).all() and (joined[:, :, 1] == 0).all()
+    assert (joined_lse[:, :, 0] == max(logit, 0.0)).all() and joined_lse[:, :, 1].isneginf().all()
+    gradients = torch.autograd.grad(joined.sum() + joined_lse[:, :, 0].sum(), (out, lse, logits))
+    wanted = [torch.tensor([share, 0.0]).expand(1, 2, 2), torch.full((2,), 1.0 - share)]
+    assert torch.equal(gradients[0], wanted[0].unsqueeze(-1).expand(1, 2, 2, 4))
+    assert torch.equal(gradients[1], wanted[0]) and torch.equal(gradients[2], wanted[1])

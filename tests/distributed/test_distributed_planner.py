@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from sparseflash import BlockMask, attention, distributed, masks
-from sparseflash.distributed import costs
+from sparseflash.distributed import costs, planner
 from sparseflash.distributed.positions import Positions
 from sparseflash.distributed.shards import Shards
 from strategies import block_masks
@@ -122,6 +122,12 @@ def test_causal_masks_are_dealt_in_zigzag_and_windows_in_runs():
     local = distributed.shard(masks.local(8192, window=128, block=64), ranks=4)
     assert local.assignment.name.startswith("contiguous")
     assert local.traffic(1, 1).sent.max() <= 4 * 64
+
+
+def test_a_remote_key_costs_the_planner_what_the_model_says():
+    shape, machine = costs.Shape(1, 1, 1, 128, 128, torch.bfloat16), costs.H100
+    key = (1 + costs.BACKWARD_BYTES) * shape.key_bytes / machine.bandwidth
+    assert pytest.approx(key / (shape.flops_per_score / machine.flops), rel=0.1) == planner.SCORES_PER_REMOTE_KEY
 
 
 def test_documents_that_fill_ranks_exchange_nothing():

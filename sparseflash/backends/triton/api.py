@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparseflash.backends.direct import is_plain_call
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.registration import Operator, empty_gradient, empty_lse, empty_out
 from sparseflash.backends.saved import Saved
@@ -138,6 +139,23 @@ def _decided(
     setting = setting_of(q, k, problem, gpu.capability_of(q.device))
     request = Request.of(setting, q, v, changes, wanted, backward=backward)
     return setting, decide(request, problem.kernels).family
+
+
+def check_gradients(q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores) -> None:
+    """Raises ValueError if the kernels that a plain call insists on have no gradients for what is learned in it, which
+    would be known only in the backward.
+    """
+    wanted = insisted_gradients(problem, changes)
+    if any(wanted) and q.numel() and k.numel() and is_plain_call(q, k, v, *changes.tensors()):
+        check(q, k, v)
+        _decided(q, k, v, problem, changes, wanted, backward=True)
+
+
+def insisted_gradients(problem: Problem, changes: Scores) -> list[bool]:
+    """Which tensors of the changes get a gradient by kernels that a call insists on; none if it insists on none."""
+    if problem.kernels and torch.is_grad_enabled():
+        return [x.requires_grad for x in changes.tensors()]
+    return []
 
 
 def key_of_changes(changes: Scores | None) -> tuple[Any, ...]:

@@ -109,10 +109,11 @@ def run_scored(
     tensors = changes.tensors()
     if not are_plain(*tensors):
         return api.scored_attention(q, k, v, problem, changes)
-    key = key, *api.key_of_changes(changes)
+    key = key, *api.key_of_changes(changes), *api.insisted_gradients(problem, changes)
     call: ScoredOperator | None = calls.get(key)
     if call is None:
         api.check(q, k, v)
+        api.check_gradients(q, k, v, problem, changes)
         call = calls.put(key, api.scored_call(q, k, v, problem, changes))
     return call.directly(q, k, v, problem, changes, tensors)
 

@@ -103,10 +103,10 @@ def part_of(work_ptr, item, HAS_PARTS: gl.constexpr):
 
 
 @gluon.jit
-def told(number_s, stage, which: gl.constexpr, number):
+def told(number_s, stage, WHICH: gl.constexpr, number):
     """Tells the warpgroups a number of a step, by way of shared memory: so they need not wait for memory of the GPU."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    number_s.index(stage * TOLD + which).store(gl.full([1], number, gl.int32, layout=layout))
+    number_s.index(stage * TOLD + WHICH).store(gl.full([1], number, gl.int32, layout=layout))
 
 
 @gluon.jit
@@ -274,9 +274,9 @@ def masked(
 
 
 @gluon.jit
-def heard(number_s, stage, which: gl.constexpr):
+def heard(number_s, stage, WHICH: gl.constexpr):
     """What `told` has told."""
-    return gl.max(number_s.index(stage * TOLD + which).load(gl.BlockedLayout([1], [32], [8], [0])), 0)
+    return gl.max(number_s.index(stage * TOLD + WHICH).load(gl.BlockedLayout([1], [32], [8], [0])), 0)
 
 
 @gluon.jit

@@ -42,6 +42,9 @@ class Limits(NamedTuple):
     1,024 tokens, 0.86 to 1.17 at 4,096, 0.89 to 0.95 where queries see 8,000 keys and more. Backward 0.79 to 0.92 at
     256 tokens, 0.86 to 1.19 at 1,024, 0.94 to 1.50 from 4,096 on. Forward of 64 queries and 4,096 keys, D=128, 32
     heads: 2.8, as the portable kernels do not cut the keys.
+
+    With changed scores, on an H100 under causal and local masks of 8,192 tokens, the portable kernels were faster under
+    a soft cap at D=64, and forward with a logarithmic decay.
     """
 
     forward_queries_64: int = 4096

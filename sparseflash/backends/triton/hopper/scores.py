@@ -1,8 +1,8 @@
 """Changes of scores in the kernels for Hopper: a cap and a decay with distance. `sparseflash/scores/` defines them.
 
-They are what takes a few operations a score and no memory. Scores are in units of the cap, or of 1 / scale without one:
-then a cap costs its tanh and one multiplication. A sink takes part in the sums of a row alone, and is added where those
-are written.
+Each takes a few operations a score and no memory, which is why these kernels know it. Scores are in units of the cap,
+or of 1 / scale without one: then a cap costs its tanh and one multiplication. A sink takes part in the sums of a row
+alone, and is added where those are written.
 """
 
 from triton.experimental import gluon
@@ -31,10 +31,11 @@ def distance_term(
     first_row, first_column, slope,
     ROWS: gl.constexpr, COLUMNS: gl.constexpr, CHANGES: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """[ROWS, COLUMNS], what the distance takes from a score: of the tokens from `first_row` on and from `first_column`
-    on, on one scale. Exact below 2^24 tokens.
+    """[ROWS, COLUMNS], what is subtracted from the scores for the distance of the tokens from `first_row` on and those
+    from `first_column` on, both counted from the first key. Exact below 2^24 tokens.
 
-    From a row is first subtracted what threads differ in, then a constant: no thread holds a number for each column.
+    The number of a column is subtracted in two parts, the one in which threads differ and a constant, so that no thread
+    holds a number for each column.
     """
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)) + (first_row - first_column)
     column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))

@@ -1,5 +1,7 @@
 """Changed scores by the kernels for Hopper: run by our interpreter, and which changes they take."""
 
+from unittest import mock
+
 import pytest
 import torch
 from hopper_problems import CUT, PARTS, drawn, inputs, interpreted, scale_of, some_problem
@@ -7,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scored import Scored, check_results
-from sparseflash import attention, explain, masks, scores
+from sparseflash import attention, clear_caches, explain, masks, scores
+from sparseflash.backends.triton import api
+from sparseflash.backends.triton import device as gpu
 from sparseflash.backends.triton.hopper import cuts, plan, support
 from sparseflash.scores.change import Scores, Sizes
 from strategies import Recipe
@@ -120,10 +124,11 @@ def tested_triton(monkeypatch):
 
 
 @pytest.mark.usefixtures("tested_triton")
-def test_they_take_caps_decays_and_sinks():
+def test_they_take_caps_decays_and_sinks_and_queries_that_a_temperature_divides():
     q = torch.empty(2, 4, 8192, 128, dtype=torch.bfloat16, device="meta")
     slopes = torch.rand(4, device="meta")
     changes = scores.softcap(30.0) + scores.alibi(slopes) + scores.sink(slopes.clone().requires_grad_())
+    changes += scores.temperature(slopes)
     found = explain(q, q, q, masks.causal(8192), scores=changes, capability=(9, 0))
     assert (found.forward.family, found.backward.family) == ("hopper", "hopper")
 
@@ -141,6 +146,19 @@ def test_a_decay_that_is_learned_and_other_changes_are_the_portable_kernels():
     assert found.forward.family == "portable"
     reason = "of changes of scores they know softcap, distance, sink; got key_bias"
     assert dict(found.forward.refusals)["hopper"] == reason
+
+
+@pytest.mark.usefixtures("tested_triton")
+def test_who_insists_on_them_learns_before_the_forward_that_slopes_get_no_gradient(monkeypatch):
+    monkeypatch.setattr(gpu, "capability_of", lambda device: (9, 0))
+    q, slopes = torch.zeros(1, 2, 256, 64, dtype=torch.float16), torch.ones(2, requires_grad=True)
+    with mock.patch.object(api, "scored_call") as made, torch.no_grad():  # which is cached
+        made.return_value.directly.return_value = q, q[..., 0]
+        attention(q, q, q, scale=0.125, scores=scores.alibi(slopes), backend="hopper")
+    for scale in (0.125, -0.125):  # the second is never cached
+        with pytest.raises(ValueError, match=r"the hopper kernels cannot .*: .* give gradients to sink; got distance"):
+            attention(q, q, q, scale=scale, scores=scores.alibi(slopes), backend="hopper")
+    clear_caches()
 
 
 @pytest.mark.usefixtures("tested_triton")
