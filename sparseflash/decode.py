@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal, overload
 
 import torch
@@ -263,10 +264,13 @@ def _checked(
         pages = _once(pages)
     if table is not None:
         table = table.contiguous()
-    of = Cached(lengths, starts, window, int(sinks), page or 0, table, pages, mask)
+    of = Cached(lengths, starts, page=page or 0, block_table=table, pages=pages, mask=mask)
+    room = of.capacity(k_cache)
     if mask is not None:
-        _check_mask(mask, q, kv_heads, of.capacity(k_cache))
-    return of
+        _check_mask(mask, q, kv_heads, room)
+    # Kernels count in 32 bits, and what lies past the room is not there.
+    window = None if window is None else min(int(window), room + q.shape[2])
+    return replace(of, window=window, sinks=min(int(sinks), room), page=min(of.page, max(room, 1)))
 
 
 def _check_mask(mask: Any, q: Tensor, kv_heads: int, capacity: int) -> None:

@@ -191,6 +191,22 @@ def test_numbers_of_64_bits_are_what_they_are(backend, number):
     assert (call(room, pages=given.expand(1, 2, 1), page=16) == 0).all()
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("number", [2**31 - 1, 2**31, 2**63, 2**70])
+def test_a_window_sinks_or_a_page_of_any_size_are_as_good_as_the_room(backend, number):
+    """A kernel has them in 32 bits: one that was compiled for a small number is started with a large one, too."""
+    q, k = torch.randn(1, 4, 3, 16, generator=generator(0)), torch.randn(1, 2, 64, 16, generator=generator(1))
+
+    def call(**options):
+        starts = torch.tensor([5])
+        return attention_with_cache(q, k, k, torch.tensor([40]), starts=starts, backend=backend, **options)
+
+    assert torch.equal(call(window=number), call())
+    assert torch.equal(call(window=2, sinks=number), call(window=2, sinks=64))
+    first = torch.zeros(1, 2, 1, dtype=torch.int32)
+    assert torch.equal(call(pages=first, page=number), call(pages=first, page=64))
+
+
 def test_a_sequence_has_the_same_bits_alone_as_in_a_batch():
     q = torch.randn(3, 4, 1, 16, generator=generator(0))
     k, v = torch.randn(2, 3, 2, 2000, 16, generator=generator(1))

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from sparseflash.blockmask.arguments import dense_tensor
+
 if TYPE_CHECKING:
     from sparseflash.blockmask import BlockMask
 
@@ -212,11 +214,11 @@ def scores_of(given: object) -> Scores:
 
 
 def floating(x: object, name: str) -> Tensor:
-    """A tensor of a floating dtype. Raises TypeError for anything else."""
+    """A dense tensor of a floating dtype. Raises TypeError for anything else."""
     if not isinstance(x, Tensor) or x.dtype not in FLOATING:
         what = str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"{name} must be a tensor of a floating dtype; got {what}.")
-    return x
+    return dense_tensor(x, name)
 
 
 def per_head(x: Tensor, name: str, sizes: Sizes) -> None:

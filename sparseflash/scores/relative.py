@@ -77,6 +77,11 @@ class Relative(Change):
         offsets = (k_len - 1) - torch.arange(q_len + k_len - 1, device=device) - (k_len - q_len)
         buckets = self.bucket(offsets)
         checked_integers(buckets, "what bucket returns")
+        if buckets.device != offsets.device:
+            raise ValueError(
+                f"what bucket returns must be on the device of the offsets, {offsets.device}; it is on "
+                f"{buckets.device}."
+            )
         if buckets.shape != offsets.shape:
             raise ValueError(
                 f"bucket must return one integer for each of the {len(offsets)} offsets that it gets; got "

@@ -14,6 +14,7 @@ ROWS = torch.ones(4)
     ("make", "error", "text"),
     [
         (lambda: scores.alibi([1.0]), TypeError, "slopes must be a tensor of a floating dtype; got list"),
+        (lambda: scores.alibi(torch.ones(2).to_sparse()), TypeError, "slopes must be a dense tensor; got one with the"),
         (lambda: scores.alibi(torch.ones(2, 2)), ValueError, "slopes must have shape [Hq]; got [2, 2]"),
         (lambda: scores.sink(torch.ones(2, 2)), ValueError, "logits must have shape [Hq]"),
         (lambda: scores.softcap(0.0), ValueError, "cap must be positive and finite; got 0.0"),
@@ -64,6 +65,11 @@ def test_what_cannot_be_made(make, error, text):
             scores.relative(torch.ones(2, 3), lambda x: x > 0),
             TypeError,
             "what bucket returns must be an integer tensor; got",
+        ),
+        (
+            scores.relative(torch.ones(2, 3), lambda x: torch.zeros_like(x, device="meta")),
+            ValueError,
+            "what bucket returns must be on the device of the offsets, cpu; it is on meta",
         ),
         (scores.relative(torch.ones(2, 3), lambda x: x + 0j), TypeError, "an integer tensor; got torch.complex64"),
         (scores.relative(torch.ones(2, 3), lambda x: 1), TypeError, "an integer tensor; got int"),

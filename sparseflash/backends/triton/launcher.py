@@ -105,9 +105,10 @@ class Variant:
             function = loaded(compiled, self.device) if parameters is not None else None
             if function is None:
                 compiled.run  # noqa: B018 - loads the binary, and in Triton 3.6 compiles a launcher in C
-            else:
-                self._parameters, self._function = parameters, function
         self._hooks, self._compiled = knobs.runtime, compiled
+        if function is not None:  # the parameters last: other threads take them as the sign that all is ready
+            self._function = function
+            self._parameters = parameters
 
     def compiled(self, arguments: Sequence[Any]) -> Any:
         """The kernel that Triton compiles for such arguments on the current device, without loading it."""

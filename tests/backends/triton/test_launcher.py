@@ -107,6 +107,19 @@ def test_a_kernel_is_compiled_and_loaded_once_and_started_directly_from_the_firs
         assert arguments[0] is first and arguments[1] is work and arguments[3] is second
 
 
+def test_a_kernel_that_another_thread_compiles_is_started_directly_only_when_all_is_ready():
+    kernel, ready = Kernel(), []
+
+    class Watched(Variant):
+        def __setattr__(self, name, value):
+            super().__setattr__(name, value)
+            if hasattr(self, "_prepared") and self.can_start_directly():
+                ready.append((self._function, self._compiled))
+
+    Watched(kernel, {"SIZE": 8}, GPU, num_warps=4, num_stages=2).compile([])
+    assert ready == [(kernel, kernel)]
+
+
 def test_launches_of_one_variant_have_work_of_their_own():
     kernel = Kernel()
     x, first, second = (torch.ones(2, 16, dtype=torch.float16) for _ in range(3))
