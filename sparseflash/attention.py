@@ -194,7 +194,13 @@ def chosen_backend(backend: str | None, device: torch.device) -> tuple[str, str]
 
 def as_autocast_wants(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The inputs in autocast's dtype; call it only where autocast is enabled."""
-    dtype = torch.get_autocast_dtype(q.device.type)
-    # PyTorch's own casts leave fp64 alone, too.
-    q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+    q, k, v = (x.to(autocast_dtype(x)) for x in (q, k, v))
     return q, k, v
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which PyTorch multiplies a tensor: autocast's where it is enabled, but for fp64 and integers."""
+    kind = x.device.type
+    if kind == "meta" or x.dtype == torch.float64 or not x.is_floating_point() or not torch.is_autocast_enabled(kind):
+        return x.dtype
+    return torch.get_autocast_dtype(kind)
