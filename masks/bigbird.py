@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from sparseflash.blockmask import BlockMask
+from sparseflash.blockmask.arguments import flag
 from sparseflash.masks.tiling.arguments import at_least, head_count, square_blocks
 from sparseflash.masks.tiling.draws import Integers, generator, subsets
 from sparseflash.masks.tiling.listing import of_blocks
@@ -121,7 +122,7 @@ def deepspeed_bigbird(
     i = np.arange(blocks)
     layouts = []
     for _ in range(heads):
-        rows, cols = subsets(draw, i + 1 if causal else np.full(blocks, blocks), random_blocks)
+        rows, cols = subsets(draw, i + 1 if flag(causal, "causal") else np.full(blocks, blocks), random_blocks)
         layouts.append(_with_window_and_global(blocks, rows, cols, window_blocks // 2, ends=(i[:global_blocks],)))
     return of_blocks(layouts, q_len, causal=causal, block=block)
 
