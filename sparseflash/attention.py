@@ -107,6 +107,10 @@ def attention(
     are read, the split q, k, v and output gradient are stored during the call, 6 bytes a number. Infinite inputs give
     NaN in this mode.
 
+    For gradients in fp16 and bf16 the Triton kernels recompute the weights from lse in fp32, as FlashAttention does. A
+    weight may then be off by `score / 2^20` of itself, no more than fp16 rounds it where scores stay below 1,000.
+    Beyond a million gradients may be infinite or NaN, and beyond a billion out and lse, too.
+
     Forward and backward give the same bits every time (with blockwise: on the CPU). Gradients of gradients,
     forward-mode derivatives and `torch.func.grad` are implemented by the reference only. Before recording the call in a
     CUDA graph, make it once with tensors of the same layout.
