@@ -183,9 +183,11 @@ def test_explain_says_why_slopes_that_are_learned_have_no_backward_on_them():
         (64, scores.softcap(30.0), ("portable", "portable")),
         (128, scores.softcap(30.0), ("hopper", "hopper")),
         (128, scores.log_decay(torch.ones(4)), ("portable", "hopper")),
+        (64, scores.log_decay(torch.ones(4)), ("portable", "hopper")),
+        (64, scores.log_decay(torch.ones(4)) + scores.softcap(30.0), ("portable", "portable")),
         (64, scores.alibi(torch.ones(4)), ("hopper", "hopper")),
     ],
-    ids=["capped-64", "capped-128", "logarithmic", "linear"],
+    ids=["capped-64", "capped-128", "logarithmic-128", "logarithmic-64", "both-64", "linear"],
 )
 def test_the_default_is_what_was_measured_faster(dim, change, families):
     q = torch.empty(2, 4, 8192, dim, dtype=torch.bfloat16, device="meta")
