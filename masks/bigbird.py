@@ -118,11 +118,11 @@ def deepspeed_bigbird(
         if not at_least(0, value, name, "blocks") <= blocks:
             raise ValueError(f"{name} must not exceed the {blocks} blocks of {block} tokens; got {value}.")
     heads = head_count(heads)
-    draw = generator(seed)
+    causal, draw = flag(causal, "causal"), generator(seed)
     i = np.arange(blocks)
     layouts = []
     for _ in range(heads):
-        rows, cols = subsets(draw, i + 1 if flag(causal, "causal") else np.full(blocks, blocks), random_blocks)
+        rows, cols = subsets(draw, i + 1 if causal else np.full(blocks, blocks), random_blocks)
         layouts.append(_with_window_and_global(blocks, rows, cols, window_blocks // 2, ends=(i[:global_blocks],)))
     return of_blocks(layouts, q_len, causal=causal, block=block)
 

@@ -135,7 +135,9 @@ def integer_tensor(values: Any, name: str, device: torch.device) -> Tensor:
 
 def known_integers(values: Any, name: str, device: torch.device) -> Tensor:
     """`integer_tensor` of numbers that are going to be read, so of none on the meta device."""
-    return integer_tensor(plain_tensor(values, name) if isinstance(values, Tensor) else values, name, device)
+    if isinstance(values, Tensor):
+        plain_tensor(values, name)
+    return integer_tensor(values, name, device)
 
 
 def checked_integers(value: Any, name: str) -> Tensor:

@@ -64,9 +64,7 @@ def check_input(x: Tensor, name: str, weight: Tensor | None, padding: str) -> No
 
     weight: None if that is not known. padding: what tells how long the sequences of a padded x are.
     """
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a tensor; got {type(x).__name__}.")
-    if x.is_nested:
+    if isinstance(x, Tensor) and x.is_nested:
         raise TypeError(f"{name} must be a plain tensor; got a nested one. Pad it, with {padding}.")
     dense_tensor(x, name)
     if weight is None:

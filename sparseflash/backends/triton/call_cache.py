@@ -64,7 +64,7 @@ def place_of(
         # A sparse or nested tensor, which has no strides or no memory of its own. The checks refuse it; to ask for it
         # here would cost every call, and this costs the good ones nothing.
         return None
-    if lengths is not None and lengths[1:] != key[0][:1]:
+    if lengths is not None and lengths[1:] != key[0][:1]:  # slices, for a q without dimensions
         return None
     return calls, key
 
