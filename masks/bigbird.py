@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from sparseflash.blockmask import BlockMask
+from sparseflash.blockmask.arguments import flag
 from sparseflash.masks.tiling.arguments import at_least, head_count, square_blocks
 from sparseflash.masks.tiling.draws import Integers, generator, subsets
 from sparseflash.masks.tiling.listing import of_blocks
@@ -117,7 +118,7 @@ def deepspeed_bigbird(
         if not at_least(0, value, name, "blocks") <= blocks:
             raise ValueError(f"{name} must not exceed the {blocks} blocks of {block} tokens; got {value}.")
     heads = head_count(heads)
-    draw = generator(seed)
+    causal, draw = flag(causal, "causal"), generator(seed)
     i = np.arange(blocks)
     layouts = []
     for _ in range(heads):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.blockmask.arguments import integer, integers
+from sparseflash.blockmask.arguments import flag, integer, integers
 from sparseflash.masks.tiling.arguments import at_least, square_blocks
 from sparseflash.masks.tiling.listing import of_blocks
 from sparseflash.masks.tiling.signatures import pattern
@@ -88,7 +88,7 @@ def butterfly(
             raise ValueError(f"layer must be at least 0 layers; got {layer}.")
         chosen = chosen[layer % len(chosen) :][:1] if chosen else []
     i = torch.arange(count, device="cpu")
-    rows, cols = partners(count, chosen, radix, causal)
+    rows, cols = partners(count, chosen, radix, flag(causal, "causal"))
     stripe = torch.arange(min(global_blocks, count), device="cpu")
     along, across = i.repeat(len(stripe)), stripe.repeat_interleave(count)
     edges = torch.cat([rows, along, across]), torch.cat([cols, across, along])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from sparseflash.blockmask import BlockMask
+from sparseflash.blockmask.arguments import flag
 from sparseflash.masks.stack import per_head
 from sparseflash.masks.tiling.arguments import at_least, head_count, square_blocks
 from sparseflash.masks.tiling.listing import of_blocks
@@ -66,6 +67,7 @@ def deepspeed_fixed(
         raise ValueError(
             f"global_patterns must be at most local_blocks // global_blocks, {local // wide}; got {patterns}."
         )
+    causal, horizontal = flag(causal, "causal"), flag(horizontal, "horizontal")
     if causal and horizontal:
         raise ValueError("horizontal must be False with causal; got True.")
     i = torch.arange(count, device="cpu")

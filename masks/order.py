@@ -46,7 +46,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparseflash.blockmask.arguments import Integers, integer_tensor
+from sparseflash.blockmask.arguments import Integers, known_integers
 from sparseflash.masks.tiling.grid import checked_order, coordinates, grid_shape, per_axis, strides
 
 
@@ -174,7 +174,7 @@ def inverse(order: Integers) -> Tensor:
 
     `order`: an integer tensor, array or list `[N]`. Raises TypeError or ValueError if it is no permutation.
     """
-    order = integer_tensor(order, "order", torch.device("cpu"))
+    order = known_integers(order, "order", torch.device("cpu"))
     if order.ndim != 1:
         raise ValueError(f"order must have shape [N]; got {list(order.shape)}.")
     checked = checked_order(order, len(order))

@@ -107,6 +107,10 @@ def attention(
     are read, the split q, k, v and output gradient are stored during the call, 6 bytes a number. Infinite inputs give
     NaN in this mode.
 
+    For gradients in fp16 and bf16 the Triton kernels recompute the weights from lse in fp32, as FlashAttention does. A
+    weight may then be off by `score / 2^20` of itself, no more than fp16 rounds it where scores stay below 1,000.
+    Beyond a million gradients may be infinite or NaN, and beyond a billion out and lse, too.
+
     Forward and backward give the same bits every time (with blockwise: on the CPU). Gradients of gradients,
     forward-mode derivatives and `torch.func.grad` are implemented by the reference only. Before recording the call in a
     CUDA graph, make it once with tensors of the same layout.
@@ -194,7 +198,13 @@ def chosen_backend(backend: str | None, device: torch.device) -> tuple[str, str]
 
 def as_autocast_wants(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The inputs in autocast's dtype; call it only where autocast is enabled."""
-    dtype = torch.get_autocast_dtype(q.device.type)
-    # PyTorch's own casts leave fp64 alone, too.
-    q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+    q, k, v = (x.to(autocast_dtype(x)) for x in (q, k, v))
     return q, k, v
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which PyTorch multiplies a tensor: autocast's where it is enabled, but for fp64 and integers."""
+    kind = x.device.type
+    if kind == "meta" or x.dtype == torch.float64 or not x.is_floating_point() or not torch.is_autocast_enabled(kind):
+        return x.dtype
+    return torch.get_autocast_dtype(kind)

@@ -20,9 +20,12 @@ if TYPE_CHECKING:
 
 
 class Chosen(NamedTuple):
-    """The kernels of one pass, and why not those of each family before them."""
+    """The kernels of one pass, and why not those of each family before them.
 
-    family: str
+    family: None if the kernels that were asked for cannot serve the pass.
+    """
+
+    family: str | None
     refusals: tuple[tuple[str, str], ...]
 
 
@@ -49,7 +52,7 @@ class Explanation:
             lines.append(f"compute capability {self.capability[0]}.{self.capability[1]}")
         for name, chosen in (("forward", self.forward), ("backward", self.backward)):
             if chosen is not None:
-                lines.append(f"{name}: {chosen.family} kernels")
+                lines.append(f"{name}: {chosen.family or 'no'} kernels")
                 lines += [f"  not {family}: {reason}" for family, reason in chosen.refusals]
         for each in self.kernels:
             shares = f", {each.chunks:,} of them chunks of lists that were cut" if each.chunks else ""
@@ -101,7 +104,8 @@ def explain(
         An `Explanation`, with a `KernelChoice` for each kernel.
 
     Raises:
-        TypeError, ValueError, RuntimeError: if `attention` would.
+        TypeError, ValueError, RuntimeError: if `attention` would. Under `torch.no_grad` it needs no backward, and the
+            answer says why there is none.
     """
     check_tensors(q, k, v)
     if mask is not None:
@@ -135,5 +139,7 @@ def explain(
     if changes is not None:
         changes = changes.without("temperature")  # by which the queries are divided before
     decisions, kernels = api.choices(q, k, v, problem, capability, changes if changes and changes.changes else None)
-    forward, backward = (Chosen(each.family.name, tuple(each.refusals.items())) for each in decisions)
+    forward, backward = (
+        Chosen(None if each.family is None else each.family.name, tuple(each.refusals.items())) for each in decisions
+    )
     return Explanation(name, why, capability, forward, backward, tuple(kernels))

@@ -7,11 +7,12 @@ import numpy as np
 import torch
 
 from closeness import NAMES, Results, assert_exact
-from sparseflash import attention, testing
+from sparseflash import BlockMask, attention, testing
 from sparseflash.backends.triton.overrides import override
 from strategies import Problem, Recipe
 
 HALF = (torch.float16, torch.bfloat16)
+LARGE_SCORES = (1e3, 1e4, 1e5, 1e6)  # as far as `attention` says how far off gradients are in half precision
 
 
 def results(problem, backend, device, dtype=None):
@@ -128,3 +129,29 @@ def sizes_for(arithmetic, dim):
     if arithmetic == "half":
         return HALF_SIZES
     return WIDE_FP32_SIZES if arithmetic == "fp32" and dim >= 128 else FP32_SIZES
+
+
+def gradients_by(backend):
+    """What `check_weights_of_one` takes."""
+
+    def gradients_of(q, k, v, dout, mask, scale):
+        q, k, v = (x.requires_grad_() for x in (q, k, v))
+        return torch.autograd.grad(attention(q, k, v, mask, scale=scale, backend=backend), (q, k, v), dout)
+
+    return gradients_of
+
+
+def check_weights_of_one(largest, gradients_of, dim=64, device="cpu"):
+    """With one key a query has the weight 1, so its dout arrives at its value as it is, but for what `attention` allows
+    itself in half precision: the score, of which none is above `largest`, times 2^-20.
+
+    `gradients_of(q, k, v, dout, mask, scale)`: dq, dk and dv.
+    """
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 2, 48, dim, generator=generator).half().to(device) for _ in range(4))
+    mask = BlockMask.from_dense(torch.eye(48, dtype=torch.bool), block=128).to(device)
+    scale = largest / float((q.double() * k.double()).sum(-1).abs().max())
+    with np.errstate(over="ignore"):  # of dead scores, in the interpreter's numpy
+        dq, dk, dv = gradients_of(q, k, v, dout, mask, scale)
+    torch.testing.assert_close(dv, dout, rtol=largest * 2**-20, atol=0)
+    assert bool(dq.isfinite().all()) and bool(dk.isfinite().all())

@@ -48,6 +48,28 @@ def test_errors_of_others_are_not_taken_for_ours():
     assert fuzz.outcome(lambda: masks.causal(-1))[0] == "refused" and fuzz.outcome(lambda: 3) == ("result", 3)
 
 
+@pytest.mark.parametrize("backend", ["triton", "blockwise"])
+def test_scores_beyond_the_limit_of_half_precision_are_no_failures(backend):
+    specs = [{"shape": [1, 2, 40, 16], "dtype": torch.float16, "grad": True, "seed": seed} for seed in range(3)]
+    specs = [{**spec, "layout": "plain", "fill": "normal"} for spec in specs]
+    named = {"mask": "none", "dropout": 0.0, "backend": backend, "seed": None, "lse": False}
+    for fill in ("normal", "zero"):  # whose scores are 0, but not the gradients of the others
+        specs[1]["fill"] = fill
+        assert fuzz.fuzz_attention(drawn=(specs, 99, None), scale=1e30, **named) == "result"
+
+
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.float16, None), (torch.float16, 2.0**12), (torch.float32, 1e30)])
+def test_gradients_that_are_not_finite_are_failures(dtype, scale):
+    specs = [{"shape": [1, 2, 40, 16], "dtype": dtype, "fill": "normal", "grad": True} for _ in range(3)]
+    inputs = [fuzz.tensor(**spec) for spec in specs]
+    out = attention(*inputs, scale=scale)
+    fuzz.check_attention(inputs, specs, out, torch.ones((), dtype=torch.bool), scale)
+    out = attention(*inputs, scale=scale)
+    out.register_hook(lambda gradient: gradient * torch.inf)
+    with pytest.raises(AssertionError):
+        fuzz.check_attention(inputs, specs, out, torch.ones((), dtype=torch.bool), scale)
+
+
 def test_a_run_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
     record = tmp_path / "calls.json"
     monkeypatch.setattr(fuzz, "CALLS", 3)

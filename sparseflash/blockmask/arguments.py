@@ -133,6 +133,13 @@ def integer_tensor(values: Any, name: str, device: torch.device) -> Tensor:
     return checked_integers(values, name).to(torch.int64)
 
 
+def known_integers(values: Any, name: str, device: torch.device) -> Tensor:
+    """`integer_tensor` of numbers that are going to be read, so of none on the meta device."""
+    if isinstance(values, Tensor):
+        plain_tensor(values, name)
+    return integer_tensor(values, name, device)
+
+
 def checked_integers(value: Any, name: str) -> Tensor:
     """Returns `value` if it is a tensor of integers, raises TypeError otherwise."""
     if not isinstance(value, Tensor) or not has_integers(value):
@@ -182,7 +189,7 @@ def boolean(value: Any, name: str) -> Tensor:
         tensor = tensor_of(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{name} must be boolean (True: live); got {described(value)}.") from error
-    if dense_tensor(tensor, name).dtype != torch.bool:
+    if plain_tensor(tensor, name).dtype != torch.bool:
         raise TypeError(
             f"{name} must be boolean (True: live); got {tensor.dtype}. Compare it: x != 0 if zeros are dead, x == 0 if "
             "it is added to the scores and -inf is dead."

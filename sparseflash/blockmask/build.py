@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sparseflash.blockmask import bitmask
-from sparseflash.blockmask.arguments import integer_tensor
+from sparseflash.blockmask.arguments import known_integers
 
 SCORES_AT_ONCE = 1 << 21  # scores evaluated or unpacked at a time: about 25 MB
 
@@ -42,7 +42,7 @@ def tiles_of_dense(dense: Tensor, block_q: int, block_k: int) -> Part:
 def tile_list(rows: Any, cols: Any, row_blocks: int, col_blocks: int) -> tuple[Tensor, Tensor]:
     """A list of tiles as int64, checked to lie inside the matrix."""
     device = next((ids.device for ids in (rows, cols) if isinstance(ids, Tensor)), torch.device("cpu"))
-    rows, cols = integer_tensor(rows, "rows", device), integer_tensor(cols, "cols", device)
+    rows, cols = known_integers(rows, "rows", device), known_integers(cols, "cols", device)
     if rows.ndim != 1 or rows.shape != cols.shape:
         raise ValueError(f"rows and cols must have one shape [E]; got {list(rows.shape)} and {list(cols.shape)}.")
     for name, ids, stop in (("rows", rows, row_blocks), ("cols", cols, col_blocks)):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from sparseflash.blockmask import bitmask
-from sparseflash.blockmask.arguments import Block, block_pair, boolean, check_block_count, integer_tensor, token_counts
+from sparseflash.blockmask.arguments import Block, block_pair, boolean, check_block_count, known_integers, token_counts
 from sparseflash.blockmask.build import Part, tile_list, tiles_of_dense
 
 # `(q_len, k_len, block_q, block_k, parts, batch, heads)`: see `build.arrays_of`.
@@ -67,7 +67,7 @@ def of_tiles(rows: Any, cols: Any, q_len: int, k_len: int | None, block: Block, 
                 f"live must have one entry per tile, {len(rows)}, unless tile is given to assign them; got {len(live)}."
             )
         tile = torch.arange(1, len(rows) + 1, device=rows.device)
-    tile = integer_tensor(tile, "tile", rows.device)
+    tile = known_integers(tile, "tile", rows.device)
     if rows.shape != tile.shape:
         raise ValueError(f"rows and tile must have one shape [E]; got {list(rows.shape)} and {list(tile.shape)}.")
     if tile.numel() and not (int(tile.min()) >= 0 and int(tile.max()) <= len(live)):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sparseflash.blockmask.arguments import integer_tensor
+from sparseflash.blockmask.arguments import dense_tensor, integer_tensor
 
 if TYPE_CHECKING:
     from sparseflash.blockmask import BlockMask
@@ -44,6 +44,8 @@ def _checked(mask: BlockMask, lengths: Lengths, name: str) -> Tensor:
     """Lengths as int64 unless they are int32: smaller integer types may not hold the bounds, and some cannot be
     clamped.
     """
+    if isinstance(lengths, Tensor):
+        dense_tensor(lengths, name)
     if not (isinstance(lengths, Tensor) and lengths.dtype == torch.int32):
         lengths = integer_tensor(lengths, name, mask.device)
     batch = mask.pattern.shape[0]

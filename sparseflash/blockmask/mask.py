@@ -229,9 +229,10 @@ class BlockMask:
         """
         block_q, block_k = block_pair(block)
         q_len, k_len = token_counts(q_len, q_len if k_len is None else k_len)
-        parts, numbers = tiles_of_rule(
-            live, batch, heads, q_len, k_len, (block_q, block_k), candidates, torch.device(device or "cpu")
-        )
+        device = checked_device("cpu" if device is None else device)
+        if device.type == "meta":
+            raise ValueError("device must be one that holds the mask's contents; got the meta device, which has none.")
+        parts, numbers = tiles_of_rule(live, batch, heads, q_len, k_len, (block_q, block_k), candidates, device)
         *arrays, pattern = arrays_of(q_len, k_len, block_q, block_k, parts, 1, len(parts))
         indptr, indices, tile, bits = arrays
         pattern = pattern[0][numbers.to(pattern.device)].contiguous()

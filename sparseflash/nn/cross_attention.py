@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from sparseflash.attention import Backend
 from sparseflash.blockmask.arguments import check_at_least_one, flag
-from sparseflash.nn.heads import Heads, check_features, padded
+from sparseflash.nn.heads import Heads, check_features, check_input, padded, plain_weight
 from sparseflash.nn.layer_mask import Mask
 from sparseflash.nn.multihead import check_plain, copy_projections
 
@@ -95,6 +95,8 @@ class SparseCrossAttention(Heads):
         lengths, context_lengths: tokens of each sequence, integers `[B]`; those past it are padding. mask: in place of
         the layer's own.
         """
+        check_input(x, "x", plain_weight(self.q), "lengths")
+        check_input(context, "context", plain_weight(self.kv), "context_lengths")
         check_features(x, "x", self.embed_dim)
         check_features(context, "context", self.context_dim)
         (q,) = self.split(self.q(x), self.num_heads)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from sparseflash.attention import Backend, attention
+from sparseflash.attention import Backend, attention, autocast_dtype
 from sparseflash.blockmask import BlockMask
-from sparseflash.blockmask.arguments import check_at_least_one
+from sparseflash.blockmask.arguments import check_at_least_one, dense_tensor
 from sparseflash.nn.layer_mask import LayerMask, Mask
 from sparseflash.nn.sizes import check_dropout
 
@@ -59,10 +59,42 @@ class Heads(nn.Module):
         return self.mask(q_len, k_len, device) if own is None else LayerMask(own)(q_len, k_len, device)
 
 
+def check_input(x: Tensor, name: str, weight: Tensor | None, padding: str) -> None:
+    """Raises unless x is a dense tensor that can be multiplied by this weight.
+
+    weight: None if that is not known. padding: what tells how long the sequences of a padded x are.
+    """
+    if isinstance(x, Tensor) and x.is_nested:
+        raise TypeError(f"{name} must be a plain tensor; got a nested one. Pad it, with {padding}.")
+    dense_tensor(x, name)
+    if weight is None:
+        return
+    if x.device != weight.device:
+        raise ValueError(
+            f"{name} must be on the device of the layer's weights, {weight.device}; it is on {x.device}. Move it, or "
+            "the layer: layer.to(device)."
+        )
+    want = autocast_dtype(weight)
+    if autocast_dtype(x) != want:
+        cast = "" if want == weight.dtype else " under autocast"
+        raise TypeError(
+            f"{name} must have the dtype of the layer's weights{cast}, {want}; got {x.dtype}. Cast it, or the layer: "
+            "layer.to(dtype)."
+        )
+
+
+def plain_weight(projection: nn.Module) -> Tensor | None:
+    """The weight that a projection multiplies its input by as it is; None if something else than PyTorch's own layer
+    may cast or move the input or the weight before: another class, hooks, a replaced `forward`, a weight's own class.
+    """
+    if type(projection) is not nn.Linear or projection._forward_pre_hooks or "forward" in projection.__dict__:
+        return None
+    weight = projection.weight
+    return weight if type(weight) in (Tensor, nn.Parameter) else None
+
+
 def check_features(x: Tensor, name: str, features: int) -> None:
     """Raises unless x is `[B, N, features]`."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a tensor; got {type(x).__name__}.")
     if x.ndim != 3 or x.shape[-1] != features:
         raise ValueError(f"{name} must have shape [batch, tokens, {features}]; got {list(x.shape)}.")
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from sparseflash.attention import Backend, attention
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import check_at_least_one, flag
+from sparseflash.nn.heads import check_input
 from sparseflash.nn.layer_mask import LayerMask, Mask
 from sparseflash.nn.sizes import check_dropout
 from sparseflash.scaled_dot_product import live_and_bias, upper_left
@@ -130,11 +131,9 @@ class MultiheadAttention(nn.MultiheadAttention):
                 "need_weights must be False: attention weights are never all in memory; got True. For one pattern of "
                 "weights call torch.nn.MultiheadAttention, whose state_dict fits."
             )
-        for name, x in (("query", query), ("key", key), ("value", value)):
-            if not isinstance(x, Tensor):
-                raise TypeError(f"{name} must be a tensor; got {type(x).__name__}.")
-            if x.is_nested:
-                raise TypeError(f"{name} must be a plain tensor; got a nested one. Pad it, with key_padding_mask.")
+        weights = projection_weights(self)
+        for name, x, weight in zip(("query", "key", "value"), (query, key, value), weights):
+            check_input(x, name, weight, "key_padding_mask")
             if x.ndim != query.ndim or x.ndim not in (2, 3):
                 raise ValueError(
                     "query, key and value must all have 3 dimensions, or all 2 without a batch; got "
@@ -148,7 +147,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             own = tuple(x[None] for x in own)  # type: ignore[assignment]
         elif not self.batch_first:
             own = tuple(x.transpose(0, 1) for x in own)  # type: ignore[assignment]
-        q, k, v = (x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in self._projected(*own))
+        q, k, v = (x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in self._projected(weights, *own))
         if isinstance(key_padding_mask, Tensor) and not has_batch and key_padding_mask.ndim == 1:
             key_padding_mask = key_padding_mask[None]
         mask, change = self._live(q, k, key_padding_mask, attn_mask, is_causal)
@@ -159,8 +158,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             return out[0], None
         return (out if self.batch_first else out.transpose(0, 1)), None
 
-    def _projected(self, *given: Tensor) -> list[Tensor]:
-        weights = projection_weights(self)
+    def _projected(self, weights: tuple[Tensor, ...], *given: Tensor) -> list[Tensor]:
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         return [F.linear(x, weight, bias) for x, weight, bias in zip(given, weights, biases)]
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from sparseflash.attention import Backend, attention
 from sparseflash.blockmask.arguments import flag
 from sparseflash.decode import FEW, attention_with_cache
-from sparseflash.nn.heads import Heads, check_features, padded
+from sparseflash.nn.heads import Heads, check_features, check_input, padded, plain_weight
 from sparseflash.nn.kv_cache import KVCache
 from sparseflash.nn.layer_mask import Mask
 from sparseflash.nn.multihead import check_plain, copy_projections
@@ -136,12 +136,15 @@ class SparseSelfAttention(Heads):
                 `mask`. Up to 16 tokens are decoded (`decode.attention_with_cache`): nothing is planned for them. The
                 backends `"hopper"` and `"blockwise"` cannot decode; they get a mask for every call.
         """
+        check_input(x, "x", plain_weight(self.qkv), "lengths")
         check_features(x, "x", self.embed_dim)
         q, k, v = self.split(self.qkv(x), self.num_heads, self.kv_heads, self.kv_heads)
         if self.rotary is not None:
             if positions is None:
                 start = 0 if cache is None else cache.length
                 positions = torch.arange(start, start + x.shape[1], device=x.device)
+            elif isinstance(positions, Tensor) and positions.device != x.device:
+                raise ValueError(f"positions must be on x's device {x.device}; they are on {positions.device}.")
             rotation = self.rotary(positions)
             if positions.shape[-1] != x.shape[1] or positions.shape[:-1] not in ((), (1,), x.shape[:1]):
                 raise ValueError(

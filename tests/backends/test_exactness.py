@@ -17,8 +17,11 @@ from exactness import (
     FP32_SIZES,
     HALF,
     HALF_SIZES,
+    LARGE_SCORES,
     WIDE_FP32_SIZES,
     check,
+    check_weights_of_one,
+    gradients_by,
     loads,
     plain_errors,
     results,
@@ -74,6 +77,12 @@ def test_one_key_where_the_gradients_of_scores_cancel(backend, way):
     )  # fmt: skip
     with loads(way):
         check(problem, backend)
+
+
+@pytest.mark.parametrize("backend", ["triton", "blockwise"])
+@pytest.mark.parametrize("largest", LARGE_SCORES)
+def test_gradients_of_large_scores_in_half_precision(backend, largest):
+    check_weights_of_one(largest, gradients_by(backend))
 
 
 def test_keys_past_the_end_may_have_weights_too_large_for_fp16():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mask_values import ARRAYS, assert_same, int32, two_patterns, window
-from sparseflash import BlockMask
+from sparseflash import BlockMask, masks
 
 
 @pytest.mark.parametrize("name", ARRAYS)
@@ -88,6 +88,57 @@ LENGTH_TAKERS = {
     "from_tiles": lambda **lengths: BlockMask.from_tiles(ZERO, ZERO, **lengths),
     "dense": BlockMask.dense,
 }
+
+
+META, NUMBERS = YES.to("meta"), ZERO.to("meta")
+SPARSE = torch.ones(1, dtype=torch.int64).to_sparse()
+FULL = torch.ones(1, 16, 16, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("build", "name"),
+    [
+        (lambda: BlockMask.from_dense(META), "dense"),
+        (lambda: BlockMask.from_layout(META), "layout"),
+        (lambda: BlockMask.from_tiles(NUMBERS, ZERO, 64), "rows"),
+        (lambda: BlockMask.from_tiles([0], NUMBERS, 64), "cols"),
+        (lambda: BlockMask.from_tiles(ZERO, ZERO, 64, block=16, tile=NUMBERS, live=FULL), "tile"),
+        (lambda: BlockMask.from_tiles(ZERO, ZERO, 64, block=16, live=FULL.to("meta")), "live"),
+        (lambda: BlockMask.from_function(lambda q, k: (k <= q).to("meta"), 64), "what live returns"),
+        (lambda: BlockMask.from_function(lambda q, k: k <= q, 64, block=16, candidates=META), "candidates"),
+        (lambda: BlockMask.from_function(lambda q, k: k <= q, 64, candidates=(NUMBERS, ZERO)), "rows"),
+        (lambda: BlockMask.from_function(lambda q, k: k <= q, 64, candidates=lambda i, j: META), "what candidates ret"),
+        (lambda: BlockMask.from_function(lambda q, k: k <= q, 64, device="meta"), "device"),
+        (lambda: BlockMask.dense(4).permute(torch.arange(4, device="meta")), "order"),
+        (lambda: BlockMask.dense(4).permute(q=torch.arange(4, device="meta")), "q"),
+        (lambda: masks.order.inverse(torch.arange(4, device="meta")), "order"),
+        (lambda: BlockMask.dense(4).select(heads=NUMBERS), "heads"),
+    ],
+)
+def test_tensors_without_contents_are_refused(build, name):
+    with pytest.raises(ValueError, match=f"^{name}.* must .*contents.*; got the meta device, which has none"):
+        build()
+
+
+@pytest.mark.parametrize(
+    ("build", "name"),
+    [
+        (lambda: BlockMask.from_tiles(SPARSE, ZERO, 64), "rows"),
+        (lambda: BlockMask.from_tiles(ZERO, ZERO, 64, block=16, tile=SPARSE, live=FULL), "tile"),
+        (lambda: BlockMask.dense(1).permute(SPARSE), "order"),
+        (lambda: BlockMask.dense(4).with_lengths(SPARSE), "lengths"),
+        (lambda: BlockMask.dense(4).with_lengths(SPARSE.int()), "lengths"),
+    ],
+)
+def test_sparse_tensors_are_refused(build, name):
+    with pytest.raises(TypeError, match=f"^{name} must be a dense tensor; got one with the layout torch.sparse_coo"):
+        build()
+
+
+@pytest.mark.parametrize("device", [3, 1.5, "no"])
+def test_devices_that_are_none_are_refused(device):
+    with pytest.raises((TypeError, ValueError), match=r"device must be a torch\.device or its name"):
+        BlockMask.from_function(lambda q, k: k <= q, 64, device=device)
 
 
 @pytest.mark.parametrize("build", BLOCK_TAKERS.values(), ids=BLOCK_TAKERS)

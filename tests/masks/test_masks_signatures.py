@@ -4,6 +4,7 @@ import inspect
 import re
 
 import pytest
+import torch
 
 from sparseflash import masks
 
@@ -57,6 +58,34 @@ def test_a_second_length_is_the_number_of_keys_in_every_family():
 def test_what_was_given_by_position_once_says_its_name(call, message):
     with pytest.raises(TypeError, match=re.escape(message).replace(r"\.\*", ".*")):
         eval(call, vars(masks))
+
+
+NEEDED = {  # the arguments without a default
+    "antidiagonal_scores": ((torch.zeros(1, 1, 64, 16),) * 2, {}),
+    "chunked": ((64,), {"chunk": 16}),
+    "dilated": ((64,), {"window": 8, "dilation": 2}),
+    "documents": (([20, 44],), {}),
+    "local": ((64,), {"window": 8}),
+    "longformer": ((64,), {"window": 8, "global_tokens": [0]}),
+    "mass_blocks": ((torch.zeros(1, 1),), {"mass": 0.5, "q_len": 64}),
+    "neighborhood": (((8, 8),), {"window": 3}),
+    "random_blocks": ((64,), {"count": 1}),
+    "selected_keys": ((torch.zeros(1, 1, 64, 1, dtype=torch.int64),), {"k_len": 64}),
+    "top_k_blocks": ((torch.zeros(1, 1),), {"k": 1, "q_len": 64}),
+    "top_k_keys": ((torch.zeros(64, 64),), {"k": 1, "k_len": 64}),
+}  # fmt: skip
+FLAGS = [(name, p.name) for name in FAMILIES for p in parameters(name) if isinstance(p.default, bool)]
+
+
+@pytest.mark.parametrize(("name", "flag"), FLAGS)
+@pytest.mark.parametrize("value", [1, "yes", None, torch.ones(3), torch.tensor(True)], ids=type)
+def test_flags_are_true_or_false(name, flag, value):
+    positional, named = NEEDED.get(name, ((512,), {}))
+    # Neighborhoods take one for each axis, too.
+    kind, words = (ValueError, "a bool, or one for") if name == "neighborhood" else (TypeError, "True or False; got")
+    with pytest.raises(kind, match=f"{flag} must be {words}"):
+        getattr(masks, name)(*positional, **named, **{flag: value})
+    assert getattr(masks, name)(*positional, **named, **{flag: True}) is not None
 
 
 def test_help_shows_the_signature_and_the_definition():

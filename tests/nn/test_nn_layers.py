@@ -230,7 +230,96 @@ def test_flags_are_true_or_false(kind):
         kind(16, 2, bias="no")
 
 
+CALLS = {  # of layers of 16 features in 2 heads, each with the input that does not fit
+    "x": lambda x, other, **made: SparseSelfAttention(16, 2, **made)(x),
+    "x of a query": lambda x, other, **made: SparseCrossAttention(16, 2, **made)(x, other),
+    "context": lambda x, other, **made: SparseCrossAttention(16, 2, **made)(other, x),
+    "query": lambda x, other, **made: MultiheadAttention(16, 2, **made)(x, other, other),
+    "key": lambda x, other, **made: MultiheadAttention(16, 2, kdim=16, **made)(other, x, other),
+    "value": lambda x, other, **made: MultiheadAttention(16, 2, bias=False, **made)(other, other, x),
+}
+X = torch.randn(2, 10, 16)
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(
+    ("x", "made", "error", "words"),
+    [
+        (X.half(), {}, TypeError, "have the dtype of the layer's weights, torch.float32; got torch.float16"),
+        (X.double(), {}, TypeError, "have the dtype of the layer's weights, torch.float32; got torch.float64"),
+        (X.long(), {}, TypeError, "have the dtype of the layer's weights, torch.float32; got torch.int64"),
+        (X.to(torch.complex64), {}, TypeError, "have the dtype of the layer's weights, torch.float32; got torch.compl"),
+        (X.to("meta"), {}, ValueError, "be on the device of the layer's weights, cpu; it is on meta"),
+        (X.to_sparse(), {}, TypeError, "be a dense tensor; got one with the layout torch.sparse_coo"),
+        (X.flatten(0, 1).to_sparse_csr(), {}, TypeError, "be a dense tensor; got one with the layout torch.sparse_csr"),
+        (
+            torch.nested.nested_tensor(list(X), layout=torch.jagged),
+            {},
+            TypeError,
+            r"be a plain tensor; got a nested one\. Pad it, with (lengths|context_lengths|key_padding_mask)",
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_inputs_that_do_not_fit_the_weights_are_refused(name, x, made, error, words):
+    with pytest.raises(error, match=f"^{name.split()[0]} must {words}"):
+        CALLS[name](x, X, **made)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_weights_on_another_device_than_the_inputs_are_refused(name):
+    with pytest.raises(ValueError, match=r" must be on the device of the layer's weights, meta; it is on cpu\."):
+        CALLS[name](X, X, device="meta")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_autocast_makes_inputs_fit_that_it_casts(name):
+    with torch.autocast("cpu", torch.bfloat16):
+        for dtype in (torch.float16, torch.bfloat16, torch.float32):
+            for other in (torch.float16, torch.float32):
+                out = CALLS[name](X.to(dtype), X.to(other))
+                assert (out[0] if isinstance(out, tuple) else out).dtype == torch.bfloat16
+        for dtype in (torch.float64, torch.int64):  # which it does not cast
+            with pytest.raises(TypeError, match="must have the dtype of the layer's weights under autocast, torch"):
+                CALLS[name](X.to(dtype), X)
+        with pytest.raises(ValueError, match="must be on the device of the layer's weights, cpu; it is on meta"):
+            CALLS[name](X.to("meta"), X)
+
+
+class Casting(torch.nn.Module):
+    """A projection of one's own, with weights of another dtype than its input."""
+
+    def __init__(self, inside):
+        super().__init__()
+        self.inside, self.weight = inside.double(), inside.weight
+
+    def forward(self, x):
+        return self.inside(x.double()).float()
+
+
+def casting_hook(linear):
+    linear.double().register_forward_pre_hook(lambda module, given: (given[0].double(),))
+    linear.register_forward_hook(lambda module, given, out: out.float())
+    return linear
+
+
+def casting_forward(linear):
+    forward = linear.double().forward
+    linear.forward = lambda x: forward(x.double()).float()  # as libraries do that move weights just for a call
+    return linear
+
+
+@pytest.mark.parametrize("cast", [Casting, casting_hook, casting_forward])
+def test_projections_that_cast_their_input_are_left_to_it(cast):
+    layer, cross = filled(SparseSelfAttention(16, 2)), filled(SparseCrossAttention(16, 2))
+    expected = layer(X), cross(X, X)
+    layer.qkv, cross.q, cross.kv = cast(layer.qkv), cast(cross.q), cast(cross.kv)
+    torch.testing.assert_close((layer(X), cross(X, X)), expected)
+
+
 def test_inputs_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="positions must be on x's device cpu; they are on meta"):
+        SparseSelfAttention(16, 2, rotary=Rotary(8))(X, positions=torch.arange(10, device="meta"))
     with pytest.raises(TypeError, match=r"rotary must be Rotary, Rotary2D or None; got bool"):
         SparseSelfAttention(16, 2, rotary=True)
     for shape in ((1,), (5,), (1, 2), (2, 4)):

@@ -138,7 +138,7 @@ def _decided(
 ) -> tuple[Setting, Family]:  # fmt: skip
     setting = setting_of(q, k, problem, gpu.capability_of(q.device))
     request = Request.of(setting, q, v, changes, wanted, backward=backward)
-    return setting, decide(request, problem.kernels).family
+    return setting, decide(request, problem.kernels).serving()
 
 
 def check_gradients(q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores) -> None:
@@ -173,22 +173,27 @@ def key_of_changes(changes: Scores | None) -> tuple[Any, ...]:
 def choices(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem, capability: tuple[int, int], changes: Scores | None = None
 ) -> tuple[tuple[Decision, Decision], list[KernelChoice]]:
-    """The kernels that a GPU of this capability would run for a forward and a backward."""
+    """The kernels that a GPU of this capability would run for a forward and a backward.
+
+    Raises ValueError if those that the problem insists on cannot serve one; not of a backward that will not come.
+    """
     device = q.device if q.device.type != "meta" else torch.device("cpu")  # a plan needs real arrays
     setting = setting_of(q, k, problem, capability, device)
     wanted = [] if changes is None else [x.requires_grad for x in changes.tensors()]
     first = decide(Request.of(setting, q, v, changes, backward=False), problem.kernels)
     second = decide(Request.of(setting, q, v, changes, wanted, backward=True), problem.kernels)
-    (forward, _), (_, backward) = first.family.passes(), second.family.passes()
+    forward, _ = first.serving().passes()
     key = *_key(setting, problem, q, k, v), *key_of_changes(changes), *wanted
     numbers = problem.scale, problem.dropped
     more: dict[str, Any] = {} if changes is None else {"changes": changes}
-    out = empty_out(like(q), like(v))
     found = forward(setting, (q.device, key), q, k, v, *numbers, **more).choices()
-    more |= {} if changes is None else {"wanted": wanted}
-    return (first, second), [
-        *found, *backward(setting, (q.device, "out", key), q, k, v, out, out, *numbers, dlse=False, **more).choices(),
-    ]  # fmt: skip
+    if second.family is not None or torch.is_grad_enabled():
+        _, backward = second.serving().passes()
+        out = empty_out(like(q), like(v))
+        more |= {} if changes is None else {"wanted": wanted}
+        made = backward(setting, (q.device, "out", key), q, k, v, out, out, *numbers, dlse=False, **more)
+        found = [*found, *made.choices()]
+    return (first, second), found
 
 
 def setting_of(

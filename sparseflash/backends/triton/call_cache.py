@@ -51,16 +51,21 @@ def place_of(
         found = cache.get("calls")
         calls = found if found is not None else cache.setdefault("calls", BoundedDict(_MOST))
         lengths = None if mask.lengths is None else mask.lengths.shape
-        if lengths is not None and lengths[1] != q.shape[0]:
-            return None
     else:
         return None
     # Everything that the checks and the launcher depend on. Triton specialises on addresses that are multiples of 16.
-    key = (
-        q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % 16,
-        k.shape, k.stride(), k.dtype, k.device, k.data_ptr() % 16,
-        v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % 16, scale, lengths, kernels,
-    )  # fmt: skip
+    try:
+        key = (
+            q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % 16,
+            k.shape, k.stride(), k.dtype, k.device, k.data_ptr() % 16,
+            v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % 16, scale, lengths, kernels,
+        )  # fmt: skip
+    except RuntimeError:
+        # A sparse or nested tensor, which has no strides or no memory of its own. The checks refuse it; to ask for it
+        # here would cost every call, and this costs the good ones nothing.
+        return None
+    if lengths is not None and lengths[1:] != key[0][:1]:  # slices, for a q without dimensions
+        return None
     return calls, key
 
 

@@ -47,16 +47,23 @@ FAMILIES = (
 
 
 class Decision(NamedTuple):
-    """The family that serves a pass, and why each family before it does not."""
+    """The family that serves a pass, and why each family before it does not; or why the only one allowed does not."""
 
-    family: Family
+    family: Family | None
     refusals: dict[str, str]
+
+    def serving(self) -> Family:
+        """The family; raises ValueError if there is none."""
+        if self.family is None:
+            ((wanted, reason),) = self.refusals.items()
+            raise ValueError(f"the {wanted} kernels cannot serve this call: {reason}.")
+        return self.family
 
 
 def decide(request: Request, wanted: str = "") -> Decision:
     """The family that serves a request. `wanted`: the name of the only family allowed, or "".
 
-    Raises ValueError if that family is unknown or cannot serve the request.
+    Raises ValueError if that family is unknown.
     """
     refusals: dict[str, str] = {}
     for family in FAMILIES:
@@ -68,4 +75,4 @@ def decide(request: Request, wanted: str = "") -> Decision:
         refusals[family.name] = reason
     if wanted not in [family.name for family in FAMILIES]:
         raise ValueError(f"kernels must be of {', '.join(family.name for family in FAMILIES)}; got {wanted!r}.")
-    raise ValueError(f"the {wanted} kernels cannot serve this call: {refusals[wanted]}.")
+    return Decision(None, refusals)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.blockmask import BlockMask, bitmask
-from sparseflash.blockmask.arguments import has_integers, tensor_of
+from sparseflash.blockmask.arguments import has_integers, plain_tensor, tensor_of
 from sparseflash.blockmask.ops.padding import bake_lengths
 from sparseflash.blockmask.ops.tilelist import (
     TileList,
@@ -60,6 +60,7 @@ def _permutation(name: str, given: Any, length: int, device: torch.device) -> Te
         order = tensor_of(given)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"{name} must hold integer token numbers; got {given!r}.") from error
+    plain_tensor(order, name)
     if not has_integers(order):
         raise TypeError(f"{name} must hold integer token numbers; got {order.dtype}.")
     if order.ndim != 1 or len(order) != length:

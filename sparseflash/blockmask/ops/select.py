@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.blockmask.arguments import integer, integer_tensor, plain_tensor
+from sparseflash.blockmask.arguments import integer, known_integers
 from sparseflash.blockmask.ops.tilelist import TileList, mask_of, take_patterns
 from sparseflash.blockmask.unique import number_by_first_appearance
 
@@ -48,9 +48,7 @@ def _numbers(name: str, given: Choice | None, count: int, device: torch.device) 
     else:
         if not isinstance(given, Sequence) and getattr(given, "ndim", 0) == 0:
             given = [integer(given, name, "")]
-        if isinstance(given, Tensor):
-            plain_tensor(given, name)
-        numbers = integer_tensor(given, name, device).to(device)
+        numbers = known_integers(given, name, device).to(device)
         if numbers.ndim != 1:
             raise ValueError(f"{name} must be a number, a slice or a list of numbers; got shape {list(numbers.shape)}.")
     if len(numbers) == 0:

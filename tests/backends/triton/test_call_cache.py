@@ -1,5 +1,6 @@
 """Calls like earlier ones: they skip the checks, give the same, and no other call is taken for one."""
 
+import re
 from unittest import mock
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sparseflash import attention, clear_caches, masks
+from sparseflash import attention, attention_varlen, clear_caches, masks
 from sparseflash.backends import blockwise
 from sparseflash.backends.triton import api, call_cache
 from strategies import SEEDS
@@ -109,6 +110,39 @@ def test_only_plain_calls_in_half_precision_are_cached():
         assert place_of(*half, mask) is None
     with Watching():
         assert place_of(*half, mask) is None
+
+
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize(
+    ("to", "text"),
+    [
+        (torch.Tensor.to_sparse, "must be a dense tensor; got one with the layout torch.sparse_coo"),
+        (torch.Tensor.to_sparse_csr, "must be a dense tensor; got one with the layout torch.sparse_csr"),
+        (lambda x: torch.nested.nested_tensor(list(x), layout=torch.strided), "must be a plain tensor; got a nested"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse")
+def test_tensors_without_strides_or_memory_go_on_to_the_checks(number, to, text):
+    given = tensors()
+    given[number] = to(given[number])
+    for mask in (None, mask_of(), mask_of().with_lengths([30])):
+        assert place_of(*given, mask) is None
+        with pytest.raises(TypeError, match=re.escape(f"{'qkv'[number]} {text}")):
+            run(*given, mask)
+
+
+def test_lengths_with_a_number_for_queries_go_on_to_the_checks():
+    _, k, v = tensors()
+    with pytest.raises(ValueError, match=r"q must have shape \[batch, heads, tokens, head dim\]; got \[\]"):
+        run(torch.tensor(0.5, dtype=torch.float16), k, v, mask_of().with_lengths([30]))
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_packed_tokens_of_a_sparse_layout_are_refused(number):
+    given = [x[0].transpose(0, 1) for x in tensors()]
+    given[number] = given[number].to_sparse()
+    with pytest.raises(TypeError, match=f"{'qkv'[number]} must be a dense tensor; got one with the layout"):
+        attention_varlen(*given, [0, 10, TOKENS], backend="triton")
 
 
 def test_a_call_that_drops_or_asks_for_another_backend_is_no_repeat():

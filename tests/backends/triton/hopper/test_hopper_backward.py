@@ -6,11 +6,12 @@ from unittest import mock
 
 import pytest
 import torch
-from hopper_problems import PARTS, assert_exact, drawn, run, some_problem
+from hopper_problems import PARTS, assert_exact, drawn, interpreted, run, some_problem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from missing_lines import assert_noticed, synchronising_lines, without
 
+from exactness import LARGE_SCORES, check_weights_of_one
 from sparseflash.backends.triton.hopper import backward as backward_module
 from sparseflash.backends.triton.hopper import backward_plan, cuts
 from sparseflash.backends.triton.launcher import Launch
@@ -81,6 +82,15 @@ def test_a_scale_of_zero_moves_values_alone():
     got = run(problem, gradients=True)
     assert_exact(problem, got)
     assert not got[2].any() and not got[3].any() and got[4].any()
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("largest", LARGE_SCORES)
+def test_gradients_of_large_scores(largest, dim):
+    def gradients_of(q, k, v, dout, mask, scale):
+        return interpreted(mask, q, k, v, scale, dout)[2:]
+
+    check_weights_of_one(largest, gradients_of, dim)
 
 
 def test_sequences_without_a_token_have_no_gradients():

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exactness import check
+from exactness import LARGE_SCORES, check, check_weights_of_one, gradients_by
 from plans import plan
 from scored import Scored
 from scored import check as check_changed
@@ -35,6 +35,13 @@ def test_exact_on_the_gpu(dim, dtype, data):
         most_tokens=1500, most_batch=3, head_dims=(dim,), value_dims=(dim,), blocks=(128, 128, 64, 32), dtypes=(dtype,)
     )
     check(data.draw(drawn), "hopper", "cuda")
+
+
+@pytest.mark.parametrize("backend", ["hopper", "triton"])
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+@pytest.mark.parametrize("largest", LARGE_SCORES)
+def test_gradients_of_large_scores(largest, dim, backend):
+    check_weights_of_one(largest, gradients_by(backend), dim, "cuda")
 
 
 # Each set of kinds and head dim compiles its own kernels.

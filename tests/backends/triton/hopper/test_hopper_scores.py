@@ -162,15 +162,32 @@ def test_who_insists_on_them_learns_before_the_forward_that_slopes_get_no_gradie
 
 
 @pytest.mark.usefixtures("tested_triton")
+def test_explain_says_why_slopes_that_are_learned_have_no_backward_on_them():
+    q, slopes = torch.empty(2, 4, 8192, 128, dtype=torch.bfloat16, device="meta"), torch.ones(4, requires_grad=True)
+    asked = {"scores": scores.alibi(slopes), "capability": (9, 0), "backend": "hopper"}
+    with torch.no_grad():  # then attention runs the forward
+        found = explain(q, q, q, masks.causal(8192), **asked)
+    assert (found.forward.family, found.forward.refusals, found.backward.family) == ("hopper", (), None)
+    reason = "of changes of scores they give gradients to sink; got distance"
+    assert found.backward.refusals == (("hopper", reason),)
+    assert f"backward: no kernels\n  not hopper: {reason}\n" in str(found)
+    assert [each.kernel for each in found.kernels] == ["forward"]
+    with pytest.raises(ValueError, match=f"the hopper kernels cannot serve this call: {reason}"):  # as attention does
+        explain(q, q, q, masks.causal(8192), **asked)
+
+
+@pytest.mark.usefixtures("tested_triton")
 @pytest.mark.parametrize(
     ("dim", "change", "families"),
     [
         (64, scores.softcap(30.0), ("portable", "portable")),
         (128, scores.softcap(30.0), ("hopper", "hopper")),
         (128, scores.log_decay(torch.ones(4)), ("portable", "hopper")),
+        (64, scores.log_decay(torch.ones(4)), ("portable", "hopper")),
+        (64, scores.log_decay(torch.ones(4)) + scores.softcap(30.0), ("portable", "portable")),
         (64, scores.alibi(torch.ones(4)), ("hopper", "hopper")),
     ],
-    ids=["capped-64", "capped-128", "logarithmic", "linear"],
+    ids=["capped-64", "capped-128", "logarithmic-128", "logarithmic-64", "both-64", "linear"],
 )
 def test_the_default_is_what_was_measured_faster(dim, change, families):
     q = torch.empty(2, 4, 8192, dim, dtype=torch.bfloat16, device="meta")
