@@ -23,7 +23,7 @@ from experiments.pathx.config import Config, Stage
 from experiments.pathx.data.batches import pack_vectors
 from experiments.pathx.data.device_batch import on_device
 from experiments.pathx.data.stream import Stream
-from experiments.pathx.evaluate import recipe_for, result, scores_on, vectors_of
+from experiments.pathx.evaluate import Evaluation, pack_from_file, recipe_for, vectors_of
 from experiments.pathx.mask_costs import costs
 from experiments.pathx.model.classifier import PathModel
 from experiments.training.atomic_files import write_json, write_text
@@ -50,11 +50,12 @@ def analyse(
     for stage in stages:
         file = file_of(stage)
         vectors = vectors_of(file)
-        found = scores_on(model, config, stage, file, images, stream, device)
+        evaluation = Evaluation(model, config, stage, stream, device)
+        found = evaluation.scores(pack_from_file, file, images=images)
         right = found.right.numpy()
         cnn = stored(vectors.parameters.name)
         folds.append(
-            result(found, stage, config, file, device)
+            evaluation.result(found, file)
             | {"by_distance": by_distance(vectors, right), "cnn": None if cnn is None else as_rule(cnn)}
         )
     last, vectors = stages[-1], vectors_of(file_of(stages[-1]))

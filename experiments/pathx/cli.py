@@ -17,16 +17,16 @@ from experiments.pathx import table as tables
 from experiments.pathx.analyse import analyse as write_analysis
 from experiments.pathx.config import Config, Stage, resumed, stretched
 from experiments.pathx.curricula import CURRICULA, curriculum
+from experiments.pathx.data.batches import pack_released
 from experiments.pathx.data.released import SPLITS, folder_of_fold, samples_of
 from experiments.pathx.data.released import title as released_title
 from experiments.pathx.data.stream import Stream
 from experiments.pathx.evaluate import (
+    Evaluation,
     agrees,
     baselines,
     key_of,
-    result,
-    scores_on,
-    scores_on_release,
+    pack_from_file,
     stage_for,
     store,
 )
@@ -177,7 +177,7 @@ def evaluate(
             total = images * len(rendering_table.RENDERINGS)
             with Stream(workers) as stream, counting_bar(console, "Testing", total) as progress:
                 found = rendering_table.table(
-                    model, config, stage, tested, images, stream, place,
+                    Evaluation(model, config, stage, stream, place), tested, images,
                     report=lambda row: say(rendering_table.line(row)), progress=progress,
                 )  # fmt: skip
             say(rendering_table.spread(found))
@@ -192,13 +192,15 @@ def evaluate(
             fold = folder_of_fold(release, stage.size, stage.contour)
             count = min(images, len(samples_of(fold, split)))
             with Stream(workers) as stream, counting_bar(console, "Testing", count) as progress:
-                scores = scores_on_release(model, config, stage, fold, split, count, stream, place, progress)
-            found = result(scores, stage, config, None, place, released_title(fold, stage.size, split))
+                evaluation = Evaluation(model, config, stage, stream, place)
+                scores = evaluation.scores(pack_released, fold, split, images=count, progress=progress)
+            found = evaluation.result(scores, None, released_title(fold, stage.size, split))
         else:
             path = made_test_set(stage.size, stage.contour, data, workers)
             with Stream(workers) as stream, counting_bar(console, "Testing", images) as progress:
-                scores = scores_on(model, config, stage, path, images, stream, place, progress)
-            found = result(scores, stage, config, path, place)
+                evaluation = Evaluation(model, config, stage, stream, place)
+                scores = evaluation.scores(pack_from_file, path, images=images, progress=progress)
+            found = evaluation.result(scores, path)
         found |= {"helped": of_model(about)}
         if keep:
             store(file, stage, found)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from experiments.pathfinder.cnn.results import stored
 from experiments.pathfinder.parameters import parameters_of
@@ -17,9 +18,8 @@ from experiments.pathfinder.vectors import Vectors
 from experiments.pathfinder.vectors import load as load_vectors
 from experiments.pathx import weights
 from experiments.pathx.config import Config, Stage
-from experiments.pathx.data.batches import Recipe, batches_of, pack_released, pack_vectors, recipe_of
+from experiments.pathx.data.batches import Recipe, batches_of, pack_vectors, recipe_of
 from experiments.pathx.data.packing import Packed
-from experiments.pathx.data.released import samples_of
 from experiments.pathx.data.stream import Stream
 from experiments.pathx.scoring import Scores, score, standard_error
 from experiments.training.atomic_files import write_json
@@ -46,12 +46,6 @@ def recipe_for(config: Config, stage: Stage) -> Recipe:
     return replace(recipe_of(replace(config, curriculum=(stage,)), 0), pixel_labels=False, hidden=0.0)
 
 
-def packings(recipe: Recipe, file: Path, images: int, stream: Stream) -> Iterator[Packed]:
-    """The first `images` images of a file of vectors, as batches."""
-    calls = ((recipe, file, first, last) for first, last in batches_of(recipe, images))
-    return stream.in_order(pack_from_file, calls)
-
-
 def pack_from_file(recipe: Recipe, file: Path, first: int, last: int) -> Packed:
     """Images first .. last - 1 of a file."""
     return pack_vectors(recipe, vectors_of(file), first, last)
@@ -63,66 +57,60 @@ def vectors_of(file: Path) -> Vectors:
     return load_vectors(file)
 
 
-def scores_on(
-    model: torch.nn.Module,
-    config: Config,
-    stage: Stage,
-    file: Path,
-    images: int,
-    stream: Stream,
-    device: torch.device,
-    progress: Callable[[int], None] = lambda images: None,
-) -> Scores:
-    """The scores of a model on the first images of a file. progress: called with the number that are answered."""
-    recipe = recipe_for(config, stage)
-    model.to(device)
-    return score(model, packings(recipe, file, images, stream), recipe.layers, config, device, progress)
+@dataclass(frozen=True)
+class Evaluation:
+    """A model, the stage on which it is tested, and where.
 
-
-def scores_on_release(
-    model: torch.nn.Module,
-    config: Config,
-    stage: Stage,
-    place: Path,
-    split: str,
-    images: int,
-    stream: Stream,
-    device: torch.device,
-    progress: Callable[[int], None] = lambda images: None,
-) -> Scores:
-    """The scores of a model on the first images of a split of released images; progress as above."""
-    recipe = recipe_for(config, stage)
-    model.to(device)
-    count = min(images, len(samples_of(place, split)))
-    calls = ((recipe, place, split, first, last) for first, last in batches_of(recipe, count))
-    return score(model, stream.in_order(pack_released, calls), recipe.layers, config, device, progress)
-
-
-def result(
-    scores: Scores, stage: Stage, config: Config, file: Path | None, device: torch.device, task: str | None = None
-) -> dict[str, Any]:
-    """The result as plain values; the error is the standard error of the accuracy.
-
-    file: the test set; None for released images, which `task` names.
+    config: the model's. stream: makes the batches. device: where the model runs.
     """
-    count = len(scores.labels)
-    return {
-        "task": task or title(stage.size, stage.contour),
-        "background": stage.background,
-        "layers": stage.layers or config.layers,
-        "floor": config.floor,
-        "positions": config.positions,
-        "renderings": "drawn" if config.renderings else "one",
-        "accuracy": scores.accuracy,
-        "error": standard_error(scores.accuracy, count),
-        "loss": scores.loss,
-        "images": count,
-        "connected": float((scores.labels == 1).double().mean()),
-        "test_set_sha256": None if file is None else sha256(file),
-        "precision": config.precision,
-        "device": device_name(device),
-        "versions": versions(),
-    }
+
+    model: nn.Module
+    config: Config
+    stage: Stage
+    stream: Stream
+    device: torch.device
+
+    def scores(
+        self,
+        pack: Callable[..., Packed],
+        *source: Any,
+        images: int,
+        progress: Callable[[int], None] = lambda images: None,
+    ) -> Scores:
+        """The scores of the model on the first `images` images of a source, which must have as many.
+
+        pack: makes a batch from a recipe, the source, and the numbers of its first image and of the one after its last;
+            perhaps in another process. progress: called with the number of images that are answered.
+        """
+        recipe = recipe_for(self.config, self.stage)
+        self.model.to(self.device)
+        batches = self.stream.in_order(pack, ((recipe, *source, *ends) for ends in batches_of(recipe, images)))
+        return score(self.model, batches, recipe.layers, self.config, self.device, progress)
+
+    def result(self, scores: Scores, file: Path | None, task: str | None = None) -> dict[str, Any]:
+        """The result as plain values; the error is the standard error of the accuracy.
+
+        file: the test set; None for released images, which `task` names.
+        """
+        stage, config = self.stage, self.config
+        count = len(scores.labels)
+        return {
+            "task": task or title(stage.size, stage.contour),
+            "background": stage.background,
+            "layers": stage.layers or config.layers,
+            "floor": config.floor,
+            "positions": config.positions,
+            "renderings": "drawn" if config.renderings else "one",
+            "accuracy": scores.accuracy,
+            "error": standard_error(scores.accuracy, count),
+            "loss": scores.loss,
+            "images": count,
+            "connected": float((scores.labels == 1).double().mean()),
+            "test_set_sha256": None if file is None else sha256(file),
+            "precision": config.precision,
+            "device": device_name(self.device),
+            "versions": versions(),
+        }
 
 
 def baselines(stage: Stage) -> str:

@@ -10,18 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import nn
 
 from experiments.pathfinder.parameters import parameters_of
 from experiments.pathfinder.plain_render import plain_render
 from experiments.pathfinder.rendering import RENDERINGS
-from experiments.pathx.config import Config, Stage
-from experiments.pathx.data.batches import Recipe, batches_of, pack_images
+from experiments.pathx.data.batches import Recipe, pack_images
 from experiments.pathx.data.packing import Packed
-from experiments.pathx.data.stream import Stream
-from experiments.pathx.evaluate import recipe_for, vectors_of
-from experiments.pathx.scoring import Scores, score, standard_error
+from experiments.pathx.evaluate import Evaluation, vectors_of
+from experiments.pathx.scoring import standard_error
 from experiments.training.atomic_files import write_json, write_text
 from experiments.training.environment import device_name, versions
 from experiments.training.fingerprint import sha256
@@ -31,7 +27,7 @@ Row = dict[str, Any]
 HEAD = "| rendering | right | of | accuracy | said connected |"
 
 
-def pack_rendered(recipe: Recipe, file: Path, first: int, last: int, name: str) -> Packed:
+def pack_rendered(recipe: Recipe, file: Path, name: str, first: int, last: int) -> Packed:
     """Images first .. last - 1 of a file in the rendering with this name. Noise depends on the image's number alone."""
     vectors = vectors_of(file)
     images = [
@@ -40,48 +36,27 @@ def pack_rendered(recipe: Recipe, file: Path, first: int, last: int, name: str) 
     return pack_images(recipe, images, vectors.labels[first:last].tolist())
 
 
-def scores_in(
-    model: nn.Module,
-    config: Config,
-    stage: Stage,
-    file: Path,
-    images: int,
-    stream: Stream,
-    device: torch.device,
-    name: str,
-    progress: Callable[[int], None] = lambda images: None,
-) -> Scores:
-    """The scores of a model on the first images of a file in a rendering; progress as in `scores_on`."""
-    recipe = recipe_for(config, stage)
-    calls = ((recipe, file, first, last, name) for first, last in batches_of(recipe, images))
-    return score(model, stream.in_order(pack_rendered, calls), recipe.layers, config, device, progress)
-
-
 def table(
-    model: nn.Module,
-    config: Config,
-    stage: Stage,
+    evaluation: Evaluation,
     file: Path,
     images: int,
-    stream: Stream,
-    device: torch.device,
     names: Sequence[str] = tuple(RENDERINGS),
     report: Callable[[Row], None] = lambda row: None,
     progress: Callable[[int], None] = lambda images: None,
 ) -> dict[str, Any]:
-    """A row for each rendering, with what is needed to judge and repeat them.
+    """A row for each rendering of the first images of a file, with what is needed to judge and repeat them.
 
     report: called with every row as soon as it is known. progress: with the number of images that are answered, of all
         renderings together.
     """
-    model.to(device)
+    stage, config = evaluation.stage, evaluation.config
     rows: list[Row] = []
     for name in names:
 
         def counted(done: int, before: int = images * len(rows)) -> None:
             progress(before + done)
 
-        found = scores_in(model, config, stage, file, images, stream, device, name, counted)
+        found = evaluation.scores(pack_rendered, file, name, images=images, progress=counted)
         rows.append({
             "rendering": name, "images": images, "right": int(found.right.sum()), "accuracy": found.accuracy,
             "error": standard_error(found.accuracy, images),
@@ -96,7 +71,7 @@ def table(
         "worst_below_best": max(row["accuracy"] for row in rows) - min(row["accuracy"] for row in rows),
         "test_set_sha256": sha256(file),
         "precision": config.precision,
-        "device": device_name(device),
+        "device": device_name(evaluation.device),
         "versions": versions(),
     }
 

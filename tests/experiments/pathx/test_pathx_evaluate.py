@@ -47,32 +47,33 @@ def scored(finished, file, stream, images=30):
     model, config, _ = weights.load(finished[0])
     stage = evaluate.stage_for(config, None, None)
     done = []
-    found = evaluate.scores_on(model, config, stage, file, images, stream, torch.device("cpu"), done.append)
+    evaluation = evaluate.Evaluation(model, config, stage, stream, torch.device("cpu"))
+    found = evaluation.scores(evaluate.pack_from_file, file, images=images, progress=done.append)
     assert done == sorted(done) and done[-1] == images
-    return found, stage, config
+    return found, evaluation
 
 
 def test_a_test_result_is_that_of_the_images_in_their_order(finished, tests, stream):
-    found, stage, config = scored(finished, tests[1], stream)
+    found, evaluation = scored(finished, tests[1], stream)
     assert found.labels.tolist() == load_vectors(tests[1]).labels[:30].tolist()
-    said = evaluate.result(found, stage, config, tests[1], torch.device("cpu"))
+    said = evaluation.result(found, tests[1])
     assert said["task"] == "LRA-parameter generated Pathfinder-32, contour length 9"
     assert said["layers"] == "near:8,dense"  # those of the stage
     assert said["images"] == 30
     assert "auxiliary" not in said  # what helped is told of the whole chain, beside it
     with Stream(1) as other:
-        again, _, _ = scored(finished, tests[1], other)
+        again, _ = scored(finished, tests[1], other)
     assert torch.equal(again.chances, found.chances)
 
 
 def test_only_whole_results_are_stored_and_others_are_compared(finished, tests, stream, monkeypatch, tmp_path):
     path = finished[0]
-    found, stage, config = scored(finished, tests[1], stream)
-    said = evaluate.result(found, stage, config, tests[1], torch.device("cpu"))
+    found, evaluation = scored(finished, tests[1], stream)
+    said = evaluation.result(found, tests[1])
     with pytest.raises(ValueError, match="all 20000 images"):
-        evaluate.store(path, stage, said)
+        evaluate.store(path, evaluation.stage, said)
     monkeypatch.setattr(evaluate, "IMAGES", 30)
-    evaluate.store(path, stage, said)
+    evaluate.store(path, evaluation.stage, said)
     assert weights.beside(path)["results"]["32-9-drop"] == said
     name, note = table.found_below(finished[0].parent)[0]
     assert (name, note["sha256"]) == ("run", finished[1]["sha256"])

@@ -16,6 +16,7 @@ from experiments.pathx import cli, rendering_table, weights
 from experiments.pathx.config import Config, Stage
 from experiments.pathx.data.batches import recipe_of
 from experiments.pathx.data.stream import Stream
+from experiments.pathx.evaluate import Evaluation
 from experiments.training import progress_bar
 from pathx_runs import TINY
 
@@ -47,10 +48,8 @@ def test_every_rendering_has_a_row_of_the_same_images(tests):
     stage = Stage(size=32, contour=9, tokens=4096, lr=1.0, steps=1)
     reported, answered = [], []
     with Stream(0) as stream:
-        found = rendering_table.table(
-            Bright(), config, stage, tests, IMAGES, stream, torch.device("cpu"), report=reported.append,
-            progress=answered.append,
-        )  # fmt: skip
+        evaluation = Evaluation(Bright(), config, stage, stream, torch.device("cpu"))
+        found = rendering_table.table(evaluation, tests, IMAGES, report=reported.append, progress=answered.append)
     assert answered == sorted(answered) and answered[-1] == IMAGES * len(RENDERINGS)
     assert set(answered) >= {IMAGES * rows for rows in range(1, len(RENDERINGS) + 1)}
     assert [row["rendering"] for row in found["rows"]] == list(RENDERINGS) and reported == found["rows"]
@@ -70,7 +69,7 @@ def test_images_are_those_of_the_second_renderer(tests):
     recipe = recipe_of(Config(**{**vars(TINY), "floor": 1}), 1)
     vectors = load_vectors(tests)
     for name, rendering in RENDERINGS.items():
-        packed = rendering_table.pack_rendered(recipe, tests, 2, 4, name)
+        packed = rendering_table.pack_rendered(recipe, tests, name, 2, 4)
         images = [plain_render(vectors, index, rendering, np.random.default_rng(index)) for index in (2, 3)]
         live = packed.ids[(packed.ids > 0) & (packed.ids < 256)]
         assert sorted(live.tolist()) == sorted(level for image in images for level in image[image > 0].tolist())

@@ -22,10 +22,10 @@ from experiments.pathfinder.vectors import collect
 from experiments.pathx import weights
 from experiments.pathx.cli import app
 from experiments.pathx.config import from_dict
-from experiments.pathx.data.batches import make, recipe_of
+from experiments.pathx.data.batches import make, pack_released, recipe_of
 from experiments.pathx.data.released import folder_of_fold, image_of, samples_of, title
 from experiments.pathx.data.stream import Stream
-from experiments.pathx.evaluate import scores_on_release, stage_for
+from experiments.pathx.evaluate import Evaluation, stage_for
 from experiments.pathx.train import Run
 from pathfinder_tracer import connected
 from pathx_runs import STAGES, TINY
@@ -73,7 +73,8 @@ def test_the_stored_model_answers_the_released_tiles():
     stage = replace(stage_for(config, 128, 14), tokens=8192)
     place = folder_of_fold(RELEASED, 128, 14)
     with Stream(0) as stream:
-        found = scores_on_release(model, config, stage, place, "all", 100, stream, torch.device("cpu"))
+        evaluation = Evaluation(model, config, stage, stream, torch.device("cpu"))
+        found = evaluation.scores(pack_released, place, "all", images=len(BY_EYE))
     assert found.labels.tolist() == BY_EYE
     assert found.right.all()
 
