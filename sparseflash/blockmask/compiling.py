@@ -139,7 +139,8 @@ def _build(build: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], *
                 raise TypeError(
                     f"{build.__qualname__} must be given masks that exist when torch.compile compiles it; got one that "
                     "the compiled code makes at each call (chosen from data, or by with_lengths). Combine such a mask "
-                    "with others outside, or call with_lengths last."
+                    "with others outside, or call with_lengths last. To always choose some blocks, give them a score "
+                    "of infinity."
                 )
             return masks[value]
         if kind == "list":
