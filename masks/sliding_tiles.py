@@ -63,7 +63,10 @@ def sliding_tiles(
     ranges = []
     for side, size, wide in zip(sides, sizes, windows):
         if side % size or wide % size:
-            raise ValueError(f"tile must divide the side and the window; got {size} for {side} and {wide}.")
+            raise ValueError(
+                f"tile must divide the side and the window; got {size} for {side} and {wide}, in tokens. A window of n "
+                "tiles has n * tile tokens."
+            )
         if wide > side:
             raise ValueError(f"window must not exceed the side; got {wide} and {side}.")
         most = side // size - wide // size

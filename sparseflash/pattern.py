@@ -18,7 +18,8 @@ def check_pattern(pattern: object) -> None:
     if pattern is not None and not callable(pattern):
         raise TypeError(
             "pattern must be a function of a sequence's length that returns its mask, such as masks.causal, or a rule "
-            f"of positions (q, k); got {type(pattern).__name__}."
+            f"of positions (q, k); got {type(pattern).__name__}. The beginnings of a mask are "
+            "lambda n: mask.crop(q=(0, n), k=(0, n)); keep that function for all calls."
         )
 
 

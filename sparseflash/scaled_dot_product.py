@@ -108,7 +108,10 @@ def _upper_left(q_len: int, k_len: int, block: Block, device: torch.device) -> B
         return causal(q_len, k_len, offset=0, block=block).to(device)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.compiler.disable(  # type: ignore[untyped-decorator]
+    reason="a mask that is a tensor is read on the host. Make a BlockMask of it once, outside, by interop.from_sdpa, "
+    "or compile without fullgraph=True."
+)
 def live_and_bias(
     attn_mask: Tensor, q_len: int, k_len: int, block: Block = 128, name: str = "attn_mask",
     *, device: torch.device | None = None,

@@ -100,8 +100,8 @@ def attention_varlen(
     One mask is made for the packed tokens, from the masks of the distinct lengths, without any N x N matrix. It is
     cached for these lengths and this `pattern`, so give the same function object at every call, not a new lambda. The
     lengths are read on the host: give `cu_seqlens` on the CPU, or else the first call with a tensor on a GPU waits for
-    it. To make the mask yourself, once for all layers, call `varlen_mask`; `attention` takes it, and with it `scores`,
-    which are no argument here.
+    it; in compiled code that breaks the graph. To make the mask yourself, once for all layers, call `varlen_mask`;
+    `attention` takes it, and with it `scores`, which are no argument here.
     """
     if any(isinstance(x, Tensor) and x.is_nested for x in (q, k, v)):
         if cu_seqlens_q is not None or cu_seqlens_k is not None:
@@ -162,7 +162,10 @@ def _nested(
     return (out, lse) if return_lse else out
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@torch.compiler.disable(  # type: ignore[untyped-decorator]
+    reason="lengths are read on the host. Call varlen_mask outside and attention with its mask, or compile without "
+    "fullgraph=True."
+)
 def varlen_mask(
     cu_seqlens_q: Any, cu_seqlens_k: Any = None, pattern: Pattern | None = None, *, block: Block = 128,
     device: torch.device | str = "cpu",

@@ -724,6 +724,13 @@ def test_what_is_no_mask_is_refused(model, message):
         pair(model)[1](ids(10))
 
 
+def test_weights_as_a_result_are_refused():
+    _, ours = pair(LLAMA)
+    with pytest.raises(ValueError, match=r"needs its weights as a result: select 'eager' for it \(output_attentions\)"):
+        ours(ids(10), output_attentions=True)
+    ours(ids(10), output_attentions=False)
+
+
 def test_finished_masks_that_are_none_are_refused():
     _, ours = pair(LLAMA)
     with pytest.raises(TypeError, match="must be bool or floating point"):

@@ -196,7 +196,7 @@ def _sparse(mask: BlockMask, where: str, orders: Mapping[str, Tensor]) -> Iterat
         least = min((entry.over_coverage for entry in better), default=0.0)
         best = max((e for e in better if e.over_coverage <= 1.25 * least), key=lambda e: e.block_q, default=None)
         remedy = (
-            "No smaller block does much better; another token order might (`orders`)."
+            "No smaller block does much better; another token order might: pass some as orders=."
             if best is None
             else f"Blocks of {best.block_q} would compute {best.over_coverage:.3g}."
         )

@@ -81,6 +81,19 @@ def refuse_batched_gradients(name: str, *gradients: Tensor | None) -> None:
         )
 
 
+def refuse_recording(name: str) -> None:
+    """Raises while torch.export or another tracer records operations: there is no operator for a function of scores, so
+    what the backend computes would be left out.
+    """
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode  # late: the import takes seconds
+
+    if get_proxy_mode() is not None or torch._C._is_tracing():
+        raise NotImplementedError(
+            f"torch.export and other tracers cannot record scores.function with the {name} backend; "
+            "backend='reference' has it. All other changes of scores can be recorded."
+        )
+
+
 def _transforms() -> list[Any]:
     """The kinds of all transforms around a call: for torch.func.grad(torch.vmap(f)) the innermost one is vmap."""
     return [each.key() for each in torch._C._functorch.get_interpreter_stack() or ()]

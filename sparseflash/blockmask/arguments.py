@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 if TYPE_CHECKING:
     from sparseflash.blockmask import BlockMask
@@ -90,6 +91,10 @@ def plain_tensor(value: Any, name: str) -> Tensor:
     tensor = dense_tensor(value, name)
     if tensor.device.type == "meta":
         raise ValueError(f"{name} must lie on a device that holds its contents; got the meta device, which has none.")
+    if isinstance(tensor, FakeTensor):
+        raise ValueError(
+            f"{name} must have contents; got a fake tensor, of torch.export or FakeTensorMode. Build masks outside."
+        )
     return tensor
 
 

@@ -1,8 +1,8 @@
-"""Masks built inside a function that `torch.compile` compiles become constants of the compiled code.
+"""Masks built inside a function that `torch.compile` compiles, or `torch.export` exports, become constants.
 
 A builder counts and compares tiles, which a compiler cannot trace. But the mask of a given rule depends only on a few
-numbers. So while Dynamo traces a function, a builder runs normally, once, and the compiled code refers to its mask.
-Tensor sizes among the arguments become guards: another length recompiles, with another mask.
+numbers. So while a function is traced, a builder runs normally, once, and the compiled code refers to its mask. Tensor
+sizes among the arguments become guards: another length recompiles, with another mask.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from sparseflash.blockmask.cache import cleared_with_caches
 
@@ -58,8 +61,12 @@ def constant_when_compiled(build: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(build)
     def built(*args: P.args, **kwargs: P.kwargs) -> T:
-        if not torch.compiler.is_dynamo_compiling():
+        if not torch.compiler.is_compiling():
             return build(*args, **kwargs)
+        if not torch.compiler.is_dynamo_compiling():  # torch.export, which runs the function on fake tensors
+            _check_contents(build, (args, kwargs))
+            with _disable_current_modes():
+                return build(*args, **kwargs)
         # Dynamo traces everything below except `_build`.
         masks: list[Any] = []  # or their ids
         positional = [_described(value, masks) for value in args]
@@ -81,6 +88,19 @@ def constant_if_its_mask_is(method: Callable[P, T]) -> Callable[P, T]:
         return method(*args, **kwargs)
 
     return called
+
+
+def _check_contents(build: Callable[..., Any], arguments: Any) -> None:
+    """Raises TypeError if any tensor, or any of a mask, has no contents because torch.export traces it."""
+    from sparseflash.blockmask.mask import BlockMask
+
+    for leaf in tree_leaves(arguments):
+        if any(isinstance(x, FakeTensor) for x in (leaf._arrays() if isinstance(leaf, BlockMask) else (leaf,))):
+            raise TypeError(
+                f"{build.__qualname__} must not be given a tensor or mask that torch.export traces: inside, the mask "
+                "is a constant of the exported program. Build it outside. Masks chosen from data (top_k_blocks and "
+                "others) and with_lengths, called last, follow their inputs."
+            )
 
 
 def _described(value: Any, masks: list[Any]) -> tuple[str, Any]:
@@ -119,7 +139,8 @@ def _build(build: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], *
                 raise TypeError(
                     f"{build.__qualname__} must be given masks that exist when torch.compile compiles it; got one that "
                     "the compiled code makes at each call (chosen from data, or by with_lengths). Combine such a mask "
-                    "with others outside, or call with_lengths last."
+                    "with others outside, or call with_lengths last. To always choose some blocks, give them a score "
+                    "of infinity."
                 )
             return masks[value]
         if kind == "list":

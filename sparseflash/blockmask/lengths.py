@@ -44,8 +44,11 @@ def _checked(mask: BlockMask, lengths: Lengths, name: str) -> Tensor:
     """Lengths as int64 unless they are int32: smaller integer types may not hold the bounds, and some cannot be
     clamped.
     """
-    if isinstance(lengths, Tensor):
-        dense_tensor(lengths, name)
+    if isinstance(lengths, Tensor) and dense_tensor(lengths, name).ndim == 2:
+        raise ValueError(
+            f"{name} must have shape [B]; got {list(lengths.shape)}. Of a mask [B, N] that is True for tokens, all of "
+            "them in front, pass its .sum(-1)."
+        )
     if not (isinstance(lengths, Tensor) and lengths.dtype == torch.int32):
         lengths = integer_tensor(lengths, name, mask.device)
     batch = mask.pattern.shape[0]

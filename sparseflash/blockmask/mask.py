@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.blockmask import bitmask
-from sparseflash.blockmask.arguments import Block, block_pair, checked_device, token_counts
+from sparseflash.blockmask.arguments import Block, block_pair, checked_device, checked_mask, token_counts
 from sparseflash.blockmask.build import Part, arrays_of
 from sparseflash.blockmask.cache import attach_cache, belong_together, mask_cache, once
 from sparseflash.blockmask.compiling import constant_if_its_mask_is, constant_when_compiled
@@ -733,7 +733,7 @@ class BlockMask:
         """
         from sparseflash.blockmask.ops.boolean import intersection
 
-        return intersection(self, other) if isinstance(other, BlockMask) else NotImplemented
+        return intersection(self, checked_mask(other))
 
     @constant_when_compiled
     def __or__(self, other: BlockMask) -> BlockMask:
@@ -747,7 +747,7 @@ class BlockMask:
         """
         from sparseflash.blockmask.ops.boolean import union
 
-        return union(self, other) if isinstance(other, BlockMask) else NotImplemented
+        return union(self, checked_mask(other))
 
     @constant_when_compiled
     def __xor__(self, other: BlockMask) -> BlockMask:
@@ -759,7 +759,7 @@ class BlockMask:
         """
         from sparseflash.blockmask.ops.boolean import symmetric_difference
 
-        return symmetric_difference(self, other) if isinstance(other, BlockMask) else NotImplemented
+        return symmetric_difference(self, checked_mask(other))
 
     @constant_when_compiled
     def __sub__(self, other: BlockMask) -> BlockMask:
@@ -775,7 +775,7 @@ class BlockMask:
         """
         from sparseflash.blockmask.ops.boolean import difference
 
-        return difference(self, other) if isinstance(other, BlockMask) else NotImplemented
+        return difference(self, checked_mask(other))
 
     @constant_when_compiled
     def __invert__(self) -> BlockMask:

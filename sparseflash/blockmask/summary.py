@@ -27,7 +27,8 @@ def summary(mask: BlockMask) -> str:
         parts.append(f"density {100 * mask._padded(None).density:.3g} %")
     if mask.pattern.numel() > 1:
         patterns = pattern_count(mask)
-        parts.append(f"{patterns} patterns for {mask.pattern.shape[0]} x {mask.pattern.shape[1]} (batch x heads)")
+        count = f"{patterns} pattern{'' if patterns == 1 else 's'}"
+        parts.append(f"{count} for {mask.pattern.shape[0]} x {mask.pattern.shape[1]} (batch x heads)")
     if mask.lengths is not None:
         within = "" if is_meta else f": density {100 * mask.density:.3g} %"
         sequences = mask.lengths.shape[1]

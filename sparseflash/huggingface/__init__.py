@@ -68,9 +68,8 @@ def register(pattern: Pattern = None, *, name: str = "block_sparse", block: Bloc
     Raises ValueError for the name of another implementation or one that Transformers would interpret differently,
     TypeError for a function of lengths or of positions, ImportError if Transformers is missing or too old. Models raise
     ValueError if a layer needs something that is not a mask and no change of scores (keys that it chooses itself, a
-    paged cache), TypeError or AttributeError if they compute with their masks themselves, NotImplementedError for
-    `torch.export`. `torch.compile` works without `fullgraph`. Attention weights (`output_attentions`) are not
-    available.
+    paged cache) or is asked for attention weights (`output_attentions`), TypeError or AttributeError if they compute
+    with their masks themselves, NotImplementedError for `torch.export`. `torch.compile` works without `fullgraph`.
     """
     attentions, rules = _interfaces()
     if not name.isidentifier() or "flash" in name:

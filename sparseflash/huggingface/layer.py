@@ -21,12 +21,13 @@ from sparseflash.scores.softcap import softcap as softcap_of_scores
 
 Pattern = BlockMask | Callable[[nn.Module], BlockMask | None] | None
 
-# Arguments of models that change results but can be expressed neither as a mask nor as a change of scores.
+# Arguments of models that ask for what is neither a mask nor a change of scores.
 _UNKNOWN = {
     "sinks": "a sink for each query",
     "indices": "keys that it chooses itself",
     "block_indices": "blocks that it chooses itself",
     "cache": "a paged cache",
+    "output_attentions": "its weights as a result: select 'eager' for it",
 }
 _DEAD = -1e4  # models add this or less to dead scores; exp underflows to 0
 
@@ -58,7 +59,8 @@ class Attention:
         scores. position_bias: `[1, H, N, Nk]`, added to them; so are the finite entries of a finished attention_mask.
         """
         for name, what in _UNKNOWN.items():
-            if others.get(name) is not None:
+            given = others.get(name)
+            if given is not None and given is not False:
                 raise ValueError(
                     f"sparseflash supports masks and changes of scores; {type(module).__name__} needs {what} ({name})."
                 )

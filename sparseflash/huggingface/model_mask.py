@@ -180,7 +180,7 @@ def cropped(pattern: BlockMask, queries: tuple[int, int], keys: tuple[int, int])
         if stop > length:
             raise ValueError(
                 f"the pattern must be as long as a row of the batch, with its cache and padding, {stop} tokens; it has "
-                f"{length} {name}."
+                f"{length} {name}. Register a longer one: shorter rows use its beginning."
             )
     whole = (queries, keys) == ((0, pattern.q_len), (0, pattern.k_len))
     return pattern if whole else pattern.crop(q=queries, k=keys)

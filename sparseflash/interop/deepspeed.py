@@ -74,7 +74,7 @@ def from_deepspeed(layout: Tensor, block: int) -> BlockMask:
 
     >>> from_deepspeed(torch.ones(2, 4, 4, dtype=torch.int64).tril(), 16)
     BlockMask(64 x 64, blocks of 16, 10 tiles: 10 full + 0 partial, density 62.5 %, \
-    1 patterns for 1 x 2 (batch x heads))
+    1 pattern for 1 x 2 (batch x heads))
 
     `layout`: integer or bool `[H, nb, nb]` of zeros and ones, from `SparsityConfig.make_layout(seq_len)`; `block`:
     tokens, that configuration's `block`. In a "unidirectional" layout the blocks on the diagonal see the future;

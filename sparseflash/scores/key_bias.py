@@ -51,5 +51,7 @@ def key_bias(values: Tensor) -> KeyBias:
     """
     values = floating(values, "key_bias")
     if values.ndim != 3:
-        raise ValueError(f"key_bias must have shape [B or 1, Hq or 1, Nk]; got {list(values.shape)}.")
+        raise ValueError(
+            f"key_bias must have shape [B or 1, Hq or 1, Nk]; got {list(values.shape)}. For x [B, Nk] pass x[:, None]."
+        )
     return KeyBias(values)

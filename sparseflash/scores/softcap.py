@@ -42,7 +42,10 @@ def softcap(cap: float) -> Softcap:
     Source: Bello et al., "Neural Combinatorial Optimization", 2016; Gemma Team, "Gemma 2", 2024.
     """
     if not isinstance(cap, int | float):
-        raise TypeError(f"cap must be a number; got {cap!r}.")
+        raise TypeError(
+            f"cap must be a number; got {cap!r}. For a learned one write scores.function("
+            "lambda score, b, h, q, k, cap: cap * torch.tanh(score / cap), cap)."
+        )
     cap = float(cap)
     if not 0.0 < cap < math.inf:
         raise ValueError(f"cap must be positive and finite; got {cap}.")

@@ -15,7 +15,7 @@ from sparseflash.scores.operators import FILLED, RECORDED, SAME, Refused, in_kin
 if TYPE_CHECKING:
     from torch.fx import GraphModule, Node
 
-_REMEDY = "Use backend='blockwise', which runs any function."
+_REMEDY = "With backend='blockwise' scores.function runs any function."
 
 
 class Recorded(NamedTuple):
@@ -56,7 +56,7 @@ def recorded(
     except Exception as error:
         raise ValueError(
             "scores.function must be recorded for the kernels, by calling it on tensors that stand for all scores; it "
-            f"raised {type(error).__name__}: {str(error).partition(chr(10))[0]} {_REMEDY}"
+            f"raised {type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}. {_REMEDY}"
         ) from error
     recorder = _Recorder(graph, given, device, into, may_capture_learned)
     try:

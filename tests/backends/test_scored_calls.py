@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -295,3 +296,35 @@ def test_compiled_code_leaves_a_function_out_of_its_graphs(backend):
     got = torch.compile(problem.run, backend="aot_eager")(*problem.inputs)
     for one, other in zip((*got, *problem.gradients(got)), (*want, *problem.gradients(want)), strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_one_whole_graph_of_a_function_is_refused_in_our_words(backend):
+    torch.compiler.reset()
+    with pytest.raises(Exception, match=r"scores\.function is a Python function, .* Compile without fullgraph=True"):
+        torch.compile(Problem("function", backend).run, backend="eager", fullgraph=True)()
+
+
+class Layer(torch.nn.Module):
+    def __init__(self, problem):
+        super().__init__()
+        self.problem, self.learned = problem, problem.learned
+
+    def forward(self, *inputs):
+        return self.problem.run(*inputs)[0]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "function"])
+def test_an_exported_program_holds_the_attention(kind, backend):
+    layer = Layer(Problem(kind, backend))
+    q, k, v = (x.detach() for x in layer.problem.inputs)
+    torch.testing.assert_close(torch.export.export(layer, (q, k, v)).module()(k, v, q), layer(k, v, q))
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize(
+    "record", [torch.export.export, torch.jit.trace, lambda layer, inputs: make_fx(layer)(*inputs)]
+)
+def test_a_function_is_refused_by_what_records_operations(record, backend):
+    layer = Layer(Problem("function", backend))
+    with pytest.raises(NotImplementedError, match=rf"cannot record scores\.function with the {backend} backend"):
+        record(layer, tuple(x.detach() for x in layer.problem.inputs))

@@ -243,7 +243,7 @@ def test_nbytes_counts_the_arrays():
         (
             BlockMask.from_layout(torch.eye(2, dtype=torch.bool).expand(3, 4, 2, 2), block=16),
             "BlockMask(32 x 32, blocks of 16, 2 tiles: 2 full + 0 partial, density 50 %, "
-            "1 patterns for 3 x 4 (batch x heads))",
+            "1 pattern for 3 x 4 (batch x heads))",
         ),
         (
             BlockMask.dense(64, block=32).with_lengths(torch.tensor([32, 0])),

@@ -166,3 +166,43 @@ def test_what_can_be_no_constant_says_so(mask_of, message):
     torch._dynamo.reset()
     with pytest.raises(Exception, match=message):
         torch.compile(function, fullgraph=True, backend="eager")(*tensors(64))
+
+
+class Calls(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs):
+        return self.function(*inputs)
+
+
+@pytest.mark.parametrize("build", FAMILIES.values(), ids=FAMILIES)
+def test_a_mask_that_is_built_in_what_is_exported_is_a_constant(build):
+    q, k, v = (x.detach() for x in tensors(64))
+    exported = torch.export.export(Calls(lambda q, k, v: attention(q, k, v, build(q.shape[2]))), (q, k, v))
+    for inputs in ((q, k, v), (k, v, q)):
+        assert torch.equal(exported.module()(*inputs), attention(*inputs, build(64)))
+
+
+@pytest.mark.parametrize(
+    "mask_of",
+    [
+        lambda x, at: BlockMask.from_dense(x > 0),
+        lambda x, at: BlockMask.from_layout(x[:1, :1] > 0),
+        lambda x, at: BlockMask.from_function(lambda q, k: at[q] == at[k], 64),
+        lambda x, at: BlockMask.from_function(lambda q, k: q >= k, 64, candidates=x[:1, :1] > 0),
+        lambda x, at: BlockMask.from_tiles(at[:1], at[:1], 64),
+        lambda x, at: masks.causal(64).permute(at),
+        lambda x, at: masks.causal(64).with_lengths(at[:1]) & masks.causal(64),
+        lambda x, at: masks.per_head([masks.causal(64).with_lengths(at[:1]), masks.causal(64)]),
+        lambda x, at: masks.top_k_blocks(x[None, None, :4, :4], k=2, q_len=64, block=16) | masks.causal(64),
+    ],
+)
+def test_what_can_be_no_constant_of_what_is_exported_says_so(mask_of):
+    def function(x, at):
+        q = x[None, None]
+        return attention(q, q, q, mask_of(x, at))
+
+    with pytest.raises((TypeError, ValueError), match=r"that torch.export traces: |got a fake tensor, of torch.export"):
+        torch.export.export(Calls(function), (torch.randn(64, 64), torch.arange(64)))

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_block_mask
 
 from algebra_checks import assert_is, peak_of
 from dynamic_masks import made_dynamic
@@ -23,6 +24,7 @@ BINARY = {
     "minus": (operator.sub, lambda a, b: a & ~b),
 }
 EACH = pytest.mark.parametrize("name", BINARY)
+OF_FLEXATTENTION = create_block_mask(lambda b, h, q, k: k <= q, 1, 1, 64, 64, device="cpu")
 
 
 @st.composite
@@ -182,16 +184,12 @@ def test_lengths_of_no_sequence_cannot_be_baked():
 
 
 @EACH
-@pytest.mark.parametrize("other", [3, None, "mask", torch.ones(64, 64, dtype=torch.bool)], ids=str)
-def test_what_is_no_mask_is_left_to_the_other_operand(name, other):
-    method = {"and": "__and__", "or": "__or__", "xor": "__xor__", "minus": "__sub__"}[name]
-    assert getattr(masks.causal(64, block=16), method)(other) is NotImplemented
-
-
-@EACH
-def test_no_operator_takes_numbers(name):
-    with pytest.raises(TypeError, match="unsupported operand"):
-        BINARY[name][0](masks.causal(64, block=16), 3)
+@pytest.mark.parametrize(
+    "other", [3, None, torch.ones(64, 64, dtype=torch.bool), lambda q, k: k <= q, OF_FLEXATTENTION], ids=str
+)
+def test_what_is_no_mask_is_refused_with_how_to_make_one(name, other):
+    with pytest.raises(TypeError, match=r"mask must be a sparseflash BlockMask; got .* \(BlockMask\.from_dense takes"):
+        BINARY[name][0](masks.causal(64, block=16), other)
 
 
 @EACH
@@ -273,7 +271,7 @@ def test_stacking_takes_masks_of_several_heads_and_blocks():
         (
             lambda: [masks.causal(64, block=16), masks.causal(65, block=16)],
             ValueError,
-            "masks must have the same q_len and k_len to be stacked; got 64 x 64 and 65 x 65",
+            r"stacked; got 64 x 64 and 65 x 65\. Sequences of different lengths are padded \(mask\.with_lengths\)",
         ),
         (
             lambda: [masks.causal(64, block=16), masks.causal(64, block=16).to("meta")],

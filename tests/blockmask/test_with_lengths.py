@@ -127,6 +127,11 @@ def test_giving_lengths_asks_the_device_nothing():
         (torch.tensor([3j]), TypeError, "lengths must be an integer tensor; got torch.complex64"),
         (torch.tensor(3), ValueError, r"lengths must have shape \[B\]; got \[\]"),
         (torch.tensor([[3]]), ValueError, r"lengths must have shape \[B\]; got \[1, 1\]"),
+        (
+            torch.ones(2, 40, dtype=torch.bool),
+            ValueError,
+            r"got \[2, 40\]. Of a mask \[B, N\] .* pass its \.sum\(-1\)\.",
+        ),
         (torch.zeros(2, dtype=torch.int64, device="meta"), ValueError, "on the mask's device cpu; got meta"),
     ],
 )

@@ -371,7 +371,7 @@ def test_swin_refuses_a_shift_of_a_window_or_more():
 
 
 def test_sliding_tiles_refuse_tiles_that_do_not_divide():
-    with pytest.raises(ValueError, match="tile must divide the side and the window; got 3 for 8 and 3"):
+    with pytest.raises(ValueError, match="tile must divide the side and the window; got 3 for 8 and 3, in tokens"):
         masks.sliding_tiles((9, 8), window=3, tile=3)
     with pytest.raises(ValueError, match="tile must divide the side and the window; got 4 for 8 and 6"):
         masks.sliding_tiles((8, 8), window=6, tile=4)

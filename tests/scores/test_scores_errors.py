@@ -20,7 +20,7 @@ ROWS = torch.ones(4)
         (lambda: scores.softcap(0.0), ValueError, "cap must be positive and finite; got 0.0"),
         (lambda: scores.bias(ROWS), ValueError, "bias must have shape [B or 1, Hq or 1, Nq or 1, Nk or 1]; got [4]"),
         (lambda: scores.bias(torch.ones(1, 1, 4, 4, dtype=torch.bool)), TypeError, "got torch.bool"),
-        (lambda: scores.key_bias(ROWS), ValueError, "key_bias must have shape [B or 1, Hq or 1, Nk]; got [4]"),
+        (lambda: scores.key_bias(ROWS), ValueError, "Hq or 1, Nk]; got [4]. For x [B, Nk] pass x[:, None]."),
         (lambda: scores.temperature(torch.ones(4, 4)), ValueError, "temperature must have shape [Hq] or"),
         (lambda: scores.relative(ROWS, scores.clipped(1)), ValueError, "table must have shape [Hq, R]; got [4]"),
         (lambda: scores.relative(torch.ones(4, 3), 3), TypeError, "bucket must be a function of offsets"),
@@ -38,6 +38,7 @@ ROWS = torch.ones(4)
         (lambda: scores.function(3), TypeError, "a function of (score, b, h, q, k, *tensors) must be given; got int"),
         (lambda: scores.function(max, 3), TypeError, "what follows the function must be tensors; got int"),
         (lambda: scores.softcap(1.0) + scores.softcap(2.0), ValueError, "at most one change of each kind; got two of"),
+        (lambda: scores.softcap(ROWS[0]), TypeError, "For a learned one write scores.function(lambda score,"),
         (lambda: scores.softcap(1.0) + ROWS, TypeError, "scores must be made by sparseflash.scores"),
     ],
 )
@@ -49,6 +50,8 @@ def test_what_cannot_be_made(make, error, text):
 @pytest.mark.parametrize(
     ("change", "error", "text"),
     [
+        ([scores.softcap(1.0)], TypeError, "got list. scores.bias takes a tensor that is added to the scores, "),
+        ([scores.softcap(1.0)], TypeError, "scores.function a function; + joins several changes."),
         (ROWS, TypeError, "scores must be made by sparseflash.scores, such as scores.alibi(slopes); got Tensor"),
         (scores.alibi(ROWS), ValueError, "slopes must have one entry for each of the 2 query heads; got 4"),
         (scores.alibi(torch.ones(2, device="meta")), ValueError, "slopes must be on q's device cpu; it is on meta"),

@@ -154,7 +154,10 @@ CAPTURED = torch.ones(3)
         (lambda s, b, h, q, k, g: s * CAPTURED.sum(), "got sum"),
         (lambda s, b, h, q, k, g: s * g[0] + torch.cumsum(s, -1), "got cumsum"),
         (lambda s, b, h, q, k, g: g[h] * 1.0, "a result that is not one score for each that it gets"),
-        (lambda s, b, h, q, k, g: s if q > 3 else -s, "it raised RuntimeError"),
+        (
+            lambda s, b, h, q, k, g: s if q > 3 else -s,
+            "is ambiguous. With backend='blockwise' scores.function runs any",
+        ),
         (lambda s, b, h, q, k, g: s.half().float(), "a conversion to torch.float16"),
         (lambda s, b, h, q, k, g: s * g[1:][0], "a slice of a tensor"),
         (lambda s, b, h, q, k, g: s * 2.0**s + s ** (s * s), "a power whose exponent is no number"),

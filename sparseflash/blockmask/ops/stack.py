@@ -60,7 +60,8 @@ def _checked(masks: Sequence[BlockMask]) -> list[BlockMask]:
         if (mask.q_len, mask.k_len) != (masks[0].q_len, masks[0].k_len):
             raise ValueError(
                 f"masks must have the same q_len and k_len to be stacked; got {masks[0].q_len} x {masks[0].k_len} "
-                f"and {mask.q_len} x {mask.k_len}."
+                f"and {mask.q_len} x {mask.k_len}. Sequences of different lengths are padded (mask.with_lengths) or "
+                "packed (attention_varlen, with a function of the length as the pattern)."
             )
         if mask.device != masks[0].device:
             raise ValueError(f"masks must be on one device to be stacked; got {masks[0].device} and {mask.device}.")
