@@ -31,7 +31,7 @@ REMEDIES = {
         "pass a mask, attention(q, k, v, mask.with_lengths(lengths)), or interop.from_sdpa(~padding[:, None, None, :], "
         "q_len=q.shape[2]) if only keys are padded"
     ),
-    "kernel_options": "there are none: tile sizes are chosen by the GPU and the mask, and explain shows them",
+    "kernel_options": "tile sizes follow from the GPU and the mask; explain shows them",
     "need_weights": _WEIGHTS,
     "return_aux": "pass return_lse=True for the lse",
     "return_attn_probs": _WEIGHTS,
