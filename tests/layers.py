@@ -121,7 +121,12 @@ MAY_IMPORT = {
         f"{_BACKENDS}/scored_function.py",
         "sparseflash/scores",
     ),
-    f"{_BACKENDS}/scored_function.py": (f"{_BACKENDS}/problem.py", f"{_BACKENDS}/scored.py", "sparseflash/scores"),
+    f"{_BACKENDS}/scored_function.py": (
+        f"{_BACKENDS}/problem.py",
+        f"{_BACKENDS}/refused_derivatives.py",
+        f"{_BACKENDS}/scored.py",
+        "sparseflash/scores",
+    ),
     f"{_BACKENDS}/reference.py": ("sparseflash/blockmask", "sparseflash/dropout.py", "sparseflash/scores"),
     f"{_BACKENDS}/cached.py": ("sparseflash/blockmask", f"{_BACKENDS}/reference.py"),
     f"{_BACKENDS}/blockwise.py": (
