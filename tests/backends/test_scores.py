@@ -155,6 +155,28 @@ def test_a_query_without_keys_may_have_an_lse_whose_gradient_is_not_a_number(dty
         assert torch.equal(found, other)
 
 
+@pytest.mark.parametrize("backend", ["blockwise", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("is_stored", [False, True], ids=["bias", "tile bias"])
+def test_a_bias_of_tokens_past_the_lengths_need_not_be_finite(is_stored, dtype, backend):
+    mask = masks.causal(80, block=16).with_lengths([50])
+    q, k, v = (torch.randn(1, 2, 80, 16, dtype=dtype).requires_grad_() for _ in range(3))
+    row, column = torch.arange(80).view(-1, 1), torch.arange(80)
+    is_live = (row < 50) & (column < 50)
+    if is_stored:
+        is_live = scores.tile_values(lambda q, k: is_live[q, k], mask)
+    values = torch.randn(1, 2, *is_live.shape[-3 if is_stored else -2 :], dtype=dtype)
+
+    def results_with(past):
+        some = values.masked_fill(~is_live, past).requires_grad_()
+        changes = scores.tile_bias(some, mask) if is_stored else scores.bias(some)
+        out, lse = attention(q, k, v, mask, scores=changes, return_lse=True, backend=backend)
+        loss = out.square().sum() + lse[:, :, :50].sin().sum()
+        return out, lse, *torch.autograd.grad(loss, (q, k, v, some))
+
+    assert all(map(torch.equal, results_with(torch.nan), results_with(0.0)))
+
+
 def test_gradients_of_a_capped_score_near_the_cap_keep_their_digits():
     """The derivative 1 - tanh^2 is all but nothing there."""
     near = Recipe(
