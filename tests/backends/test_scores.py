@@ -12,9 +12,10 @@ from sparseflash import BlockMask, attention, masks, scores, testing
 from sparseflash.backends import problem as backends_problem
 from sparseflash.backends.triton import api
 from sparseflash.backends.triton.overrides import override
+from sparseflash.backends.triton.portable.changed import Changed
 from sparseflash.backends.triton.portable.learned import sums_of_groups
 from sparseflash.backends.triton.schedule.tilings import Tiling
-from sparseflash.scores.change import Sizes
+from sparseflash.scores.change import Scores, Sizes
 from strategies import Problem, Recipe
 
 
@@ -175,6 +176,13 @@ def test_a_bias_of_tokens_past_the_lengths_need_not_be_finite(is_stored, dtype, 
         return out, lse, *torch.autograd.grad(loss, (q, k, v, some))
 
     assert all(map(torch.equal, results_with(torch.nan), results_with(0.0)))
+
+
+def test_the_rows_of_a_bias_lie_near_enough_for_offsets_of_32_bits():
+    """Tiles of queries would span 2^31 numbers in a layout `[Nq, Hq, Nk]` of many heads and keys."""
+    values = torch.empty_strided((1, 1, 2, 16), (2**24, 2**24, 2**23, 1), dtype=torch.float16).zero_()
+    found = Changed.tensors(Scores((scores.bias(values),)), torch.float16, values.device)["bias_ptr"]
+    assert found.stride(2) == 16 and torch.equal(found, values)
 
 
 def test_gradients_of_a_capped_score_near_the_cap_keep_their_digits():
