@@ -169,8 +169,8 @@ def attend(
 
     if changes is not None and (divided := changes.find("temperature")) is not None:
         q, changes, place = divided.applied_to(q), changes.without("temperature"), None
-    if scale < 0:  # the kernels take the maximum before scaling, which is right only for scale >= 0
-        q, scale, place = -q, -scale, None
+    if scale <= 0:  # the kernels take the maximum before scaling, and those for Hopper divide by the scale
+        q, scale, place = (-q, -scale, None) if scale else (q * 0, 1.0, None)
     problem = Problem.of(mask, scale=scale, batch=q.shape[0], dropout=dropout, kernels=KERNELS[backend])
     if not (q.numel() and k.numel()):
         place = None

@@ -12,9 +12,10 @@ from sparseflash import BlockMask, attention, masks, scores, testing
 from sparseflash.backends import problem as backends_problem
 from sparseflash.backends.triton import api
 from sparseflash.backends.triton.overrides import override
+from sparseflash.backends.triton.portable.changed import Changed
 from sparseflash.backends.triton.portable.learned import sums_of_groups
 from sparseflash.backends.triton.schedule.tilings import Tiling
-from sparseflash.scores.change import Sizes
+from sparseflash.scores.change import Scores, Sizes
 from strategies import Problem, Recipe
 
 
@@ -153,6 +154,35 @@ def test_a_query_without_keys_may_have_an_lse_whose_gradient_is_not_a_number(dty
     dlse[:, :, 1::2] = torch.nan
     for found, other in zip(torch.autograd.grad([out, lse], leaves, [dout, dlse]), want):
         assert torch.equal(found, other)
+
+
+@pytest.mark.parametrize("backend", ["blockwise", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("is_stored", [False, True], ids=["bias", "tile bias"])
+def test_a_bias_of_tokens_past_the_lengths_need_not_be_finite(is_stored, dtype, backend):
+    mask = masks.causal(80, block=16).with_lengths([50])
+    q, k, v = (torch.randn(1, 2, 80, 16, dtype=dtype).requires_grad_() for _ in range(3))
+    row, column = torch.arange(80).view(-1, 1), torch.arange(80)
+    is_live = (row < 50) & (column < 50)
+    if is_stored:
+        is_live = scores.tile_values(lambda q, k: is_live[q, k], mask)
+    values = torch.randn(1, 2, *is_live.shape[-3 if is_stored else -2 :], dtype=dtype)
+
+    def results_with(past):
+        some = values.masked_fill(~is_live, past).requires_grad_()
+        changes = scores.tile_bias(some, mask) if is_stored else scores.bias(some)
+        out, lse = attention(q, k, v, mask, scores=changes, return_lse=True, backend=backend)
+        loss = out.square().sum() + lse[:, :, :50].sin().sum()
+        return out, lse, *torch.autograd.grad(loss, (q, k, v, some))
+
+    assert all(map(torch.equal, results_with(torch.nan), results_with(0.0)))
+
+
+def test_the_rows_of_a_bias_lie_near_enough_for_offsets_of_32_bits():
+    """Tiles of queries would span 2^31 numbers in a layout `[Nq, Hq, Nk]` of many heads and keys."""
+    values = torch.empty_strided((1, 1, 2, 16), (2**24, 2**24, 2**23, 1), dtype=torch.float16).zero_()
+    found = Changed.tensors(Scores((scores.bias(values),)), torch.float16, values.device)["bias_ptr"]
+    assert found.stride(2) == 16 and torch.equal(found, values)
 
 
 def test_gradients_of_a_capped_score_near_the_cap_keep_their_digits():

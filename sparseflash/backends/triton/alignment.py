@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 _BYTES = 16
+FAR = 2**31 // 256  # offsets inside a tile, of at most 256 tokens, must fit in 32 bits
 
 
 def is_aligned(x: Tensor) -> bool:

@@ -14,7 +14,7 @@ from sparseflash.backends.registration import Operator, empty_gradient, empty_ls
 from sparseflash.backends.saved import Saved
 from sparseflash.backends.scored import ScoredOperator
 from sparseflash.backends.triton import device as gpu
-from sparseflash.backends.triton.alignment import aligned_start
+from sparseflash.backends.triton.alignment import FAR, aligned_start
 from sparseflash.backends.triton.availability import check_runs
 from sparseflash.backends.triton.compile_ahead import compile_side_by_side
 from sparseflash.backends.triton.cuda_graphs import refuse_to_record
@@ -25,8 +25,6 @@ from sparseflash.backends.triton.schedule.plan import Plan, dense_plan, plan_of
 from sparseflash.blockmask.cache import BoundedDict
 from sparseflash.scores.change import Scores
 
-# Offsets inside a tile, of at most 256 tokens, must fit in 32 bits.
-_FAR = 2**31 // 256
 _SHORT = 64  # without a mask, tiles of as many tokens are enough where neither side is longer
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -79,7 +77,7 @@ def as_kernels_read(
     dout: Tensor, dlse: Tensor | None, saved: Saved
 ) -> tuple[Tensor, Tensor | None, Saved]:  # fmt: skip
     """Incoming gradients and what was saved, in layouts that kernels can read."""
-    if dout.stride(-1) != 1 or dout.stride(2) >= _FAR:  # sum() sends back one number, expanded
+    if dout.stride(-1) != 1 or dout.stride(2) >= FAR:  # sum() sends back one number, expanded
         dout = dout.contiguous()
     dlse = None if dlse is None else aligned_start(dlse.contiguous())
     out, lse, kept = aligned_start(saved.out), aligned_start(saved.lse.contiguous()), saved.kept
@@ -311,8 +309,8 @@ def check_layout(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ValueError(
                 f"{name} must be contiguous in its last dimension; its strides are {x.stride()}. Call .contiguous()."
             )
-        if x.stride(2) >= _FAR and x.shape[2] > 1:
+        if x.stride(2) >= FAR and x.shape[2] > 1:
             raise ValueError(
-                f"tokens of {name} must lie less than {_FAR:,} elements apart; its strides are {x.stride()}. Call "
+                f"tokens of {name} must lie less than {FAR:,} elements apart; its strides are {x.stride()}. Call "
                 ".contiguous()."
             )

@@ -70,7 +70,8 @@ SENDERS = gl.constexpr(2)
 WORDS = gl.constexpr(BLOCK[0] // 32)  # of bits of a key of a tile
 # What the loader tells the warpgroups of a step: the number of its bits; and for a decay its first query and its head.
 TOLD = gl.constexpr(3)
-# Stands for a dead score under a cap: its weight is 0 as that of -inf would be, and its square is finite.
+# Stands for a dead score under a cap: its square is finite, and its weight is 0 where lse is above -1e7, whatever the
+# cap (`changed._CAPS`); `attention` promises no gradients from a million on.
 DEAD = gl.constexpr(-1e19)
 THREADS = gl.constexpr(256)  # of the warpgroups; each says for itself that it has read a stage, without waiting
 

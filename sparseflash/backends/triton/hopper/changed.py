@@ -15,8 +15,7 @@ from sparseflash.scores.change import Scores
 
 KINDS = ("softcap", "distance", "sink")  # one of each at most, and in this order, as `Scores` has them
 LEARNED = ("sink",)  # those whose tensors get gradients
-# A decay is divided by the scale, so under a scale of 0 it would not be finite. Beside it, products of half precision
-# times this vanish.
+# A decay is divided by the scale, and must stay finite. Products of fp16 times this vanish.
 _SMALLEST_SCALE_OF_A_DECAY = 1e-20
 # A smaller cap leaves nothing of a score, and a larger one leaves it as it is; both keep what is computed finite.
 _CAPS = 1e-12, 1e30

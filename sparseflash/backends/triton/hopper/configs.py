@@ -8,7 +8,8 @@ ROWS = 64  # queries of a warpgroup in the forward, which is what a matrix instr
 GROUPS = 2  # warpgroups that multiply
 BLOCK = (GROUPS * ROWS, 128)  # queries and keys of a tile
 HEAD_DIMS = (64, 96, 128)
-# Scores of -inf times a scale of 0 would be NaN. This is as good as 0: 2 to the power of a score of 1e9 times it is 1.
+# Scores of -inf times a scale that is 0 in fp32 would be NaN. For smaller scales this is as good: 2 to the power of a
+# score of 1e9 times it is 1. (`attention` gives its kernels no scale of 0.)
 SMALLEST_SCALE = 1e-30
 
 

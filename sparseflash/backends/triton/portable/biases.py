@@ -10,11 +10,11 @@ from sparseflash.backends.triton.portable.loads import along_keys, along_queries
 
 @triton.jit
 def load_bias(
-    bias_ptr, strides, batch, head, first_q, first_k, q, k, q_len, k_len,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, MASKED: tl.constexpr, TRANSPOSED: tl.constexpr,
+    bias_ptr, strides, batch, head, first_q, first_k, q, k, q_stop, k_len,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, MASKED: tl.constexpr, CUT: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """A tile of a bias. The start is a 64-bit scalar and the rest fits in 32 bits, unless tokens are gathered: 64-bit
-    addresses of all scores would take more registers than there are.
+    """A tile of a bias; if CUT, 0 for queries from `q_stop` on. The start is a 64-bit scalar and the rest fits in 32
+    bits, unless tokens are gathered: 64-bit addresses of all scores would take more registers than there are.
     """
     rows, columns = tl.arange(0, TILE_M), tl.arange(0, TILE_N)
     start = tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
@@ -30,19 +30,21 @@ def load_bias(
         along_queries(rows * strides[2], TRANSPOSED) + along_keys(columns * strides[3], TRANSPOSED)
     )  # fmt: skip
     if MASKED:
-        inside = along_queries(q < q_len, TRANSPOSED) & along_keys(k < k_len, TRANSPOSED)
+        inside = along_queries(q < q_stop, TRANSPOSED) & along_keys(k < k_len, TRANSPOSED)
         return tl.load(at, mask=inside, other=0.0)
+    elif CUT:
+        return tl.load(at, mask=along_queries(q < q_stop, TRANSPOSED), other=0.0)
     else:
         return tl.load(at)
 
 
 @triton.jit
 def load_tile_bias(
-    tile_bias_ptrs, numbers, batch, head, first_q, first_k,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    tile_bias_ptrs, numbers, batch, head, first_q, first_k, q, q_stop,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, CUT: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """A tile of a bias stored for the live tiles of the mask, in whose own tiles the kernel must run.
+    """As `load_bias`, of one stored for the live tiles of the mask, in whose own tiles the kernel must run.
 
     tile_bias_ptrs: `StoredTiles`: the values, contiguous, the numbers of the tiles, int32 [P, Mq, W, 2], and the
     patterns. numbers: TileNumbers, of which the last two are Mq and W. Tiles are stored whole, so nothing is read past
@@ -51,7 +53,11 @@ def load_tile_bias(
     tile = number_of_tile(tile_bias_ptrs, numbers, batch, head, first_q // BLOCK_Q, first_k // BLOCK_K)
     tile += tl.cast(batch, tl.int64) * numbers.tiles_of_batch + tl.cast(head, tl.int64) * numbers.tiles_of_head
     at = places_in_tile(first_q, first_k, BLOCK_Q, BLOCK_K, TILE_M, TILE_N, TRANSPOSED)
-    return tl.load(tile_bias_ptrs[0] + tile * (BLOCK_Q * BLOCK_K) + at)
+    values = tile_bias_ptrs[0] + tile * (BLOCK_Q * BLOCK_K) + at
+    if CUT:
+        return tl.load(values, mask=along_queries(q < q_stop, TRANSPOSED), other=0.0)
+    else:
+        return tl.load(values)
 
 
 @triton.jit

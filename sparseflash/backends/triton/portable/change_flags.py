@@ -45,6 +45,7 @@ class ChangeArguments(NamedTuple):
     tile_numbers: Any  # TileNumbers
     own_ptrs: Any
     own_numbers: Any
+    q_length: Any  # live queries, if there are lengths; or None
 
 
 # Those on whose values Triton must not specialise: another mask or cap would compile the kernels again.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseflash.backends.triton.alignment import aligned_start
+from sparseflash.backends.triton.alignment import FAR, aligned_start
 from sparseflash.backends.triton.availability import INTERPRETED
 from sparseflash.backends.triton.portable.change_flags import CAPPED, CHANGED, COMPILED, HARDWARE_TANH, LOGARITHMIC
 from sparseflash.backends.triton.portable.launches import Numbers
@@ -118,7 +118,7 @@ def _codes(table: Codes) -> dict[str, Tensor]:
 
 
 def _readable(values: Tensor) -> Tensor:
-    """The same values, neighbouring keys side by side."""
-    if values.stride(-1) != 1 and values.shape[-1] != 1:
+    """The same values, neighbouring keys side by side, and neighbouring queries not too far apart."""
+    if (values.stride(-1) != 1 and values.shape[-1] != 1) or values.stride(-2) >= FAR:
         values = values.contiguous()
     return aligned_start(values)

@@ -22,6 +22,8 @@ def loaded_biases(
 ):  # fmt: skip
     """What `changed_scores` adds to a tile of scores: `(a bias, a bias of live tiles)`, 0.0 for one that is not given.
 
+    Of queries past a sequence's length nothing is read: it need not be finite, and full tiles have no mask.
+
     To be called before the products. A bias is loaded in a layout of its own, and of two layouts that meet where no
     product decides, as in the maximum of a row, Triton takes that of the later one. If that is the load, all scores
     change into it and back, and a row is reduced across a warp: where the rows of a 16-bit bias do not begin at
@@ -29,17 +31,19 @@ def loaded_biases(
     128, Triton 3.6 and 3.9).
     """
     q, k = token_numbers(first_q, TILE_M), token_numbers(first_k, TILE_N)
+    CUT: tl.constexpr = changes.q_length is not None
+    q_stop = changes.q_length if CUT else q_len
     bias = 0.0
     if changes.bias_ptr is not None:
         bias = load_bias(
-            changes.bias_ptr, changes.bias_strides, batch, head, first_q, first_k, q, k, q_len, k_len, TILE_M, TILE_N,
-            MASKED, TRANSPOSED,
+            changes.bias_ptr, changes.bias_strides, batch, head, first_q, first_k, q, k, q_stop, k_len, TILE_M, TILE_N,
+            MASKED, CUT, TRANSPOSED,
         )  # fmt: skip
     tile_bias = 0.0
     if changes.tile_bias_ptrs is not None:
         tile_bias = load_tile_bias(
-            changes.tile_bias_ptrs, changes.tile_numbers, batch, head, first_q, first_k, BLOCK_Q, BLOCK_K, TILE_M,
-            TILE_N, TRANSPOSED,
+            changes.tile_bias_ptrs, changes.tile_numbers, batch, head, first_q, first_k, q, q_stop, BLOCK_Q, BLOCK_K,
+            TILE_M, TILE_N, CUT, TRANSPOSED,
         )  # fmt: skip
     return bias, tile_bias
 

@@ -147,7 +147,6 @@ def row_item(
         q_length, k_length = tl.load(lengths_ptr + batch), tl.load(lengths_ptr + lengths_stride + batch)
         if first_q >= q_length:
             full, count = 0, 0
-            partial = 0
         full, at_end, partial = cut_at_length(index_ptr, start, full, count, k_length, BLOCK_K, BLOCK_N, GATHERED)
     place = Place(batch_head, batch, head, head // group, first_q)
     lists = start, full, at_end, partial, first_partial

@@ -59,6 +59,21 @@ def test_a_scale_of_zero(kinds):
     assert not got["dq"].any() and not got["dk"].any() and got["dv"].any()
 
 
+def test_under_a_scale_of_zero_products_and_slopes_may_be_of_any_size():
+    def run(q, k, v, problem, changes):
+        return interpreted(mask, q, k, v, problem.scale, changes=changes)
+
+    mask = masks.causal(200, block=128)
+    q, k, v = (factor * torch.randn(1, 2, 200, 64).bfloat16() for factor in (1e15, 1e15, 1.0))
+    changes = scores.alibi(torch.tensor([0.1, 1e19])) + scores.temperature(torch.ones(2))  # whose calls are not cached
+    asked = {"scores": changes, "scale": 0.0, "return_lse": True}
+    with mock.patch.object(api, "scored_attention", run):
+        found = attention(q, k, v, mask, **asked, backend="triton")
+    wanted = attention(q.double(), k.double(), v.double(), mask, **asked, backend="reference")
+    for x, y in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x, y.to(x.dtype), rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("rule", [plan.RULE, CUT])
 @pytest.mark.parametrize("logit", [-torch.inf, -300.0, 300.0])
 def test_a_sink_far_above_or_below_all_scores_is_harmless(logit, rule):
