@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from sparseflash.scores.change import Change, Learned, Place
+
+_FP32 = torch.finfo(torch.float32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +49,6 @@ def softcap(cap: float) -> Softcap:
             "lambda score, b, h, q, k, cap: cap * torch.tanh(score / cap), cap)."
         )
     cap = float(cap)
-    if not 0.0 < cap < math.inf:
-        raise ValueError(f"cap must be positive and finite; got {cap}.")
+    if not _FP32.tiny <= cap <= _FP32.max:
+        raise ValueError(f"cap must be positive and finite in fp32; got {cap}.")
     return Softcap(cap)

@@ -185,7 +185,9 @@ def test_lengths_of_no_sequence_cannot_be_baked():
 
 @EACH
 @pytest.mark.parametrize(
-    "other", [3, None, torch.ones(64, 64, dtype=torch.bool), lambda q, k: k <= q, OF_FLEXATTENTION], ids=str
+    "other",
+    [3, None, torch.ones(64, 64, dtype=torch.bool), lambda q, k: k <= q, OF_FLEXATTENTION],
+    ids=["number", "None", "tensor", "rule", "FlexAttention's"],
 )
 def test_what_is_no_mask_is_refused_with_how_to_make_one(name, other):
     with pytest.raises(TypeError, match=r"mask must be a sparseflash BlockMask; got .* \(BlockMask\.from_dense takes"):
