@@ -11,7 +11,7 @@ from pages import PAGES, text
 
 # Pages of results give commands as they were run; these programs have moved since.
 MOVED = ("speed", "io", "tune", "blocks", "compile", "exactness", "patterns")
-RUN = re.compile(r"-m (experiments[.\w]*\w)((?:\"[^\"`\n]*\"|[^`\n;|])*)")
+RUN = re.compile(r"-m (experiments[.\w]*\w)((?:\"[^\"`\n]*\"|'[^'`\n]*'|[^`\n;|])*)")
 
 
 def joined(page):
