@@ -143,7 +143,7 @@ def gradients_by(backend):
 
 def check_weights_of_one(largest, gradients_of, dim=64, device="cpu"):
     """With one key a query has the weight 1, so its dout arrives at its value as it is, but for what `attention` allows
-    itself in half precision: the score, of which none is above `largest`, times 2^-20.
+    itself in half precision, the score, of which none is above `largest`, times 2^-20, and the rounding of dv to fp16.
 
     `gradients_of(q, k, v, dout, mask, scale)`: dq, dk and dv.
     """
@@ -153,5 +153,5 @@ def check_weights_of_one(largest, gradients_of, dim=64, device="cpu"):
     scale = largest / float((q.double() * k.double()).sum(-1).abs().max())
     with np.errstate(over="ignore"):  # of dead scores, in the interpreter's numpy
         dq, dk, dv = gradients_of(q, k, v, dout, mask, scale)
-    torch.testing.assert_close(dv, dout, rtol=largest * 2**-20, atol=0)
+    torch.testing.assert_close(dv, dout, rtol=largest * 2**-20 + 2**-11, atol=0)
     assert bool(dq.isfinite().all()) and bool(dk.isfinite().all())

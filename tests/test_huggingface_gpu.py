@@ -99,7 +99,7 @@ def test_a_model_that_is_loaded_onto_the_gpu_gives_the_same(tmp_path):
     ours = with_attention(model, OURS)
     ours.save_pretrained(tmp_path)
     loaded = transformers.LlamaForCausalLM.from_pretrained(
-        tmp_path, device_map=str(DEVICE), dtype=torch.bfloat16, attn_implementation="block_sparse"
+        tmp_path, device_map=str(model.device), dtype=torch.bfloat16, attn_implementation="block_sparse"
     )
     ids = MODELS["llama"].inputs(model, DEVICE, tokens=TOKENS, batch=2)["input_ids"]
     with torch.no_grad():
