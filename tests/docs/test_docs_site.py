@@ -101,7 +101,7 @@ def test_the_speed_figure_has_the_stored_times_of_both_runs():
         (place, line.get_label()): line.get_ydata() for place, axis in enumerate(figure.axes) for line in axis.lines
     }
     assert {label for _, label in lines} == {name for name, *_ in speed.PEERS.values()}
-    dense = [row for row in speed.rows("hopper-h200", 128) if row["mask"] == "dense"]
+    dense = [row for row in speed.rows("h200-88f2c8e", 128) if row["mask"] == "dense"]
     shown = {(row["direction"], row["peer"]): float(row["tflops"]) for row in dense}
     assert lines[0, "sparseflash"][-1] == shown["forward", "ours"]
     assert lines[1, "FlashAttention-4"][-1] == shown["backward", "fa4"]
@@ -114,7 +114,7 @@ def test_the_tables_beside_flashattention_4_are_those_of_the_stored_run():
     times = {
         (dim, row["direction"], row["mask"], row["peer"]): float(row["ms"])
         for dim in (128, 64)
-        for row in speed.rows("hopper-h200", dim)
+        for row in speed.rows("h200-88f2c8e", dim)
     }
 
     def ratios(mask):
@@ -128,6 +128,16 @@ def test_the_tables_beside_flashattention_4_are_those_of_the_stored_run():
     for number, (dim, direction) in enumerate(passes):
         (row,) = re.findall(rf"^\| D={dim} {direction} \|(.*) \|$", readme, re.MULTILINE)
         assert [each.strip(" *") for each in row.split("|")] == [ratios(mask)[number] for mask in masks]
+
+    def ranges(peer):
+        for dim, direction in passes:
+            found = sorted(
+                time / times[(*key[:3], "ours")] for key, time in times.items() if key == (dim, direction, key[2], peer)
+            )
+            yield f"{found[0]:.2f} to {found[-1]:.2f}"
+
+    (row,) = re.findall(r"^\| FlexAttention, the six masks above \|(.*)$", readme, re.MULTILINE)
+    assert sorted(re.findall(r"[\d.]+ to [\d.]+", row)) == sorted(ranges("flex"))
 
 
 def test_the_hooks_and_figures_are_documented():
