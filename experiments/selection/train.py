@@ -27,19 +27,22 @@ class Settings:
     lr: float = 3e-3
     measure_every: int = 50
     test_batches: int = 4
+    alike: bool = False
 
 
 PRESETS = {
     "test": Settings(Recall(128, 32, 128), Sizes(128, width=32, dim=16, tile=16, chosen=2), 2, 2, 3e-3, 1, 1),
     "cpu": Settings(Recall(), Sizes(256, width=64, heads=2, kv_heads=1), 400, 16),
-    "gpu": Settings(Recall(8192, 1024, 8192, block=64), Sizes(8192, block=64, tile=64, chosen=16), 2000, 16),
+    "gpu": Settings(
+        Recall(8192, 1024, 8192, block=64), Sizes(8192, block=64, tile=64, chosen=16), 2000, 16, alike=True
+    ),
 }
 
 
 def train(way: str, settings: Settings, device: torch.device, seed: int = 0) -> dict[str, Any]:
     """Accuracy, share of right blocks and tokens a second of one way, with its curve."""
     torch.manual_seed(seed)
-    model = RecallModel(settings.task, settings.sizes, way).to(device)
+    model = RecallModel(settings.task, settings.sizes, way, alike=settings.alike).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=0.0)
     generator = torch.Generator(device).manual_seed(seed)
     curve, clock, measuring = [], Clock(device), 0.0

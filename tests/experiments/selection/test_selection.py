@@ -149,6 +149,12 @@ def test_dense_attention_learns_the_task():
     assert found["accuracy"] > 0.9 and found["found"] == 1.0
 
 
+def test_queries_that_begin_like_keys_find_them_soon():
+    settings = Settings(Recall(256, 32, 256), Sizes(256), 20, 8, measure_every=20)
+    accuracy = {alike: train("dense", replace(settings, alike=alike), CPU)["accuracy"] for alike in (True, False)}
+    assert accuracy[True] > 0.8 and accuracy[False] < 0.3
+
+
 def test_ways_that_do_not_exist_are_refused():
     with pytest.raises(ValueError, match=r"way must be one of dense, window, .*; got 'best'"):
         RecallModel(Recall(), SIZES, "best")
