@@ -23,12 +23,16 @@ COLOURS = {
     "flex": "#0072B2",
     "flex-autotune": "#56B4E9",
     "fa4": "#D55E00",
+    "fa4-deterministic": "#F0E442",
     "sdpa-fa2": "#009E73",
     "sdpa-cudnn": "#CC79A7",
     "sdpa": "#E69F00",
     "reference": "#999999",
 }
-MARKERS = {OURS: "o", "flex": "s", "flex-autotune": "D", "fa4": "^", "sdpa-fa2": "v", "sdpa-cudnn": "P", "sdpa": "X"}
+MARKERS = {
+    OURS: "o", "flex": "s", "flex-autotune": "D", "fa4": "^", "fa4-deterministic": "<", "sdpa-fa2": "v",
+    "sdpa-cudnn": "P", "sdpa": "X",
+}  # fmt: skip
 PANEL = 4.6, 3.6  # inches
 NAME_WIDTH = 0.035  # of a vertical name, as a share of the panel's width
 

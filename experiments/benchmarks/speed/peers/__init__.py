@@ -8,7 +8,7 @@ May import the library and `speed`.
 
 from __future__ import annotations
 
-from experiments.benchmarks.speed.peers.flashattention4 import fa4
+from experiments.benchmarks.speed.peers.flashattention4 import fa4, fa4_deterministic
 from experiments.benchmarks.speed.peers.flexattention import flex, flex_autotune
 from experiments.benchmarks.speed.peers.library import ours, reference
 from experiments.benchmarks.speed.peers.runner import Peer
@@ -18,6 +18,7 @@ PEERS: dict[str, Peer] = {
     "flex": flex,
     "flex-autotune": flex_autotune,
     "fa4": fa4,
+    "fa4-deterministic": fa4_deterministic,
     "sdpa-fa2": sdpa_fa2,
     "sdpa-cudnn": sdpa_cudnn,
     "sdpa": sdpa,

@@ -85,13 +85,26 @@ def arguments(case: Case, pattern: Pattern, package: Package, device: torch.devi
 
 
 def fa4(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
-    """FlashAttention-4 with the configuration that it chooses."""
+    """FlashAttention-4 with the configuration that it chooses, which adds gradients in any order."""
+    return _runner(case, pattern, inputs)
+
+
+def fa4_deterministic(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
+    """FlashAttention-4 with gradients that have the same bits every time, as ours have. 4.0.0b36 asserts on Hopper that
+    there are no block-sparse lists then.
+    """
+    if case.kind not in ("dense", "causal", *WINDOWS):
+        raise Unavailable("its deterministic backward has dense, causal and window masks only")
+    return _runner(case, pattern, inputs, deterministic=True)
+
+
+def _runner(case: Case, pattern: Pattern, inputs: Inputs, **given: Any) -> Runner:
     if inputs.q.device.type != "cuda":
         raise Unavailable("needs a CUDA device")
     if case.dtype not in (torch.float16, torch.bfloat16):
         raise Unavailable("fp16 and bf16 only")
     package = load()
-    options = arguments(case, pattern, package, inputs.q.device)
+    options = given | arguments(case, pattern, package, inputs.q.device)
     q, k, v, dout = (tensor.detach().transpose(1, 2).contiguous() for tensor in inputs.tensors)
     return Runner(
         lambda q, k, v: package.attention(q, k, v, **options)[0],

@@ -75,6 +75,12 @@ class OnGpu(NamedTuple):
     device: torch.device = torch.device("cuda")
 
 
+class Moved(torch.Tensor):
+    """Says that it is on a GPU."""
+
+    device = torch.device("cuda")  # type: ignore[assignment]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_fp32_is_a_reason(dtype: torch.dtype) -> None:
     q: Any = OnGpu()
@@ -82,15 +88,24 @@ def test_fp32_is_a_reason(dtype: torch.dtype) -> None:
         flashattention4.fa4(replace(CASE, dtype=dtype), pattern("dense", LENGTH, 128), Inputs(q, q, q, q))
 
 
+def test_its_deterministic_mode_is_asked_for_where_it_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, Any]] = []
+    package = PACKAGE._replace(attention=lambda q, k, v, **given: (seen.append(given) or q, None))
+    monkeypatch.setattr(flashattention4, "load", lambda: package)
+    q = torch.randn(1, 2, 256, 16, dtype=torch.bfloat16).as_subclass(Moved)
+    inputs, case = Inputs(q, q, q, q), replace(CASE, kind="causal", length=256)
+    for peer in (flashattention4.fa4, flashattention4.fa4_deterministic):
+        peer(case, pattern("causal", 256, 128), inputs).forward()
+    assert seen == [{"causal": True}, {"causal": True, "deterministic": True}]
+    with pytest.raises(Unavailable, match="its deterministic backward has dense, causal and window masks only"):
+        flashattention4.fa4_deterministic(replace(case, kind="butterfly"), pattern("butterfly", 256, 128), inputs)
+
+
 def test_inputs_are_in_its_order_and_results_in_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flashattention4, "load", lambda: PACKAGE)
     q, k, v, dout = (torch.randn(1, heads, 256, 16, dtype=torch.bfloat16) for heads in (2, 1, 1, 2))
     seen: list[Tensor] = []
-
-    class Moved(torch.Tensor):
-        device = torch.device("cuda")  # type: ignore[assignment]
-
-    inputs = Inputs(q.as_subclass(Moved), k, v, dout)  # type: ignore[arg-type]
+    inputs = Inputs(q.as_subclass(Moved), k, v, dout)
     monkeypatch.setattr(flashattention4, "arguments", lambda *a: {})
     runner = flashattention4.fa4(
         replace(CASE, kind="dense", length=256, kv_heads=1), pattern("dense", 256, 128), inputs

@@ -204,7 +204,7 @@ def test_single_calls_are_counted() -> None:
 def test_gpu_peers_refuse_a_cpu_with_a_reason() -> None:
     case = replace(CASES[0].shrunk(64, 16), tuned=True)
     inputs = make_inputs(case, Options(CPU))
-    for name in ("flex", "flex-autotune", "fa4", "sdpa-fa2", "sdpa-cudnn"):
+    for name in ("flex", "flex-autotune", "fa4", "fa4-deterministic", "sdpa-fa2", "sdpa-cudnn"):
         with pytest.raises(Unavailable, match="needs a CUDA device"):
             PEERS[name](case, pattern("dense", 64, 16), inputs)
 
