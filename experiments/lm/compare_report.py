@@ -27,8 +27,8 @@ SHARES = (0.25, 0.5, 0.75)
 
 RESULTS = ("parameters", "steps", "tokens", "seconds", "tokens_per_s", "val_loss", "val_tokens", "mfu")
 SHOWN = (
-    "parameters", "pattern", "window", "attention", "context", "batch_tokens", "micro_tokens", "lr", "schedule", "seed",
-    "precision", "compiled", "device", "torch", "triton", "commit", "date",
+    "parameters", "pattern", "window", "attention", "context", "initial", "batch_tokens", "micro_tokens", "lr",
+    "schedule", "seed", "precision", "compiled", "device", "torch", "triton", "commit", "date",
 )  # fmt: skip
 
 
@@ -67,11 +67,28 @@ def summary(runs: Sequence[Finished], environments: Sequence[Mapping[str, str]])
             **metrics["config"],
             **{name: value for name, value in environment.items() if name != "run"},  # the time of its session
             **{name: metrics[name] for name in RESULTS},
+            "initial": begun_with(metrics.get("initial")),
             "at_seconds": {f"{amount:.0f}": loss_at(found, "seconds", amount) for amount in seconds},
             "at_tokens": {f"{amount:.0f}": loss_at(found, "tokens", amount) for amount in tokens},
             "by_position": run.positions,
         })  # fmt: skip
     return made
+
+
+def begun_with(initial: Mapping[str, Any] | None) -> str:
+    """The training that the weights come from which a run began with.
+
+    >>> first = {"pattern": "dense", "context": 2048, "tokens": 150_000_000, "seconds": 300.0, "before": None}
+    >>> begun_with({**first, "context": 16384, "before": first})
+    'dense, 2048: 150.0M tokens, 5.0 min; dense, 16384: 150.0M tokens, 5.0 min'
+    """
+    if initial is None:
+        return ""
+    last = (
+        f"{initial['pattern']}, {initial['context']}: {initial['tokens'] / 1e6:.1f}M tokens, "
+        f"{initial['seconds'] / 60:.1f} min"
+    )
+    return "; ".join(filter(None, (begun_with(initial["before"]), last)))
 
 
 def markdown(records: Sequence[Mapping[str, Any]], corpus: Mapping[str, Any]) -> str:

@@ -42,6 +42,12 @@ class Config:
     )
     attention: str = setting("sparseflash", "sparseflash, or for comparison sdpa or flex.")
 
+    initial: str | None = setting(
+        None,
+        "Weights to begin with: the folder of a finished run of the same sizes and vocabulary, such as one with a "
+        "shorter context.",
+        "random weights",
+    )
     batch_tokens: int = setting(524_288, "Tokens of a step, over all processes.")
     micro_tokens: int = setting(65_536, "Tokens of one forward and backward in one process; a step adds up several.")
     lr: float = setting(6e-4, "Peak learning rate.")

@@ -32,10 +32,11 @@ from experiments.training import tensor_files
 from experiments.training.atomic_files import write_json
 from experiments.training.distributed import SINGLE, Ranks, find_device
 from experiments.training.environment import device_name, peak_memory, versions
+from experiments.training.fingerprint import sha256
 from experiments.training.optimizer import adamw
 from experiments.training.run_folder import SETTINGS, settings_as
 from experiments.training.run_log import Record
-from experiments.training.sharding import shard, whole
+from experiments.training.sharding import divided_like, shard, whole
 from experiments.training.trainer import Cadence, Pause, Trainer, never
 from experiments.training.window import Means
 from sparseflash import BlockMask
@@ -113,6 +114,7 @@ class Run(Trainer[Batch]):
             device,
             Cadence(config.log_every, config.validate_every, config.checkpoint_every),
             seed=config.seed,
+            initial=config.initial,
             resume=resume,
             overwrite=overwrite,
             ranks=ranks,
@@ -133,7 +135,28 @@ class Run(Trainer[Batch]):
             )
 
     def begin_from(self, path: Path) -> dict[str, Any]:
-        raise ValueError(f"a language model must begin with random weights; got {path}")
+        """The weights may be of a run with another pattern and, with rotary positions, another context."""
+        found, about = tensor_files.read(path, KIND)
+        own = self.model.state_dict()
+        before = Config(**about["config"])
+        alike = {name: tensor.shape for name, tensor in found.items()} == {name: x.shape for name, x in own.items()}
+        if not alike or before.head_dim != self.config.head_dim:  # which shapes do not show
+            raise ValueError(
+                f"{path} must hold a model of this run's depth, width, head_dim, vocabulary and positions; learned "
+                "ones of its context, too"
+            )
+        there, here = (_vocabulary(folder) for folder in (path if path.is_dir() else path.parent, self.store.folder))
+        if there != here:
+            raise ValueError(f"{path} must hold a model of the tokens in {self.store.folder}; its vocabulary differs")
+        self.model.load_state_dict({name: divided_like(found[name], tensor) for name, tensor in own.items()})
+        return {
+            "sha256": sha256(*tensor_files.files(path)),
+            "pattern": before.pattern,
+            "context": before.context,
+            "tokens": about["steps"] * before.batch * before.context,
+            "seconds": about["seconds"],
+            "before": about["initial"],
+        }
 
     @property
     def part(self) -> int:
@@ -218,6 +241,7 @@ class Run(Trainer[Batch]):
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
             "flops_a_token": self.flops_a_token,
             "mfu": trained[-1].get("mfu") if trained else None,
+            "initial": self.before,
             "processes": self.ranks.count,
             "peak_memory": peak,  # bytes, of the GPU that held the most in the last session
             "device": device_name(self.device),
@@ -227,10 +251,22 @@ class Run(Trainer[Batch]):
         tensor_files.write(
             self.folder / "model.safetensors",
             weights,
-            {"kind": KIND, "config": as_dict(config), "steps": state.step},
+            {
+                "kind": KIND,
+                "config": as_dict(config),
+                "steps": state.step,
+                "seconds": state.seconds,
+                "initial": self.before,
+            },
         )
         write_json(self.folder / "metrics.json", metrics)
         return metrics
+
+
+def _vocabulary(folder: Path) -> bytes | None:
+    """What the tokens of a run or of a text mean; None for bytes."""
+    path = folder / FILE
+    return path.read_bytes() if path.is_file() else None
 
 
 class Saved(NamedTuple):

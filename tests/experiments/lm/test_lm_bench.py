@@ -15,7 +15,7 @@ from experiments.lm.cli import app
 SMALL = {"micro_tokens": 128, "vocabulary": 256, "block": 16, "window": 32}
 
 
-def rows_of(*cases, minutes=1.0):
+def rows_of(*cases, minutes=10.0):
     options = bench.Options(minutes, tokens=256, rounds=2, round_seconds=0.01, chosen=SMALL)
     return bench.measure(
         [each for case in cases for each in parsed(case)], options, torch.device("cpu"), lambda _: None

@@ -3,6 +3,7 @@
 import csv
 import json
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from experiments.lm.config import resumed
 from experiments.lm.sample import continued
 from experiments.lm.sample import opened as opened_model
 from experiments.lm.train import Run, saved_run
+from experiments.training.fingerprint import sha256
 from forked import interpreting, python, ranks, started
 from lm_models import TINY, tiny, tokens
 from lm_rank_runs import whole_and_divided
@@ -72,6 +74,33 @@ def test_so_does_one_that_was_killed(store, tmp_path):
     run("--resume", f"--out={killed}")
     run(*words, f"--out={straight}")
     assert same_bits(killed, straight)
+
+
+def test_a_run_begins_with_the_weights_of_a_shorter_context(store, whole, tmp_path):
+    folder, before = whole
+    config = tiny(initial=str(folder), context=128, pattern="local", steps=2, log_every=1, lr=1e-9)
+    metrics = Run(config, store, tmp_path / "longer").train()
+    assert metrics["first_loss"] < before["first_loss"] - 0.1 and metrics["val_loss"] < before["val_loss"] + 0.5
+    told = {
+        "pattern": "dense", "context": 64, "tokens": before["tokens"], "seconds": before["seconds"], "before": None
+    }  # fmt: skip
+    assert metrics["initial"] == {**told, "sha256": sha256(folder / "model.safetensors")}
+    # Once more, resumed in between: what began it is told, not the paused run.
+    again = replace(config, initial=str(tmp_path / "longer"))
+    assert Run(again, store, tmp_path / "again").train(pause=lambda step: step == 1) is None
+    resumed_run = Run(again, store, tmp_path / "again", resume=True).train()
+    assert resumed_run["initial"]["before"] == metrics["initial"] and resumed_run["initial"]["context"] == 128
+
+
+def test_weights_that_mean_something_else_are_refused(store, whole, tmp_path):
+    begun = {"initial": str(whole[0])}
+    for changes in ({"width": 32}, {"depth": 3}, {"head_dim": 16}, {"positions": "learned"}):
+        with pytest.raises(ValueError, match="must hold a model of this run's depth, width, head_dim, vocabulary and"):
+            Run(tiny(**begun, **changes), store, tmp_path / "other")
+    pairs = tokens(tmp_path, vocabulary=257 + 20)
+    with pytest.raises(ValueError, match=r"must hold a model of the tokens in .*; its vocabulary differs"):
+        Run(tiny(**begun), replace(pairs, about={**pairs.about, "vocabulary": 257}), tmp_path / "other")
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize(
@@ -137,8 +166,8 @@ def test_settings_that_change_a_run_are_refused_and_text_that_has_changed(store,
         Run(tiny(), other, whole[0], resume=True)
     with pytest.raises(ValueError, match="flex must have a GPU"):
         Run(tiny(attention="flex"), store, tmp_path / "run")
-    with pytest.raises(ValueError, match="must begin with random weights"):
-        Run(tiny(), store, tmp_path / "run").begin_from(tmp_path)
+    with pytest.raises(ValueError, match="--initial was None, got elsewhere; start another run"):
+        resumed(config, {"initial": "elsewhere"})
 
 
 def invoke(*words):
