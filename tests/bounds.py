@@ -53,6 +53,9 @@ class Extents:
         if at.size == 0:
             return
         size = np.uint64(pointers.get_element_ty().primitive_bitwidth // 8)
+        first = np.searchsorted(self._start, at.min(), side="right")
+        if first > 0 and at.max() + size <= self._stop[first - 1]:
+            return  # all in one tensor, as nearly always
         before = np.searchsorted(self._start, at, side="right")
         inside = before > 0
         inside[inside] = at[inside] + size <= self._stop[before[inside] - 1]

@@ -57,17 +57,25 @@ def plain_results(problem, device, arithmetic):
         return results(problem, "reference", device)
 
 
-def plain_errors(problem, device, arithmetic):
-    """The largest errors of the plain implementation, over four draws of the values at least."""
+def plain_errors(problem, device, arithmetic, truth=None, until=None):
+    """The largest errors of the plain implementation, over four draws of the values at least, or until they suffice.
+
+    truth: that of the problem, if it is known.
+    """
     dtype, factor = testing.plain_dtype(problem.dtype)
     queries = problem.batch * problem.heads * problem.q_len
     count = max(4, testing.draws_for(queries, queries * problem.k_len))
     draws = [replace(problem, seed=problem.seed + number, dtype=dtype) for number in range(count)]
-    pairs = (
-        (plain_results(draw, device, arithmetic), results(draw, "reference", device, torch.float64)) for draw in draws
-    )
-    errors = testing.plain_errors((plain._asdict(), truth._asdict()) for plain, truth in pairs)
-    return [factor * errors[name] for name in NAMES]
+
+    def true(draw):
+        return truth if truth is not None and draw == problem else results(draw, "reference", device, torch.float64)
+
+    pairs = ((plain_results(draw, device, arithmetic)._asdict(), true(draw)._asdict()) for draw in draws)
+
+    def scaled(errors):
+        return [factor * errors[name] for name in NAMES]
+
+    return scaled(testing.plain_errors(pairs, until=until and (lambda errors: until(scaled(errors)))))
 
 
 def check(problem, backend, device="cpu", arithmetic=None):
@@ -89,7 +97,10 @@ def check_results(problem, got, backend, device="cpu", arithmetic=None):
         "tokens": max(problem.q_len, problem.k_len),
         "problem": repr(problem),
     }
-    assert_exact(got, truth, plain_errors(problem, device, arithmetic), label, score_magnitude(problem))
+    assert_exact(
+        got, truth, lambda until: plain_errors(problem, device, arithmetic, truth, until), label,
+        score_magnitude(problem),
+    )  # fmt: skip
 
 
 def score_magnitude(problem):

@@ -1,9 +1,9 @@
-"""Triton's interpreter looks up the types of its values instead of deriving them again for every value.
+"""Triton's interpreter looks up what follows from the types of its values instead of deriving it again for every value.
 
 A kernel makes a value for every operation, and most of the time of the interpreter goes into its type: the shape is
-unwrapped, checked, formatted and wrapped again, and the dtype of NumPy is taken from a table that is built for it. Here
-Triton does so once for each element type and shape, and two operands of one shape are broadcast without comparing it
-again.
+unwrapped, checked, formatted and wrapped again, the dtype of NumPy is taken from a table that is built for it, and the
+types of two operands are compared in many steps. Here Triton does so once for each element type and shape, operands of
+one type are taken as they are, and a function of the language is called without the functions that wrap it.
 """
 
 import triton.language as tl
@@ -17,19 +17,26 @@ def derive_types_once(monkeypatch):
     make_block, make_tensor, equal = block_type.__init__, tensor.__init__, dtype.__eq__
     numpy_dtype, numpy_dtypes = interpreter._get_np_dtype, {}
     computation_type, computation_types = TritonSemantic.computation_type_impl, {}
-    broadcast = TritonSemantic.broadcast_impl_value
+    broadcast, operands, cast = (
+        getattr(TritonSemantic, name) for name in ("broadcast_impl_value", "binary_op_type_checking_impl", "cast")
+    )
+    semantic, unwrap = interpreter.interpreter_semantic, tl.core._unwrap_if_constexpr
+    check_handle = interpreter.TensorHandle.__post_init__
 
     def make_known_block(self, element_ty, shape):
+        if type(shape) is tuple and (known := element_ty.__dict__.get("_blocks", {}).get(shape)) is not None:
+            self.__dict__.update(known)
+            return
         if isinstance(shape, tl.tuple):
             shape = shape.values
         sizes = tuple([s.value if isinstance(s, tl.constexpr) else s for s in shape])
-        if type(shape) is not list or any([type(size) is not int for size in sizes]):
+        if type(shape) not in (list, tuple) or any([type(size) is not int for size in sizes]):
             make_block(self, element_ty, shape)  # which raises the error
             return
         known = element_ty.__dict__.setdefault("_blocks", {})  # of this very type, so it lives as long
         if sizes not in known:
             make_block(self, element_ty, shape)
-            known[sizes] = self.__dict__ | {"_of_tensors": {}, "_sizes": sizes}
+            known[sizes] = self.__dict__ | {"_of_tensors": {}, "_numbers": {}, "_sizes": sizes}
         self.__dict__.update(known[sizes])
 
     def make_known_tensor(self, handle, type):
@@ -58,12 +65,61 @@ def derive_types_once(monkeypatch):
         left, right = (x.type.__dict__.get("_sizes", ()) for x in (lhs, rhs))  # () of what is no block
         return (lhs, rhs) if left == right else broadcast(self, lhs, rhs)
 
+    def known_operands(self, lhs, rhs, *allowed, **checked):
+        """Two of one type are operands as they are; a number becomes the same operand beside each tensor of a type."""
+        left, right = type(lhs) is tensor, type(rhs) is tensor
+        if not (left or right) or (lhs if left else rhs).dtype.is_ptr() or checked:
+            return operands(self, lhs, rhs, *allowed, **checked)
+        if left and right:
+            same = lhs.type.__dict__["_of_tensors"] is rhs.type.__dict__["_of_tensors"]
+            # Division promotes numbers below fp32.
+            return (lhs, rhs) if same and len(allowed) < 4 else operands(self, lhs, rhs, *allowed)
+        x, number = (lhs, rhs) if left else (rhs, lhs)
+        if type(number) not in (int, float) or not number or number != number:  # 0.0 equals -0.0
+            return operands(self, lhs, rhs, *allowed)
+        numbers, key = x.type.__dict__.setdefault("_numbers", {}), (type(number), number, allowed)
+        if key not in numbers:
+            found = operands(self, lhs, rhs, *allowed)
+            if found[not left] is not x:  # it was cast
+                return found
+            if len(numbers) == 64:  # literals of kernels are few, scales are not
+                numbers.clear()
+            numbers[key] = found[left]
+        return (x, numbers[key]) if left else (numbers[key], x)
+
+    def cast_to_another(self, input, dst_ty, *args, **kwargs):
+        return input if input.dtype is dst_ty else cast(self, input, dst_ty, *args, **kwargs)
+
+    def make_checked_handle(self, data, dtype, attr=None):
+        if "_most_bytes" not in dtype.__dict__:
+            dtype._most_bytes = 8 if dtype.is_ptr() else max(1, dtype.primitive_bitwidth // 8)
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
+        if data.itemsize > dtype._most_bytes:
+            check_handle(self)  # which raises the error
+
+    def unwrap_if_constexpr(o):
+        return o if type(o) in (tensor, int) else unwrap(o)
+
+    def set_unwrapped(obj, name, member, builder, scope):
+        wrapped = getattr(member, "__wrapped__", member)  # a method wraps a function that is wrapped itself
+
+        def new_member(*args, **kwargs):
+            kwargs["_semantic"] = semantic
+            return wrapped(*args, **kwargs)
+
+        scope.set_attr(obj, name, new_member)
+
     monkeypatch.setattr(block_type, "__init__", make_known_block)
     monkeypatch.setattr(tensor, "__init__", make_known_tensor)
     monkeypatch.setattr(dtype, "__eq__", lambda self, other: self is other or equal(self, other))
     monkeypatch.setattr(interpreter, "_get_np_dtype", known_numpy_dtype)
+    monkeypatch.setattr(interpreter.TensorHandle, "__init__", make_checked_handle)
+    monkeypatch.setattr(tl.core, "_unwrap_if_constexpr", unwrap_if_constexpr)
+    monkeypatch.setattr(interpreter, "_patch_attr", set_unwrapped)
     monkeypatch.setattr(TritonSemantic, "computation_type_impl", known_computation_type)
     monkeypatch.setattr(TritonSemantic, "broadcast_impl_value", broadcast_different_shapes)
+    monkeypatch.setattr(TritonSemantic, "binary_op_type_checking_impl", known_operands)
+    monkeypatch.setattr(TritonSemantic, "cast", cast_to_another)
     # Triton computes whether integers overflow, by five operations for each sum and product of a kernel, for an
     # assertion that it makes in debug mode only.
     if not interpreter.InterpreterOptions().debug:

@@ -12,13 +12,16 @@ def patch_once_a_launch(monkeypatch):
     """From now on a device function finds the language as the kernel that calls it left it."""
     call, patch = interpreter.GridExecutor.__call__, interpreter._patch_lang
     patched = set()  # names of the modules that were patched since the launch began
+    seen_by = {}  # of each function: the names of those that it can see
 
     def launch(self, *args, **kwargs):
         patched.clear()
         return call(self, *args, **kwargs)
 
     def patch_the_rest(fn):
-        seen = {value.__name__ for value in fn.__globals__.values() if value is tl or value is tl.core}
+        if fn not in seen_by:
+            seen_by[fn] = {value.__name__ for value in fn.__globals__.values() if value is tl or value is tl.core}
+        seen = seen_by[fn]
         if seen and seen <= patched:
             return None  # a launch, which needs what is returned, begins with nothing patched
         patched.update(seen)

@@ -18,7 +18,10 @@ import pytest
 import torch
 
 from forked import interpreting
+from frame_stack import in_one_piece
 from interpreted_index import index_by_scalars
+from interpreter_types import derive_types_once
+from patched_once import patch_once_a_launch
 
 TIMEOUT = 60  # seconds that a process waits for the others
 
@@ -118,7 +121,8 @@ def _serve(pipe, store, rank, count, timeout, backend):
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
     else:
-        index_by_scalars(pytest.MonkeyPatch())  # for as long as the process lives
+        for change in (index_by_scalars, derive_types_once, patch_once_a_launch):
+            change(pytest.MonkeyPatch())  # for as long as the process lives
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=count, timeout=timedelta(seconds=timeout))
     members = {1: Member(dist.new_group([rank], use_local_synchronization=True), 0, 1, device)}
     for ranks in range(2, count + 1):
@@ -128,7 +132,7 @@ def _serve(pipe, store, rank, count, timeout, backend):
     while (message := pipe.recv()) is not None:
         ranks, function, arguments = message
         try:
-            result = function(members[ranks], *torch.load(io.BytesIO(arguments), weights_only=False))
+            result = in_one_piece(function, members[ranks], *torch.load(io.BytesIO(arguments), weights_only=False))
             pipe.send((True, _bytes(result)))
         except Exception as error:
             pipe.send((False, (type(error).__name__, str(error), traceback.format_exc())))

@@ -168,15 +168,25 @@ def results(case, backend, device="cpu", dtype=None):
     return {"out": out, "lse": lse, **dict(zip(names, found, strict=True))}
 
 
-def plain_errors(case, device):
-    """The largest errors of the plain implementation, over several draws of the values."""
+def plain_errors(case, device, truth, until):
+    """The largest errors of the plain implementation, over several draws of the values. truth: that of the case."""
     problem = case.problem
     dtype, factor = testing.plain_dtype(problem.dtype)
     queries = problem.batch * problem.heads * problem.q_len
     count = testing.draws_for(queries, queries * problem.k_len, learned=True)
     draws = [replace(case, problem=replace(problem, seed=problem.seed + n, dtype=dtype)) for n in range(count)]
-    pairs = ((results(draw, "reference", device), results(draw, "reference", device, torch.float64)) for draw in draws)
-    return {name: factor * error for name, error in testing.plain_errors(pairs).items()}
+    pairs = (
+        (
+            results(draw, "reference", device),
+            truth if draw == case else results(draw, "reference", device, torch.float64),
+        )
+        for draw in draws
+    )
+
+    def scaled(errors):
+        return {name: factor * error for name, error in errors.items()}
+
+    return scaled(testing.plain_errors(pairs, until=lambda errors: until(scaled(errors))))
 
 
 def check(case, backend, device="cpu"):
@@ -193,5 +203,9 @@ def check_results(case, got, device="cpu", magnitudes=None):
     truth = results(case, "reference", device, torch.float64)
     # What is added may be larger than the products that make the scores.
     magnitudes = {"lse": 4.0 + score_magnitude(case.problem), **(magnitudes or {})}
-    found = testing.compare_results(got, truth, plain_errors(case, device), magnitudes=magnitudes)
+
+    def compared(plain):
+        return testing.compare_results(got, truth, plain, magnitudes=magnitudes)
+
+    found = compared(plain_errors(case, device, truth, until=lambda plain: compared(plain).exact))
     assert found.exact, f"every error must be at most what is allowed; got\n{found}"

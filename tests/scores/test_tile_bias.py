@@ -17,8 +17,13 @@ from sparseflash.blockmask.numbering import number_of_tile, tile_numbers
 from strategies import problems
 
 LOCAL = masks.local(70, window=20, block=16)
-# Two patterns, each of two heads, and a word of block columns and more.
-HEADS = masks.per_head([masks.causal(40, 600, block=16), masks.local(40, 600, window=90, block=16)] * 2)
+# Two patterns, each of two heads, of two block rows, and a word of block columns and two more: with a row of which all
+# is live, one of which a little is, and rows with partial tiles.
+LAYOUT = torch.ones(2, 34, dtype=torch.bool)
+LAYOUT[1] = torch.isin(torch.arange(34), torch.tensor([1, 2, 31, 33]))
+HEADS = masks.per_head(
+    [BlockMask.from_layout(LAYOUT, block=16, q_len=24, k_len=530), masks.local(24, 530, window=40, block=16)] * 2
+)
 
 
 def tensors(mask, batch=1, heads=2, kv_heads=1, dtype=torch.float64, seed=0):
@@ -75,7 +80,7 @@ def test_it_is_the_dense_bias_with_its_values(problem, own):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 @pytest.mark.parametrize("leading", [(1, 1), (2, 1), (1, 4), (2, 4)])
 def test_the_kernels_find_tiles_past_32_columns_in_every_pattern_and_under_lengths(dtype, leading):
-    mask = HEADS.with_lengths(q_lengths=[40, 19], k_lengths=[600, 560])
+    mask = HEADS.with_lengths(q_lengths=[24, 11], k_lengths=[530, 515])
     inputs, values = tensors(mask, 2, 4, 2, dtype), drawn(mask, *leading, dtype=dtype)
     truth = results(
         scores.tile_bias(values.double(), mask), [x.double() for x in inputs], values, mask

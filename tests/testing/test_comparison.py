@@ -246,6 +246,22 @@ def test_one_query_is_held_to_a_yardstick_of_many_draws(tokens, dtype):
         testing.assert_exact(ours(mask), *tensors(mask, heads=1, kv_heads=1, dtype=dtype, seed=seed), mask)
 
 
+@pytest.mark.parametrize("wrong", [0.0, 1e-5])
+def test_the_verdict_of_the_first_draws_is_that_of_all(wrong):
+    mask = masks.local(40, window=9, block=16)
+    for seed in range(10):
+        x = tensors(mask, heads=1, kv_heads=1, dtype=torch.float32, seed=seed)
+
+        def function(q, k, v):
+            out, lse = ours(mask)(q, k, v)
+            return out + wrong, lse
+
+        some, all_ = (testing.compare(function, *x, mask, every_draw=each) for each in (False, True))
+        assert some.exact == all_.exact == (not wrong)
+        assert all(error.allowed <= all_.errors[name].allowed for name, error in some.errors.items())
+        assert wrong or any(error.allowed < all_.errors[name].allowed for name, error in some.errors.items())
+
+
 def test_long_sequences_are_compared_in_part():
     mask = masks.local(3000, window=100, block=64)
     x = tensors(mask, batch=2, heads=4, kv_heads=2)

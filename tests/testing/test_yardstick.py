@@ -56,9 +56,9 @@ def test_zero_truth_allows_no_error():
 
 def test_the_assertion_names_what_is_too_far():
     good = Results(*[TRUTH.float()] * 5)
-    assert_exact(good, Results(*[TRUTH] * 5), [0.0] * 5, {})
+    assert_exact(good, Results(*[TRUTH] * 5), lambda until: [0.0] * 5, {})
     with pytest.raises(AssertionError, match=r"at most what is allowed; got\n(.*\n)*dk +1\.00e\+00"):
-        assert_exact(good._replace(dk=TRUTH.float() + 1), Results(*[TRUTH] * 5), [0.0] * 5, {})
+        assert_exact(good._replace(dk=TRUTH.float() + 1), Results(*[TRUTH] * 5), lambda until: [0.0] * 5, {})
 
 
 def test_a_small_sum_of_large_numbers_is_judged_by_their_size():
@@ -103,6 +103,13 @@ def test_a_plain_computation_that_overflows_is_no_yardstick():
 def test_results_without_values_are_exact():
     nothing = torch.zeros(0)
     assert ratio_of(nothing, nothing.double(), nothing, rms=True) == 0.0
+
+
+def test_draws_end_with_the_first_that_suffices():
+    errors = [math.inf, 0.25, 0.125, 0.5, 1.0]
+    draws = iter([({"out": off_by(0.0, error, 0.0)}, {"out": TRUTH}) for error in errors])
+    assert plain_errors(draws, until=lambda found: 0.5 <= found["out"] < math.inf) == {"out": 0.5}
+    assert len(list(draws)) == 1
 
 
 def test_few_values_are_measured_by_more_draws():

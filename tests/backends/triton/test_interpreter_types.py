@@ -1,0 +1,44 @@
+"""What is shared between values of one type in the interpreter is what Triton derives for each of them."""
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def operate(out_ptr, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    x, half, whole = at.to(tl.float32) - 1.5, (at + 1).to(tl.float16), at - 2
+    zero, minus_zero = x * 0.0 + 0.0, x * 0.0 * -0.0
+    results = (x + 2, 2 + x, x + 2.0, x < 1, 3 - x, x / 2, whole + 2, 2 - whole, whole // 2, whole % 3, whole / 4)
+    results = (
+        *results,
+        half / 3,
+        half / (half + 1),
+        half + 3,
+        half * x,
+        whole + x,
+        x + zero,
+        minus_zero + 0.0,
+        minus_zero * 1.0,
+    )
+    results = (*results, (x > 0) & (whole > 0), whole & 1, (x > 0) | (x < -1), tl.where(x > 0, x, 1), whole + True)
+    for row in tl.static_range(len(results)):
+        tl.store(out_ptr + row * SIZE + at, results[row].to(tl.float32))
+
+
+def test_operands_are_promoted_as_in_pytorch_whatever_was_computed_before():
+    at = torch.arange(4)
+    x, half, whole = at - 1.5, (at + 1).half(), at.int() - 2
+    zero = x * 0.0 + 0.0
+    expected = [x + 2, 2 + x, x + 2.0, x < 1, 3 - x, x / 2, whole + 2, 2 - whole]
+    expected += [torch.div(whole, 2, rounding_mode="trunc"), torch.fmod(whole, 3), whole / 4]
+    expected += [half.float() / 3, half.float() / (half + 1).float(), half + 3, half.float() * x, whole + x, x + zero]
+    expected += [x * 0.0 * -0.0 + 0.0, x * 0.0 * -0.0, (x > 0) & (whole > 0), whole & 1, (x > 0) | (x < -1)]
+    expected += [torch.where(x > 0, x, 1), whole + 1]
+    for _ in range(2):
+        out = torch.empty(len(expected), 4)
+        operate[1,](out, SIZE=4)
+        for found, wanted in zip(out, expected, strict=True):
+            assert torch.equal(found, wanted.float())
+            assert torch.equal(found.signbit(), wanted.float().signbit())
