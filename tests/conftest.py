@@ -119,13 +119,23 @@ def small_blocks_of_dense_attention(monkeypatch):
 # The files whose tests take longest, in the interpreter or the compiler. A worker of pytest-xdist starts with a run of
 # tests, and others take over from its end: what is long must not come last, or one worker is left alone with it.
 _LONG = (
-    "test_exactness.py",
+    "test_distributed_attention.py",
     "test_compile.py",
-    "test_passes.py",
+    "test_tile_bias.py",
+    "test_exactness.py",
     "test_registration.py",
+    "test_lm_train.py",
+    "test_huggingface_benchmark.py",
+    "test_dropout.py",
+    "test_fuzz.py",
+    "test_hopper_scores.py",
+    "test_fused_backward_plan.py",
+    "test_hopper_backward.py",
+    "test_lm_compare.py",
+    "test_scores.py",
+    "test_passes.py",
     "test_lra_train.py",
     "test_lra_distributed.py",
-    "test_distributed_attention.py",
     "test_pathx_train.py",
 )
 
