@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from sparseflash.testing import compare_results
+from sparseflash.testing.comparison import compare_with_draws
 
 
 class Results(NamedTuple):
@@ -22,19 +22,16 @@ class Results(NamedTuple):
 NAMES = Results._fields
 
 
-def assert_exact(got, truth, plain_errors, label, score_magnitude=0.0):
+def assert_exact(got, truth, draws, factor, label, score_magnitude=0.0):
     """Every result of `got` is within its yardstick; `label` goes to the record of a long run.
 
-    `plain_errors(until)`: those of the plain implementation, of every draw or until they suffice. A record is of every
-    draw. `score_magnitude`, the largest sum of absolute products that makes a score, is the magnitude of lse.
+    `draws`: plain results and the truth of each draw, by name; `factor`: of their errors. No more draws are made than
+    suffice, but for a record. `score_magnitude`, the largest sum of absolute products that makes a score, is the
+    magnitude of lse.
     """
-
-    def compared(plain):
-        by_name = (dict(zip(NAMES, values, strict=True)) for values in (got, truth, plain))
-        return compare_results(*by_name, magnitudes={"lse": score_magnitude})
-
     recorded = os.environ.get("SPARSEFLASH_EXACTNESS")
-    found = compared(plain_errors(None if recorded else lambda plain: compared(plain).exact))
+    by_name = (dict(zip(NAMES, values, strict=True)) for values in (got, truth))
+    found = compare_with_draws(*by_name, draws, factor, magnitudes={"lse": score_magnitude}, every_draw=bool(recorded))
     if recorded:
         _record(recorded, label, found.ratios)
     assert found.exact, f"every error must be at most what is allowed; got\n{found}"

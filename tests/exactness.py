@@ -6,7 +6,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from closeness import NAMES, Results, assert_exact
+from closeness import Results, assert_exact
 from sparseflash import BlockMask, attention, testing
 from sparseflash.backends.triton.overrides import override
 from strategies import Problem, Recipe
@@ -57,10 +57,9 @@ def plain_results(problem, device, arithmetic):
         return results(problem, "reference", device)
 
 
-def plain_errors(problem, device, arithmetic, truth=None, until=None):
-    """The largest errors of the plain implementation, over four draws of the values at least, or until they suffice.
-
-    truth: that of the problem, if it is known.
+def plain_draws(problem, device, arithmetic, truth=None):
+    """Results of the plain implementation and the truth, by name, for four draws of the values at least; and what its
+    errors are multiplied by. truth: that of the problem, if it is known.
     """
     dtype, factor = testing.plain_dtype(problem.dtype)
     queries = problem.batch * problem.heads * problem.q_len
@@ -70,12 +69,7 @@ def plain_errors(problem, device, arithmetic, truth=None, until=None):
     def true(draw):
         return truth if truth is not None and draw == problem else results(draw, "reference", device, torch.float64)
 
-    pairs = ((plain_results(draw, device, arithmetic)._asdict(), true(draw)._asdict()) for draw in draws)
-
-    def scaled(errors):
-        return [factor * errors[name] for name in NAMES]
-
-    return scaled(testing.plain_errors(pairs, until=until and (lambda errors: until(scaled(errors)))))
+    return ((plain_results(draw, device, arithmetic)._asdict(), true(draw)._asdict()) for draw in draws), factor
 
 
 def check(problem, backend, device="cpu", arithmetic=None):
@@ -97,10 +91,8 @@ def check_results(problem, got, backend, device="cpu", arithmetic=None):
         "tokens": max(problem.q_len, problem.k_len),
         "problem": repr(problem),
     }
-    assert_exact(
-        got, truth, lambda until: plain_errors(problem, device, arithmetic, truth, until), label,
-        score_magnitude(problem),
-    )  # fmt: skip
+    draws, factor = plain_draws(problem, device, arithmetic, truth)
+    assert_exact(got, truth, draws, factor, label, score_magnitude(problem))
 
 
 def score_magnitude(problem):

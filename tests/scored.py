@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from exactness import score_magnitude
 from sparseflash import BlockMask, attention, scores, testing
 from sparseflash.scores.change import Scores
+from sparseflash.testing.comparison import compare_with_draws
 from strategies import Problem, Recipe, problems
 
 KINDS = (
@@ -168,25 +169,20 @@ def results(case, backend, device="cpu", dtype=None):
     return {"out": out, "lse": lse, **dict(zip(names, found, strict=True))}
 
 
-def plain_errors(case, device, truth, until):
-    """The largest errors of the plain implementation, over several draws of the values. truth: that of the case."""
+def plain_draws(case, device, truth):
+    """Results of the plain implementation and the truth for several draws of the values; and what its errors are
+    multiplied by. truth: that of the case.
+    """
     problem = case.problem
     dtype, factor = testing.plain_dtype(problem.dtype)
     queries = problem.batch * problem.heads * problem.q_len
     count = testing.draws_for(queries, queries * problem.k_len, learned=True)
     draws = [replace(case, problem=replace(problem, seed=problem.seed + n, dtype=dtype)) for n in range(count)]
-    pairs = (
-        (
-            results(draw, "reference", device),
-            truth if draw == case else results(draw, "reference", device, torch.float64),
-        )
-        for draw in draws
-    )
 
-    def scaled(errors):
-        return {name: factor * error for name, error in errors.items()}
+    def true(draw):
+        return truth if draw == case else results(draw, "reference", device, torch.float64)
 
-    return scaled(testing.plain_errors(pairs, until=lambda errors: until(scaled(errors))))
+    return ((results(draw, "reference", device), true(draw)) for draw in draws), factor
 
 
 def check(case, backend, device="cpu"):
@@ -203,9 +199,6 @@ def check_results(case, got, device="cpu", magnitudes=None):
     truth = results(case, "reference", device, torch.float64)
     # What is added may be larger than the products that make the scores.
     magnitudes = {"lse": 4.0 + score_magnitude(case.problem), **(magnitudes or {})}
-
-    def compared(plain):
-        return testing.compare_results(got, truth, plain, magnitudes=magnitudes)
-
-    found = compared(plain_errors(case, device, truth, until=lambda plain: compared(plain).exact))
+    draws, factor = plain_draws(case, device, truth)
+    found = compare_with_draws(got, truth, draws, factor, magnitudes=magnitudes, every_draw=False)
     assert found.exact, f"every error must be at most what is allowed; got\n{found}"

@@ -169,13 +169,29 @@ def compare(
         if name in got and truth["out"].any() and not truth[name].any():
             sizes[name] = max(head.size_of_differences() for head in chosen) * float(x.abs().max())
 
+    errors = compare_with_draws(compared, truth, draws(), factor, magnitudes=sizes, every_draw=every_draw).errors
+    return Comparison({n: e if finite[n] else replace(e, largest=math.inf) for n, e in errors.items()})
+
+
+def compare_with_draws(
+    got: Mapping[str, Tensor],
+    truth: Mapping[str, Tensor],
+    draws: Iterable[tuple[Mapping[str, Tensor], Mapping[str, Tensor]]],
+    factor: float,
+    *,
+    magnitudes: Mapping[str, float] | None = None,
+    every_draw: bool = True,
+) -> Comparison:
+    """`compare_results` beside the plain errors of several draws, as `plain_errors` takes them, times a factor.
+
+    `every_draw`: False to stop at the first draw by which the results are exact.
+    """
+
     def judged(plain: dict[str, float]) -> Comparison:
         allowed = {name: factor * error for name, error in plain.items()}
-        return compare_results(compared, truth, allowed, magnitudes=sizes)
+        return compare_results(got, truth, allowed, magnitudes=magnitudes)
 
-    plain = plain_errors(draws(), until=None if every_draw else lambda plain: judged(plain).exact)
-    errors = judged(plain).errors
-    return Comparison({n: e if finite[n] else replace(e, largest=math.inf) for n, e in errors.items()})
+    return judged(plain_errors(draws, until=None if every_draw else lambda plain: judged(plain).exact))
 
 
 def plain_errors(

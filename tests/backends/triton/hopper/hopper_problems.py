@@ -8,8 +8,7 @@ import torch
 from gluon_interpreter import Interpreted
 
 from closeness import Results
-from exactness import plain_errors, results
-from sparseflash import testing
+from exactness import plain_draws, results
 from sparseflash.backends.problem import Problem as Asked
 from sparseflash.backends.saved import Saved
 from sparseflash.backends.triton import api
@@ -18,6 +17,7 @@ from sparseflash.backends.triton.hopper import backward_pass, cuts, forward_pass
 from sparseflash.backends.triton.hopper import forward as forward_module
 from sparseflash.backends.triton.hopper.configs import HEAD_DIMS, backward_config_for, config_for
 from sparseflash.blockmask.cache import clear_caches
+from sparseflash.testing.comparison import compare_with_draws
 from strategies import Problem, Recipe, problems
 
 HALF = (torch.float16, torch.bfloat16)
@@ -98,12 +98,9 @@ def assert_exact(problem, got):
     truth = results(problem, "reference", "cpu", torch.float64)
     magnitude = {"lse": 8.0 * max(1.0, abs(scale_of(problem)) * problem.dim**0.5)}  # a sum of scores
     names = Results._fields[: len(got)]
-
-    def compared(plain):
-        by_name = (dict(zip(names, values, strict=False)) for values in (got, truth, plain))
-        return testing.compare_results(*by_name, magnitudes=magnitude)
-
-    found = compared(plain_errors(problem, "cpu", None, truth, until=lambda plain: compared(plain).exact))
+    draws, factor = plain_draws(problem, "cpu", None, truth)
+    by_name = (dict(zip(names, values, strict=False)) for values in (got, truth))
+    found = compare_with_draws(*by_name, draws, factor, magnitudes=magnitude, every_draw=False)
     assert found.exact, f"every error must be at most what is allowed; got\n{found}"
 
 

@@ -25,13 +25,12 @@ def test_it_reads_what_the_tests_write(tmp_path, monkeypatch):
 
     monkeypatch.setenv("SPARSEFLASH_EXACTNESS", str(tmp_path / "records"))
     x = torch.tensor([1.0])
-
-    def wanted(until):
-        assert until is None  # a record is of every draw
-        return [1e-8] * 5
-
+    truth = [x.double() + 1e-9] * 5
+    plain, exact = (dict(zip(NAMES, values, strict=True)) for values in ([x.double() + 1.1e-8] * 5, truth))
+    draws = iter([(plain, exact)] * 2)
     label = {"backend": "triton", "device": "cpu", "dtype": "float32", "dim": 16, "v_dim": 24, "tokens": 9}
-    assert_exact([x] * 5, [x.double() + 1e-9] * 5, wanted, label | {"problem": "Problem()"})
+    assert_exact([x] * 5, truth, draws, 1.0, label | {"problem": "Problem()"})
+    assert not list(draws)  # a record is of every draw
     frame = read([tmp_path / "records"])
     assert len(frame) == 1
     assert tuple(NAMES) == RESULTS
