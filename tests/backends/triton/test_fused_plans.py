@@ -8,8 +8,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from closeness import NAMES
 from dynamic_masks import dynamic_problems, made_dynamic
-from exactness import NAMES, check, results
+from exactness import check, results
 from plans import plan
 from sparseflash import BlockMask, attention, clear_caches, masks
 from sparseflash.backends.triton.launcher import Launch
