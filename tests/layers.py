@@ -330,6 +330,7 @@ MAY_IMPORT = {
         "sparseflash/huggingface",
         *PUBLIC,
     ),
+    f"{_BENCHMARKS}/layer": (_INTERPRETER, f"{_BENCHMARKS}/speed", f"{_BENCHMARKS}/timing.py", "experiments/training"),
     f"{_BENCHMARKS}/scores": (_FLEX, _INTERPRETER, f"{_BENCHMARKS}/timing.py", *PUBLIC),
     f"{_BENCHMARKS}/patterns": (
         f"{_BENCHMARKS}/patterns/entries",

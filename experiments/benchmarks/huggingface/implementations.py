@@ -16,14 +16,14 @@ _REGISTERED = "block_sparse"  # Transformers reads a name with "flash" as one of
 
 def available() -> list[str]:
     """What can be asked for: Transformers' own, FlashAttention where it is installed, and this library's."""
-    from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
+    from transformers import utils
 
-    names = ["eager", "sdpa", "flex_attention"]
-    if is_flash_attn_2_available():
-        names.append("flash_attention_2")
-    if is_flash_attn_3_available():
-        names.append("flash_attention_3")
-    return [*names, OURS]
+    installed = {
+        "flash_attention_2": utils.is_flash_attn_2_available,
+        "flash_attention_3": utils.is_flash_attn_3_available,
+        "flash_attention_4": utils.is_flash_attn_4_available,
+    }
+    return ["eager", "sdpa", "flex_attention", *(name for name, is_there in installed.items() if is_there()), OURS]
 
 
 def with_attention(model: nn.Module, implementation: str) -> nn.Module:
