@@ -34,7 +34,7 @@ PRESETS = {
     "test": Settings(Recall(128, 32, 128), Sizes(128, width=32, dim=16, tile=16, chosen=2), 2, 2, 3e-3, 1, 1),
     "cpu": Settings(Recall(), Sizes(256, width=64, heads=2, kv_heads=1), 400, 16),
     "gpu": Settings(
-        Recall(8192, 1024, 8192, block=64), Sizes(8192, block=64, tile=64, chosen=16), 2000, 16, alike=True
+        Recall(16384, 1024, 16384, block=64), Sizes(16384, block=64, tile=64, chosen=16), 1000, 8, alike=True
     ),
 }
 
