@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from experiments.selection.moba import with_own_block
 from experiments.selection.sizes import Sizes
@@ -27,16 +28,25 @@ class SharedBlocks(nn.Module):
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, BlockMask]:
         """x `[B, N, width]`, q `[B, Hq, N, D]`, k and v `[B, Hkv, N, D]`."""
-        scores = self.scores(x.detach())  # the indexer's loss does not reach the model
+        # One sequence at a time, and once more in the backward pass: scores of all pairs of tokens are much to keep.
+        # The indexer's loss does not reach the model.
+        each = zip(*(part.detach().split(1) for part in (x, q, k)), strict=True)
+        found = [checkpoint(self.index, *sequence, use_reentrant=False) for sequence in each]
         if self.training:
-            self.loss = self.distillation(scores, q.detach(), k.detach())
+            self.loss = torch.stack([loss for _, loss in found]).mean()
         sizes = self.sizes
-        blocks = with_own_block(scores.detach().unflatten(3, (-1, sizes.block)).amax(4), sizes.block)
+        blocks = with_own_block(torch.cat([scores for scores, _ in found]), sizes.block)
         mask = masks.top_k_keys(
             blocks, k=sizes.chosen, k_len=sizes.tokens, span=sizes.block, block=sizes.tile, causal=True,
             group=sizes.group,
         )  # fmt: skip
         return attention(q, k, v, mask), mask
+
+    def index(self, x: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """The scores of blocks `[B, Hkv, N, N / block]`, without gradients, and the loss, 0 if nothing is trained."""
+        scores = self.scores(x)
+        loss = self.distillation(scores, q, k) if self.training else scores.new_zeros(())
+        return scores.detach().unflatten(3, (-1, self.sizes.block)).amax(4), loss
 
     def scores(self, x: Tensor) -> Tensor:
         """The indexer's logits `[B, Hkv, N, N]`, -inf for the future."""
