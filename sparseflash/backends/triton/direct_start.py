@@ -17,7 +17,8 @@ import re
 import struct
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -154,8 +155,11 @@ class DirectStart:
         )
         packed = [each._replace(code="Q") if each.code == DESCRIPTOR else each for each in differing]
         fixed = [each for each in parameters if each not in differing]
-        self._picks = [(by_call[each.argument], each.item) for each in packed]
-        self._are_all = self._picks == [(place, None) for place in range(len(given))]
+        self._pick = _picker([(by_call[each.argument], each.item) for each in packed], len(given))
+        self._pointers = [
+            place for place, each in enumerate(differing)
+            if each.code == DESCRIPTOR or (each.item is None and isinstance(arguments[each.argument], Tensor))
+        ]  # fmt: skip
         self._packer, rest = _packer(packed), _packer(fixed)
 
         first = _DESCRIPTOR_BYTES * len(descriptors)
@@ -180,10 +184,9 @@ class DirectStart:
 
     def __call__(self, programs: int, given: Sequence[Any]) -> None:
         """Starts the kernel on the current stream of its device, which must be the current device."""
-        picked: Sequence[Any] = given
-        if not self._are_all:
-            picked = [given[place] if item is None else given[place][item] for place, item in self._picks]
-        values = [x.data_ptr() if isinstance(x, Tensor) else x for x in picked]
+        values = list(self._pick(given))
+        for place in self._pointers:
+            values[place] = values[place].data_ptr()
         stream = torch._C._cuda_getCurrentRawStream(self._index)
         with self._lock:
             self._packer.pack_into(self._memory, self._offset, *values)
@@ -201,6 +204,15 @@ class DirectStart:
 def _is_of_descriptor(parameter: Parameter, descriptors: Sequence[Parameter]) -> bool:
     """Whether it is a size or a stride of a descriptor; these are fixed."""
     return parameter.code != DESCRIPTOR and any(each.argument == parameter.argument for each in descriptors)
+
+
+def _picker(places: Sequence[tuple[int, int | None]], count: int) -> Callable[[Sequence[Any]], Iterable[Any]]:
+    """What takes the values at these places out of `count` given ones: the place, and that in a tuple there."""
+    if places == [(place, None) for place in range(count)]:
+        return iter
+    if len(places) > 1 and all(item is None for _, item in places):
+        return itemgetter(*(place for place, _ in places))  # a third of the time of the other
+    return lambda given: [given[place] if item is None else given[place][item] for place, item in places]
 
 
 def _packer(parameters: Sequence[Parameter]) -> struct.Struct:
