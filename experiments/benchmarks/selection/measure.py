@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from experiments.benchmarks.speed.peers import flashattention4
 from experiments.benchmarks.speed.peers.flexattention import compiled, small_tiles
+from experiments.benchmarks.speed.peers.runner import Unavailable
 from experiments.benchmarks.timing import Timed, in_turns, recorded
 from experiments.training.clock import synchronize
 from sparseflash import BlockMask, attention
@@ -35,7 +37,7 @@ class Case:
     causal: bool = True
     by_query: bool = False  # each query has a list of its own (NSA), instead of each block of queries
     attends: bool = True  # otherwise only the choice is timed
-    flex: bool = False  # beside FlexAttention with the same blocks
+    peers: bool = False  # beside FlexAttention and FlashAttention-4 with the same blocks
 
     @property
     def choices(self) -> int:
@@ -53,12 +55,12 @@ class Case:
 
 CASES = (
     Case(65_536, 64, 64, 16, attends=False),
-    Case(65_536, 64, 128, 16, kv_heads=4, flex=True),
-    Case(40_768, 16, 64, 64, causal=False, flex=True),  # a video: a tenth of the blocks
+    Case(65_536, 64, 128, 16, kv_heads=4, peers=True),
+    Case(40_768, 16, 64, 64, causal=False, peers=True),  # a video: a tenth of the blocks
     Case(8_192, 32, 64, 16, kv_heads=4, by_query=True),
     Case(65_536, 32, 64, 16, kv_heads=4, by_query=True),
     Case(16_384, 16, 64, 16),
-    Case(16_384, 16, 128, 16),
+    Case(16_384, 16, 128, 16, peers=True),
 )
 
 
@@ -127,18 +129,38 @@ def calls_of(case: Case, device: torch.device) -> dict[str, Call]:
 
     ways = {"choice + attention": (chosen, live_scores(case, index), False)}
     ways["SDPA, dense"] = dense, case.heads * case.tokens**2 // (2 if case.causal else 1), True
-    if case.flex and device.type == "cuda":
+    if case.peers and device.type == "cuda":
         flex = partial(
             compiled(None), block_mask=to_flex(choice()), enable_gqa=group > 1,
             kernel_options=small_tiles(case.block) if case.block < 128 else None,
         )  # fmt: skip
         ways["FlexAttention, blocks known"] = (lambda: flex(q, k, v)), live_scores(case, index), True
+    fa4 = _flash_attention_4(case, choice) if case.peers and device.type == "cuda" else None
+    if fa4 is not None:
+        ways["FlashAttention-4, blocks known"] = (lambda: fa4(q, k, v)), live_scores(case, index), True
     for name, (forward, live, is_peer) in ways.items():
         once = 4.0 * case.dim * live
         found[f"{name}, forward"] = Call(torch.no_grad()(forward), once, is_peer)
         both = partial(lambda forward: torch.autograd.grad(forward(), wanted, dout), forward)
         found[f"{name}, forward + backward"] = Call(both, 3.5 * once, is_peer)
     return found
+
+
+def _flash_attention_4(case: Case, choice: Callable[[], BlockMask]) -> Callable[..., Tensor] | None:
+    """FlashAttention-4 with the blocks of a choice, if it is installed and has such blocks, on our order of tensors."""
+    if case.block != 128:
+        return None
+    try:
+        package = flashattention4.load()
+    except Unavailable:
+        return None
+    options = flashattention4.of_mask(choice(), (lambda q, k: k <= q) if case.causal else None, package)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = package.attention(*(x.transpose(1, 2) for x in (q, k, v)), **options)[0].transpose(1, 2)
+        return out
+
+    return run
 
 
 def host_microseconds(call: Callable[[], object], device: torch.device, *, count: int = 20, rounds: int = 5) -> float:

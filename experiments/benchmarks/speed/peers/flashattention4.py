@@ -16,6 +16,7 @@ from experiments.benchmarks.speed.cases import Case
 from experiments.benchmarks.speed.patterns import WINDOWS, Pattern, Rule, block_mask
 from experiments.benchmarks.speed.peers.flexattention import block_lists
 from experiments.benchmarks.speed.peers.runner import Inputs, Runner, Unavailable
+from sparseflash import BlockMask
 from sparseflash.interop.fa4 import BlockSparseTensors, to_fa4
 
 
@@ -73,15 +74,24 @@ def arguments(case: Case, pattern: Pattern, package: Package, device: torch.devi
     if case.kind in WINDOWS:
         return {"window_size": (WINDOWS[case.kind], WINDOWS[case.kind])}
     if case.block == 128:
-        mask = block_mask(case.kind, case.length, case.block).to(device)
-        forward, backward, _ = to_fa4(mask, partial=pattern.rule is not None)
-    else:
-        forward, backward = small_blocks(pattern)
+        return of_mask(block_mask(case.kind, case.length, case.block).to(device), pattern.rule, package)
+    return _of_lists(*small_blocks(pattern), pattern.rule, package)
+
+
+def of_mask(mask: BlockMask, rule: Rule | None, package: Package) -> dict[str, Any]:
+    """The arguments for a mask in blocks of 128, with the rule of its partial tiles."""
+    forward, backward, _ = to_fa4(mask, partial=rule is not None)
+    return _of_lists(forward, backward, rule, package)
+
+
+def _of_lists(
+    forward: BlockSparseTensors, backward: BlockSparseTensors, rule: Rule | None, package: Package
+) -> dict[str, Any]:  # fmt: skip
     given = {
         "block_sparse_tensors": package.tensors(**forward._asdict()),
         "block_sparse_tensors_bwd": package.tensors(**backward._asdict()),
     }
-    return given if pattern.rule is None else given | {"mask_mod": mask_mod(pattern.rule, package)}
+    return given if rule is None else given | {"mask_mod": mask_mod(rule, package)}
 
 
 def fa4(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:

@@ -1,14 +1,19 @@
 """The benchmark of choices measures what it says."""
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from experiments.benchmarks.selection import measure as measure_module
 from experiments.benchmarks.selection.cli import SMALL, app, table
-from experiments.benchmarks.selection.measure import calls_of, host_microseconds, index_of, live_scores
+from experiments.benchmarks.selection.measure import Case, calls_of, host_microseconds, index_of, live_scores
+from experiments.benchmarks.speed.peers import flashattention4
 from sparseflash import masks
+from sparseflash.interop.fa4 import BlockSparseTensors, from_fa4
 
 
 def test_a_choice_has_its_blocks_and_no_future():
@@ -47,3 +52,23 @@ def test_a_missing_gpu_is_told(tmp_path):
     found = CliRunner().invoke(app, ["--device", "cuda:99", "--out", str(tmp_path / "none")])
     assert found.exit_code == 2 and "GPUs here; got the device 'cuda:99'" in found.output
     assert not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_flash_attention_4_gets_the_chosen_blocks(monkeypatch, causal):
+    given = {}
+
+    def attention(q, k, v, **options):
+        given.update(options, shape=q.shape)
+        return v, None
+
+    package = flashattention4.Package(attention, BlockSparseTensors, SimpleNamespace(jit=lambda function: function))
+    monkeypatch.setattr(flashattention4, "load", lambda: package)
+    case = Case(512, 4, 128, 2, kv_heads=2, causal=causal, peers=True)
+    mask = calls_of(case, torch.device("cpu"))["choice"].run()
+    run = measure_module._flash_attention_4(case, lambda: mask)
+    q, k, v = (torch.randn(1, heads, 512, 8) for heads in (4, 2, 2))
+    assert torch.equal(run(q, k, v), v) and given["shape"] == (1, 512, 4, 8)
+    rule = (lambda b, h, q, k: given["mask_mod"](b, h, q, k, None, None)) if causal else None
+    assert torch.equal(from_fa4(given["block_sparse_tensors"], 512, 512, mask_mod=rule).to_dense(), mask.to_dense())
+    assert measure_module._flash_attention_4(replace(case, block=64), lambda: mask) is None
