@@ -10,13 +10,17 @@ from torch import Tensor
 
 from sparseflash.backends import cached
 from sparseflash.backends.cached import Cached
+from sparseflash.backends.direct import is_plain_call
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import checked_integers, checked_mask, dense_tensor, integer
+from sparseflash.blockmask.cache import BoundedDict
 from sparseflash.validation import check_tensors, checked_scale
 
 BACKENDS = ("triton", "reference")
 Backend = Literal["triton", "reference"]
 FEW = 16  # the most new tokens that `attention_with_cache` is meant for
+_calls = BoundedDict(64)  # prepared ones, of one layout each
+_NUMBERS = {int, float, type(None)}
 
 
 @overload
@@ -119,6 +123,13 @@ def attention_with_cache(
     query heads of a group are rows of one tile, so keys are read once for all of them. There is no backward, and no
     change of scores; to train, or for `scores`, use `attention` with a mask.
     """
+    tensors, numbers = (q, k_cache, v_cache, lengths, starts, block_table), (window, sinks, page, scale, splits)
+    # Whether a choice has been made before or a mask has changed is not seen in a layout.
+    key = _key(tensors, numbers, backend) if mask is None and pages is None else None
+    call = None if key is None else _calls.get(key)
+    if call is not None:
+        out, lse = call(*tensors, None)
+        return (out, lse) if return_lse else out
     of = _checked(q, k_cache, v_cache, lengths, block_table, starts, window, sinks, pages, page, mask)
     scale = checked_scale(scale, q.shape[-1])
     if splits is not None and integer(splits, "splits", "") < 1:
@@ -134,8 +145,38 @@ def attention_with_cache(
         raise TypeError("q must be fp16, bf16 or fp32 for the triton backend; got fp64: use backend='reference'.")
     from sparseflash.backends.triton.decode import api  # imported late: the library must work without Triton
 
-    out, lse = api.attention(q if q.stride(-1) == 1 else q.contiguous(), k_cache, v_cache, of, scale, splits)
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    if scale < 0:
+        q, scale = -q, -scale
+    call = api.Call(q, k_cache, v_cache, of, scale, splits)
+    if key is not None:
+        _calls[key] = call
+    out, lse = call(q, k_cache, v_cache, of.lengths, of.starts, of.block_table, of.pages)
     return (out, lse) if return_lse else out
+
+
+def _key(tensors: tuple[Any, ...], numbers: tuple[Any, ...], backend: str | None) -> Any:
+    """All that the checks and the launches depend on, of a plain call of the kernels in half precision; else None.
+
+    As in `backends/triton/call_cache.py`. A layer's calls for a token differ in nothing that is in it.
+    """
+    given = [x for x in tensors if x is not None]
+    q, scale = tensors[0], numbers[3]
+    if not (isinstance(q, Tensor) and q.dtype in (torch.float16, torch.bfloat16) and is_plain_call(*given)):
+        return None
+    if not (backend == "triton" or (backend is None and q.is_cuda)) or not _NUMBERS.issuperset(map(type, numbers)):
+        return None
+    if (scale is not None and scale < 0) or (torch.is_grad_enabled() and any([x.requires_grad for x in given])):
+        return None
+    try:
+        if q.stride(-1) != 1 or not (tensors[5] is None or tensors[5].is_contiguous()):  # which are copied first
+            return None
+        layouts = [
+            None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16) for x in tensors
+        ]  # fmt: skip
+    except (RuntimeError, IndexError):  # a sparse or nested tensor, or one without dimensions: the checks refuse it
+        return None
+    return *layouts, *numbers
 
 
 def choose_pages(q: Tensor, k_min: Tensor, k_max: Tensor, lengths: Tensor, *, k: int, page: int) -> Tensor:

@@ -94,6 +94,7 @@ MAY_IMPORT = {
         "sparseflash/blockmask",
         "sparseflash/validation.py",
         f"{_BACKENDS}/cached.py",
+        f"{_BACKENDS}/direct.py",
         f"{_TRITON}/decode",
     ),
     "sparseflash/blockmask": ("sparseflash/blockmask/mask.py", "sparseflash/cuda_driver.py"),
@@ -322,7 +323,12 @@ MAY_IMPORT = {
     ),
     f"{_BENCHMARKS}/distributed": (f"{_BENCHMARKS}/distributed", "experiments/training", *PUBLIC),
     f"{_BENCHMARKS}/exactness": ("experiments/training",),
-    f"{_BENCHMARKS}/selection": (_FLEX, f"{_BENCHMARKS}/timing.py", "experiments/training", *PUBLIC),
+    f"{_BENCHMARKS}/selection": (
+        f"{_BENCHMARKS}/speed/peers",
+        f"{_BENCHMARKS}/timing.py",
+        "experiments/training",
+        *PUBLIC,
+    ),
     f"{_BENCHMARKS}/decode": (f"{_BENCHMARKS}/timing.py", "experiments/training", *PUBLIC),
     f"{_BENCHMARKS}/huggingface": (
         f"{_BENCHMARKS}/timing.py",

@@ -7,7 +7,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sparseflash import BlockMask, masks, testing
+from sparseflash import BlockMask, clear_caches, masks, testing
 from sparseflash.backends.cached import rows_of
 from sparseflash.backends.triton.decode import api
 from sparseflash.decode import attention_with_cache, choose_pages
@@ -248,6 +248,64 @@ def test_a_step_waits_for_nothing_and_starts_few_kernels(paged):
     assert len(launches) == 4 and seen.started <= 8
 
 
+@pytest.mark.parametrize(("options", "made"), [({}, 1), ({"window": 20, "sinks": 2}, 1), ({"scale": -0.3}, 3)])
+@pytest.mark.parametrize("paged", [False, True])
+def test_calls_of_one_layout_are_prepared_once_and_read_what_each_is_given(monkeypatch, paged, options, made):
+    def decoded(seed):
+        g = generator(seed)
+        q, (k, v) = torch.randn(2, 4, 1, 16, generator=g).half(), torch.randn(2, 2, 2, 64, 16, generator=g).half()
+        lengths, starts = (torch.randint(low, high, (2,), generator=g) for low, high in ((30, 65), (0, 20)))
+        table = None
+        if paged:
+            (k, v), table = replace(PLAIN, seed=seed).in_pages(k, v)
+        return attention_with_cache(q, k, v, lengths, starts=starts, block_table=table, backend="triton", **options)
+
+    expected = []
+    for seed in range(3):
+        clear_caches()
+        expected.append(decoded(seed))
+    clear_caches()
+    prepared, prepare = [], api.Call.__init__
+    monkeypatch.setattr(api.Call, "__init__", lambda self, *given: (prepared.append(self), prepare(self, *given))[1])
+    assert all(torch.equal(decoded(seed), expected[seed]) for seed in range(3))
+    assert len(prepared) == made
+
+
+Q, K = torch.zeros(2, 4, 1, 16), torch.zeros(2, 2, 64, 16)
+L, T = torch.tensor([3, 4]), torch.zeros(2, 4, dtype=torch.int32)
+P = torch.zeros(2, 2, 3, dtype=torch.int32)
+H = {"q": Q.half(), "k_cache": K.half(), "v_cache": K.half(), "lengths": L, "window": 1}
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"lengths": L.float()}, TypeError, "lengths must be an integer tensor"),
+        ({"lengths": L[:1]}, ValueError, r"lengths must have shape \[2\]"),
+        ({"window": True}, TypeError, "window"),
+        ({"window": None, "sinks": 4}, ValueError, "sinks must be at least 0 and go with a window"),
+        ({"q": H["q"].clone().requires_grad_()}, ValueError, "must not require gradients"),
+        ({"k_cache": H["k_cache"].to_sparse()}, TypeError, "k"),
+    ],
+)
+def test_what_is_refused_is_refused_where_a_call_like_it_is_prepared(given, error, message):
+    attention_with_cache(**H, backend="triton")
+    with pytest.raises(error, match=message):
+        attention_with_cache(**H | given, backend="triton")
+
+
+def test_queries_and_tables_that_are_copied_first_are_right_when_repeated():
+    q = torch.randn(16, 1, 4, 2).half().permute(3, 2, 1, 0)  # no contiguous head dim
+    k, v = torch.randn(2, 2, 2, 64, 16).half()
+    (k_pages, v_pages), table = PLAIN.in_pages(k, v)
+    strided = torch.stack([table, -table], dim=-1)[..., 0]
+    expected = attention_with_cache(q.contiguous(), k, v, L, backend="triton")
+    for _ in range(2):
+        assert torch.equal(attention_with_cache(q, k, v, L, backend="triton"), expected)
+        found = attention_with_cache(q, k_pages, v_pages, L, block_table=strided, backend="triton")
+        assert torch.equal(found, expected)
+
+
 def test_rows_of_a_mask_are_those_of_the_dense_one():
     mask = masks.per_head([masks.causal(70, block=16), masks.local(70, window=9, block=32)])
     positions = torch.tensor([[0, 69], [17, 33]])
@@ -276,11 +334,6 @@ def test_the_chosen_pages_have_the_highest_bounds_and_the_newest_is_one(seed, k,
         want = [newest, *sorted(range(newest), key=lambda j: -bounds[j])][:k]
         got = pages[0, head]
         assert sorted(got[got >= 0].tolist()) == sorted(want)
-
-
-Q, K = torch.zeros(2, 4, 1, 16), torch.zeros(2, 2, 64, 16)
-L, T = torch.tensor([3, 4]), torch.zeros(2, 4, dtype=torch.int32)
-P = torch.zeros(2, 2, 3, dtype=torch.int32)
 
 
 @pytest.mark.parametrize(

@@ -93,16 +93,15 @@ def _integers_in(known: Any) -> Iterator[int]:
                 yield from _integers_in(part)
 
 
-def first_tokens(padding: Tensor, start: int, stop: int) -> Tensor | None:
-    """How many keys from `start` on are padding before the first token of each row, int32 `[B]`; None if padding up to
-    `stop` is not all on the left.
+def first_tokens(live: Tensor) -> Tensor | None:
+    """How many keys are padding before the first token of each row, int32 `[B]`; None if padding is not all on the
+    left.
 
-    >>> first_tokens(torch.tensor([[False, True, True], [True, True, True]]), 0, 3).tolist()
+    >>> first_tokens(torch.tensor([[False, True, True], [True, True, True]])).tolist()
     [1, 0]
 
-    `padding`: bool `[B, >= stop]`, True for tokens. Synchronises with the device.
+    `live`: bool `[B, n]`, True for tokens. Synchronises with the device.
     """
-    live = padding[:, start:stop]
     count = live.sum(1)
     first = live.shape[1] - count
     if not bool((live == (torch.arange(live.shape[1], device=live.device) >= first[:, None])).all()):

@@ -21,70 +21,81 @@ KEYS_OF_SPLIT = 512  # the fewest that are worth a program of their own
 MOST_SPLITS = 64
 
 
-def attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, of: Cached, scale: float, splits: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """`(out [B, Hq, Nq, Dv], lse fp32 [B, Hq, Nq])`; raises unless the kernels run here."""
-    check_runs(q)
-    if scale < 0:  # the softmax takes the maximum before scaling, which is right only for scale >= 0
-        q, scale = -q, -scale
-    (batch, q_heads, q_len, dim), v_dim = q.shape, v_cache.shape[3]
-    kv_heads, device, mask = k_cache.shape[1], q.device, of.mask
-    # Heads that share keys but not their rows of the mask get programs of their own.
-    apart = mask is not None and mask.pattern.shape[1] not in (1, kv_heads)
-    heads = q_heads if apart else kv_heads
-    rows = q_heads // heads * q_len
-    block_m = min(MOST_ROWS, max(16, _power(rows)))
-    row_tiles = -(-rows // block_m)
-    capacity = of.capacity(k_cache)
-    splits = splits_of(of, capacity, q_len) if splits is None else splits
-    padded_d, padded_v = max(16, _power(dim)), max(16, _power(v_dim))
-    sums = torch.empty(batch * q_heads * q_len * splits, padded_v, dtype=torch.float32, device=device)
-    maxima, totals = torch.empty(2, batch * q_heads * q_len * splits, dtype=torch.float32, device=device).unbind()
-    out = torch.empty(batch, q_heads, q_len, v_dim, dtype=q.dtype, device=device)
-    lse = torch.empty(batch, q_heads, q_len, dtype=torch.float32, device=device)
-    if out.numel() == 0:
-        return out, lse
+class Call:
+    """A step prepared for tensors of one layout, which are given at each call."""
 
-    keep = q.dtype == torch.float32
-    precision = "tf32" if keep and multiplies_in_tf32() else "ieee"
-    arrays: tuple[Any, ...] = (None,) * 5
-    numbers, block, walk, block_n = (0, 0, 0), (16, 16), "range", BLOCK_N
-    if mask is not None:
-        arrays = (mask.indptr, mask.indices, mask.tile, mask.words, mask.pattern)
-        of_batch, of_head = (
-            stride if size > 1 else 0 for size, stride in zip(mask.pattern.shape, mask.pattern.stride())
-        )
-        numbers, block, walk = (of_batch, of_head, mask.blocks[0]), (mask.block_q, mask.block_k), "mask"
-        block_n = min(block_n, mask.block_k)
-    if of.pages is not None:
-        walk = "pages"
-    tensors = (
-        q, k_cache, v_cache, sums, maxima, totals, of.lengths, of.starts, of.block_table, of.pages, *arrays
-    )  # fmt: skip
-    strides = (*q.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3])
-    constants = (
-        dim, v_dim, padded_d, padded_v, block_m, block_n, max(of.page, 1), *block, walk, keep, precision
-    )  # fmt: skip
-    decoding, combining = _kernels(
-        constants, _power(splits), tuple(None if x is None else x.dtype for x in tensors),
-        tuple(x.data_ptr() % 16 == 0 for x in tensors[:6] if x is not None), tuple(map(_kind, strides)), device,
-    )  # fmt: skip
-    qk_scale = scale * LOG2E.value
-    sizes = (
-        of.lengths.stride(0), 0 if of.starts is None else of.starts.stride(0),
-        0 if of.pages is None else of.pages.shape[2], 0 if of.block_table is None else of.block_table.shape[1],
-    )  # fmt: skip
-    decoding.start(
-        batch * heads * row_tiles * splits, *tensors, *sizes, *numbers, qk_scale, q_len, rows, heads,
-        heads // kv_heads, q_heads // heads, splits, row_tiles, of.window or 0, of.sinks, capacity, *strides,
-        *constants,
-    )  # fmt: skip
-    combining.start(
-        batch * q_heads * q_len, sums, maxima, totals, out, lse, scale, qk_scale, splits, v_dim, padded_v,
-        _power(splits), keep,
-    )  # fmt: skip
-    return out, lse
+    def __init__(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, of: Cached, scale: float, splits: int | None = None
+    ) -> None:  # fmt: skip
+        """Raises unless the kernels run here. The mask is that of `of`; all other tensors are given again.
+
+        scale: at least 0, as the softmax takes the maximum before scaling.
+        """
+        check_runs(q)
+        (batch, q_heads, q_len, dim), v_dim = q.shape, v_cache.shape[3]
+        kv_heads, mask = k_cache.shape[1], of.mask
+        # Heads that share keys but not their rows of the mask get programs of their own.
+        apart = mask is not None and mask.pattern.shape[1] not in (1, kv_heads)
+        heads = q_heads if apart else kv_heads
+        rows = q_heads // heads * q_len
+        block_m = min(MOST_ROWS, max(16, _power(rows)))
+        row_tiles = -(-rows // block_m)
+        capacity = of.capacity(k_cache)
+        splits = splits_of(of, capacity, q_len) if splits is None else splits
+        padded_d, padded_v = max(16, _power(dim)), max(16, _power(v_dim))
+        parts = batch * q_heads * q_len * splits
+        self.out, self.lse, self.parts = (batch, q_heads, q_len, v_dim), (batch, q_heads, q_len), parts * (padded_v + 2)
+        self.programs = batch * heads * row_tiles * splits, batch * q_heads * q_len
+
+        keep = q.dtype == torch.float32
+        precision = "tf32" if keep and multiplies_in_tf32() else "ieee"
+        self.arrays: tuple[Any, ...] = (None,) * 5
+        numbers, block, walk, block_n = (0, 0, 0), (16, 16), "range", BLOCK_N
+        if mask is not None:
+            self.arrays = (mask.indptr, mask.indices, mask.tile, mask.words, mask.pattern)
+            of_batch, of_head = (
+                stride if size > 1 else 0 for size, stride in zip(mask.pattern.shape, mask.pattern.stride())
+            )
+            numbers, block, walk = (of_batch, of_head, mask.blocks[0]), (mask.block_q, mask.block_k), "mask"
+            block_n = min(block_n, mask.block_k)
+        if of.pages is not None:
+            walk = "pages"
+        strides = (*q.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3])
+        constants = (
+            dim, v_dim, padded_d, padded_v, block_m, block_n, max(of.page, 1), *block, walk, keep, precision
+        )  # fmt: skip
+        tensors = q, k_cache, v_cache, of.lengths, of.starts, of.block_table, of.pages, *self.arrays
+        self._decoding, self._combining = _kernels(
+            constants, _power(splits), tuple(None if x is None else x.dtype for x in tensors),
+            tuple(x.data_ptr() % 16 == 0 for x in (q, k_cache, v_cache)), tuple(map(_kind, strides)), q.device,
+        )  # fmt: skip
+        qk_scale = scale * LOG2E.value
+        sizes = (
+            of.lengths.stride(0), 0 if of.starts is None else of.starts.stride(0),
+            0 if of.pages is None else of.pages.shape[2], 0 if of.block_table is None else of.block_table.shape[1],
+        )  # fmt: skip
+        self._decoded = (
+            *sizes, *numbers, parts, qk_scale, q_len, rows, heads, heads // kv_heads, q_heads // heads, splits,
+            row_tiles, of.window or 0, of.sinks, capacity, *strides, *constants,
+        )  # fmt: skip
+        self._combined = parts, scale, qk_scale, splits, v_dim, padded_v, _power(splits), keep
+
+    def __call__(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, starts: Tensor | None,
+        block_table: Tensor | None, pages: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """`(out [B, Hq, Nq, Dv], lse fp32 [B, Hq, Nq])`."""
+        out = torch.empty(self.out, dtype=q.dtype, device=q.device)
+        lse = torch.empty(self.lse, dtype=torch.float32, device=q.device)
+        if out.numel() == 0:
+            return out, lse
+        sums = torch.empty(self.parts, dtype=torch.float32, device=q.device)
+        self._decoding.start(
+            self.programs[0], q, k_cache, v_cache, sums, lengths, starts, block_table, pages, *self.arrays,
+            *self._decoded,
+        )  # fmt: skip
+        self._combining.start(self.programs[1], sums, out, lse, *self._combined)
+        return out, lse
 
 
 def splits_of(of: Cached, capacity: int, q_len: int) -> int:

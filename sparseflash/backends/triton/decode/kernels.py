@@ -30,10 +30,18 @@ def live_range(length, start, q_len, window, sinks, BLOCK_N: tl.constexpr):
     return first_sink, sink_tiles, first, sink_tiles + tl.maximum(end - first, 0)
 
 
+@triton.jit
+def parts_of(sums_ptr, parts, PADDED_DV: tl.constexpr):
+    """Where the maxima and the totals lie: fp32 [parts] each, behind the sums in one array, which costs the host less
+    than three."""
+    maxima_ptr = sums_ptr + tl.cast(parts, tl.int64) * PADDED_DV
+    return maxima_ptr, maxima_ptr + parts
+
+
 @triton.jit(
     do_not_specialize=[
         "lengths_stride", "starts_stride", "choices", "table_width", "batch_patterns", "head_patterns", "row_blocks",
-        "qk_scale", "q_len", "rows", "heads", "kv_group", "group", "splits", "row_tiles", "window", "sinks",
+        "parts", "qk_scale", "q_len", "rows", "heads", "kv_group", "group", "splits", "row_tiles", "window", "sinks",
         "capacity",
     ],
     do_not_specialize_on_alignment=[
@@ -43,13 +51,13 @@ def live_range(length, start, q_len, window, sinks, BLOCK_N: tl.constexpr):
 )  # fmt: skip
 def decode_kernel(
     q_ptr, k_ptr, v_ptr,  # [B, Hq, Nq, D]; [B or pages, Hkv, tokens, D and DV]
-    sums_ptr, maxima_ptr, totals_ptr,  # fp32 [B, heads, rows, splits, DV padded], [B, heads, rows, splits] twice
+    sums_ptr,  # fp32 [parts, DV padded], behind which lie their maxima and totals: see `parts_of`
     lengths_ptr, starts_ptr,  # integers [B], and [B] or None
     table_ptr, pages_ptr,  # integers [B, table_width] or None; [B, Hkv, choices] or None
     indptr_ptr, index_ptr, tile_ptr, words_ptr, pattern_ptr,  # of the mask, or None
     lengths_stride, starts_stride, choices, table_width,
     batch_patterns, head_patterns, row_blocks,  # strides of the patterns, 0 if shared; block rows of the mask
-    qk_scale, q_len, rows,  # rows: of all tiles of a program's heads
+    parts, qk_scale, q_len, rows,  # parts: B * heads * rows * splits; rows: of all tiles of a program's heads
     heads, kv_group,  # heads that have programs, and how many of these share a key head
     group,  # query heads of a program
     splits, row_tiles, window, sinks, capacity,
@@ -146,16 +154,17 @@ def decode_kernel(
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision=PRECISION)
 
     part = (batch_head.to(tl.int64) * rows + row) * splits + split
+    maxima_ptr, totals_ptr = parts_of(sums_ptr, parts, PADDED_DV)
     tl.store(maxima_ptr + part, m_i, mask=row < rows)
     tl.store(totals_ptr + part, l_i, mask=row < rows)
     tl.store(sums_ptr + part[:, None] * PADDED_DV + v_dims[None, :], acc, mask=(row < rows)[:, None])
 
 
-@triton.jit(do_not_specialize=["scale", "qk_scale", "splits"])
+@triton.jit(do_not_specialize=["parts", "scale", "qk_scale", "splits"])
 def combine_kernel(
-    sums_ptr, maxima_ptr, totals_ptr,  # of decode_kernel
+    sums_ptr,  # of decode_kernel
     out_ptr, lse_ptr,  # [B, Hq, Nq, DV], fp32 [B, Hq, Nq], both contiguous
-    scale, qk_scale, splits,
+    parts, scale, qk_scale, splits,
     DV: tl.constexpr, PADDED_DV: tl.constexpr, SPLITS: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """out and lse of one query of one head. A share without a live key has maximum -inf and sum 0."""
@@ -163,6 +172,7 @@ def combine_kernel(
     split, dims = tl.arange(0, SPLITS), tl.arange(0, PADDED_DV)
     here = split < splits
     part = row * splits + split
+    maxima_ptr, totals_ptr = parts_of(sums_ptr, parts, PADDED_DV)
     m_part = tl.load(maxima_ptr + part, mask=here, other=float("-inf"))
     l_part = tl.load(totals_ptr + part, mask=here, other=0.0)
     acc_part = tl.load(sums_ptr + part[:, None] * PADDED_DV + dims[None, :], mask=here[:, None], other=0.0)
