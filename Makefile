@@ -22,8 +22,9 @@ demo: $(VENV)/demo.stamp ## train with dense, local, butterfly and a custom mask
 
 # One thread a worker: the workers share the cores already. glibc keeps freed memory up to
 # 1 GiB instead of asking the system, page by page, for the next matrix.
+# Images of containers often forbid bytecode: each worker would compile every test, with its assertions, in every run.
 test: $(VENV)/dev.stamp ## run every test that needs no GPU; options: make test PYTEST_ARGS="-k butterfly"
-	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TRITON_INTERPRET=1 \
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TRITON_INTERPRET=1 \
 		MALLOC_MMAP_THRESHOLD_=1073741824 MALLOC_TRIM_THRESHOLD_=1073741824 \
 		$(BIN)/python -m pytest -n $(WORKERS) --maxprocesses=8 --dist=worksteal --timeout=600 $(PYTEST_ARGS)
 

@@ -6,26 +6,34 @@ types of two operands are compared in many steps. Here Triton does so once for e
 one type are taken as they are, and a function of the language is called without the functions that wrap it.
 """
 
+import numpy as np
 import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
+
+# Of elements whose casts are those of NumPy. bf16, which NumPy lacks, and casts to booleans have rules of their own.
+_NUMBERS = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)} | {"fp16", "fp32", "fp64"}
 
 
 def derive_types_once(monkeypatch):
     """From now on equal types share what Triton derives from their element type and shape."""
     block_type, tensor, dtype = tl.core.block_type, tl.core.tensor, tl.core.dtype
     make_block, make_tensor, equal = block_type.__init__, tensor.__init__, dtype.__eq__
+    with_element = block_type.with_element_ty
     numpy_dtype, numpy_dtypes = interpreter._get_np_dtype, {}
+    binary_op, bool_, handle_of = interpreter.InterpreterBuilder.binary_op, np.dtype(bool), interpreter.TensorHandle
     computation_type, computation_types = TritonSemantic.computation_type_impl, {}
     broadcast, operands, cast = (
         getattr(TritonSemantic, name) for name in ("broadcast_impl_value", "binary_op_type_checking_impl", "cast")
     )
     semantic, unwrap = interpreter.interpreter_semantic, tl.core._unwrap_if_constexpr
     check_handle = interpreter.TensorHandle.__post_init__
+    joined = {}  # of two shapes: that to which both are broadcast
+    leaves = {tensor, int, bool, float, str, type(None), interpreter.TensorHandle}
 
     def make_known_block(self, element_ty, shape):
         if type(shape) is tuple and (known := element_ty.__dict__.get("_blocks", {}).get(shape)) is not None:
-            self.__dict__.update(known)
+            self.__dict__.update(known.__dict__)
             return
         if isinstance(shape, tl.tuple):
             shape = shape.values
@@ -36,8 +44,13 @@ def derive_types_once(monkeypatch):
         known = element_ty.__dict__.setdefault("_blocks", {})  # of this very type, so it lives as long
         if sizes not in known:
             make_block(self, element_ty, shape)
-            known[sizes] = self.__dict__ | {"_of_tensors": {}, "_numbers": {}, "_sizes": sizes}
-        self.__dict__.update(known[sizes])
+            self._of_tensors, self._numbers, self._sizes = {}, {}, sizes
+            known[sizes] = self
+        self.__dict__.update(known[sizes].__dict__)
+
+    def known_with_element(self, element_ty):
+        known = element_ty.__dict__.get("_blocks", {}).get(self._sizes)
+        return with_element(self, element_ty) if known is None else known
 
     def make_known_tensor(self, handle, type):
         shared = type.__dict__.setdefault("_of_tensors", {})
@@ -62,8 +75,24 @@ def derive_types_once(monkeypatch):
         return computation_types[key]
 
     def broadcast_different_shapes(self, lhs, rhs):
-        left, right = (x.type.__dict__.get("_sizes", ()) for x in (lhs, rhs))  # () of what is no block
-        return (lhs, rhs) if left == right else broadcast(self, lhs, rhs)
+        left, right = lhs.type.__dict__.get("_sizes", ()), rhs.type.__dict__.get("_sizes", ())  # () of what is no block
+        if left == right:
+            return lhs, rhs
+        if (left, right) not in joined:
+            found = broadcast(self, lhs, rhs)
+            joined[left, right] = found[0].type
+            return found
+        block = joined[left, right]
+        return (
+            lhs if left == block._sizes else copied(lhs, block),
+            rhs if right == block._sizes else copied(rhs, block),
+        )
+
+    def copied(x, block):
+        """A number of a kernel is an array of one element to NumPy."""
+        data = np.empty(block._sizes, x.handle.data.dtype)
+        data[...] = x.handle.data
+        return tensor(handle_of(data, x.handle.dtype.scalar), block.with_element_ty(x.type.scalar))
 
     def known_operands(self, lhs, rhs, *allowed, **checked):
         """Two of one type are operands as they are; a number becomes the same operand beside each tensor of a type."""
@@ -71,9 +100,14 @@ def derive_types_once(monkeypatch):
         if not (left or right) or (lhs if left else rhs).dtype.is_ptr() or checked:
             return operands(self, lhs, rhs, *allowed, **checked)
         if left and right:
-            same = lhs.type.__dict__["_of_tensors"] is rhs.type.__dict__["_of_tensors"]
-            # Division promotes numbers below fp32.
-            return (lhs, rhs) if same and len(allowed) < 4 else operands(self, lhs, rhs, *allowed)
+            if rhs.dtype.is_ptr() or len(allowed) > 2:  # division promotes numbers below fp32
+                return operands(self, lhs, rhs, *allowed)
+            if lhs.type.__dict__["_of_tensors"] is rhs.type.__dict__["_of_tensors"]:
+                return lhs, rhs
+            common = known_computation_type(self, lhs.dtype, False, rhs.dtype, False, False)
+            return broadcast_different_shapes(
+                self, cast_to_another(self, lhs, common), cast_to_another(self, rhs, common)
+            )
         x, number = (lhs, rhs) if left else (rhs, lhs)
         if type(number) not in (int, float) or not number or number != number:  # 0.0 equals -0.0
             return operands(self, lhs, rhs, *allowed)
@@ -87,8 +121,24 @@ def derive_types_once(monkeypatch):
             numbers[key] = found[left]
         return (x, numbers[key]) if left else (numbers[key], x)
 
-    def cast_to_another(self, input, dst_ty, *args, **kwargs):
-        return input if input.dtype is dst_ty else cast(self, input, dst_ty, *args, **kwargs)
+    def cast_to_another(self, input, dst_ty, fp_downcast_rounding=None):
+        source, target = input.dtype, dst_ty.scalar
+        if source is target:
+            return input
+        if source.name in _NUMBERS and target.name in _NUMBERS and fp_downcast_rounding is None:
+            data = input.handle.data.astype(known_numpy_dtype(target))
+            return tensor(handle_of(data, target), input.type.with_element_ty(target))
+        return cast(self, input, dst_ty, fp_downcast_rounding)
+
+    def operate_on_numbers(self, lhs, rhs, op):
+        left, right, element = lhs.data, rhs.data, lhs.dtype.scalar
+        if left.dtype is bool_ or right.dtype is bool_ or element.is_ptr():
+            return binary_op(self, lhs, rhs, op)
+        output = op(left, right)
+        expected = known_numpy_dtype(element)
+        if output.itemsize > expected.itemsize:
+            output = output.astype(expected)
+        return handle_of(output, element)
 
     def make_checked_handle(self, data, dtype, attr=None):
         if "_most_bytes" not in dtype.__dict__:
@@ -98,7 +148,9 @@ def derive_types_once(monkeypatch):
             check_handle(self)  # which raises the error
 
     def unwrap_if_constexpr(o):
-        return o if type(o) in (tensor, int) else unwrap(o)
+        if type(o) is tl.constexpr:
+            return o.value
+        return o if type(o) in leaves else unwrap(o)
 
     def set_unwrapped(obj, name, member, builder, scope):
         wrapped = getattr(member, "__wrapped__", member)  # a method wraps a function that is wrapped itself
@@ -110,10 +162,13 @@ def derive_types_once(monkeypatch):
         scope.set_attr(obj, name, new_member)
 
     monkeypatch.setattr(block_type, "__init__", make_known_block)
+    monkeypatch.setattr(block_type, "with_element_ty", known_with_element)
+    monkeypatch.setattr(block_type, "to_ir", lambda self, builder: self)  # its elements are those of NumPy already
     monkeypatch.setattr(tensor, "__init__", make_known_tensor)
     monkeypatch.setattr(dtype, "__eq__", lambda self, other: self is other or equal(self, other))
     monkeypatch.setattr(interpreter, "_get_np_dtype", known_numpy_dtype)
     monkeypatch.setattr(interpreter.TensorHandle, "__init__", make_checked_handle)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "binary_op", operate_on_numbers)
     monkeypatch.setattr(tl.core, "_unwrap_if_constexpr", unwrap_if_constexpr)
     monkeypatch.setattr(interpreter, "_patch_attr", set_unwrapped)
     monkeypatch.setattr(TritonSemantic, "computation_type_impl", known_computation_type)

@@ -42,3 +42,42 @@ def test_operands_are_promoted_as_in_pytorch_whatever_was_computed_before():
         for found, wanted in zip(out, expected, strict=True):
             assert torch.equal(found, wanted.float())
             assert torch.equal(found.signbit(), wanted.float().signbit())
+
+
+@triton.jit
+def cast_and_broadcast(out_ptr, pid_of, SIZE: tl.constexpr):
+    rows = tl.arange(0, SIZE)[:, None]
+    columns = tl.arange(0, SIZE)[None, :]
+    x, number = rows - 1.7 * columns, tl.load(pid_of)
+    results = (
+        rows + columns,
+        columns * rows,
+        x + tl.arange(0, SIZE),
+        number - x,
+        rows < number,
+        x.to(tl.float16) + columns,
+        (rows - 0.5 * columns).to(tl.bfloat16).to(tl.float32) * rows,
+        (x * 1000.3).to(tl.float16).to(tl.int32) + 0 * rows,
+        x.to(tl.int32) & (columns > rows),
+        ((rows + columns).to(tl.uint8) - 3).to(tl.int32),
+        (rows - columns).to(tl.int1) & (rows > number),
+        number.to(tl.float32) / (rows + 1) + 0 * columns,
+        (columns > 1).to(tl.float32) * rows,
+    )
+    for at in tl.static_range(len(results)):
+        tl.store(out_ptr + at * SIZE * SIZE + rows * SIZE + columns, results[at].to(tl.float32))
+
+
+def test_casts_and_broadcast_operands_are_those_of_pytorch():
+    at, number = torch.arange(4), torch.tensor([2])
+    rows, columns = at[:, None].expand(4, 4), at.expand(4, 4)
+    x = rows - 1.7 * columns
+    expected = [rows + columns, columns * rows, x + at, number - x, rows < number, x.half() + columns]
+    expected += [(rows - 0.5 * columns).bfloat16() * rows, (x * 1000.3).half().int(), x.int() & (columns > rows)]
+    expected += [((rows + columns).byte() - 3).int(), (rows != columns) & (rows > number)]
+    expected += [number.float() / (rows + 1), (columns > 1) * rows]
+    for _ in range(2):
+        out = torch.empty(len(expected), 4, 4)
+        cast_and_broadcast[1,](out, number, SIZE=4)
+        for found, wanted in zip(out, expected, strict=True):
+            assert torch.equal(found, wanted.float())
