@@ -84,10 +84,8 @@ def begun_with(initial: Mapping[str, Any] | None) -> str:
     """
     if initial is None:
         return ""
-    last = (
-        f"{initial['pattern']}, {initial['context']}: {initial['tokens'] / 1e6:.1f}M tokens, "
-        f"{initial['seconds'] / 60:.1f} min"
-    )
+    time = "minutes unknown" if initial["seconds"] is None else f"{initial['seconds'] / 60:.1f} min"
+    last = f"{initial['pattern']}, {initial['context']}: {initial['tokens'] / 1e6:.1f}M tokens, {time}"
     return "; ".join(filter(None, (begun_with(initial["before"]), last)))
 
 

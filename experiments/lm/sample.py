@@ -16,9 +16,9 @@ from experiments.lm.train import KIND
 from experiments.training import tensor_files
 
 
-def opened(folder: Path, device: torch.device) -> tuple[LanguageModel, Config, Tokenizer]:
+def opened(path: Path, device: torch.device) -> tuple[LanguageModel, Config, Tokenizer]:
     """The model of a finished run, its settings and its tokenizer; raises FileNotFoundError if it is not finished."""
-    tensors, about = tensor_files.read(folder, KIND)
+    tensors, about = tensor_files.read(path, KIND)
     config = Config(**about["config"])
     masks = patterns.of_layers(
         config.pattern, config.depth, config.sizes.heads, config.context, window=config.window, block=config.block
@@ -27,7 +27,7 @@ def opened(folder: Path, device: torch.device) -> tuple[LanguageModel, Config, T
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
     model = LanguageModel(config.sizes, [made[id(mask)] for mask in masks], dtype=dtype)
     model.load_state_dict(tensors)
-    return model.to(device).eval(), config, load(folder if folder.is_dir() else folder.parent)
+    return model.to(device).eval(), config, load(tensor_files.folder_of(path))
 
 
 def chosen(scores: Tensor, temperature: float, top: int, generator: torch.Generator) -> int:

@@ -145,7 +145,7 @@ class Run(Trainer[Batch]):
                 f"{path} must hold a model of this run's depth, width, head_dim, vocabulary and positions; learned "
                 "ones of its context, too"
             )
-        there, here = (_vocabulary(folder) for folder in (path if path.is_dir() else path.parent, self.store.folder))
+        there, here = (_vocabulary(folder) for folder in (tensor_files.folder_of(path), self.store.folder))
         if there != here:
             raise ValueError(f"{path} must hold a model of the tokens in {self.store.folder}; its vocabulary differs")
         self.model.load_state_dict({name: divided_like(found[name], tensor) for name, tensor in own.items()})
@@ -154,8 +154,8 @@ class Run(Trainer[Batch]):
             "pattern": before.pattern,
             "context": before.context,
             "tokens": about["steps"] * before.batch * before.context,
-            "seconds": about["seconds"],
-            "before": about["initial"],
+            "seconds": about.get("seconds"),  # neither is in weights of before there was --initial
+            "before": about.get("initial"),
         }
 
     @property

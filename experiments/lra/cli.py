@@ -28,7 +28,7 @@ from experiments.lra.table.shapes import FIVE, VARIANTS
 from experiments.lra.tasks import load
 from experiments.lra.train import check, saved_run
 from experiments.lra.unused_settings import check_used
-from experiments.training import series, tensorboard
+from experiments.training import series, tensor_files, tensorboard
 from experiments.training.atomic_files import write_json
 from experiments.training.cli_errors import short_errors
 from experiments.training.distributed import find_device, process_group, require_single_process
@@ -180,8 +180,7 @@ def test_command(
         found_data = load(config.task, data, config.data)
         with counting_bar(console, "Testing", len(found_data.test)) as progress:
             found = evaluate.evaluate(weights, model, config, about, found_data, progress=progress)
-        folder = weights if weights.is_dir() else weights.parent
-        path = out or folder / "tests" / f"{found_data.folder.stem}.json"
+        path = out or tensor_files.folder_of(weights) / "tests" / f"{found_data.folder.stem}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, found)
     print_evaluated(console, found, path)

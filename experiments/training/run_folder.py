@@ -61,13 +61,20 @@ def holds_run(folder: Path) -> bool:
     return files or bool(checkpoint.folders(folder))
 
 
-def check_unused(folder: Path) -> None:
-    """Raises FileExistsError if the folder holds a run, or part of one."""
-    if holds_run(folder):
+def check_replaceable(folder: Path, *, overwrite: bool, initial: str | None) -> None:
+    """Raises an error if the folder holds a run, or part of one, that the next run must not replace.
+
+    FileExistsError without `overwrite`; ValueError if the weights that the next run begins with lie in the folder.
+    """
+    if not holds_run(folder):
+        return
+    if not overwrite:
         raise FileExistsError(
             f"{folder} holds a run; go on with it by --resume, replace it by --overwrite, or "
             "choose another folder with --out"
         )
+    if initial is not None and Path(initial).resolve().is_relative_to(folder.resolve()):
+        raise ValueError(f"--initial {initial} lies in {folder}, which --overwrite deletes: move it away")
 
 
 def discard(folder: Path) -> None:

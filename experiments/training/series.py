@@ -16,7 +16,7 @@ from typing import Any
 from experiments.training.atomic_files import write_json
 from experiments.training.distributed import SINGLE, Ranks
 from experiments.training.reading import read_json
-from experiments.training.run_folder import SETTINGS, check_unused, discard
+from experiments.training.run_folder import SETTINGS, check_replaceable, discard
 
 SERIES = "seeds.json"
 SUMMARY = "summary.json"
@@ -70,11 +70,9 @@ def begin(
         raise FileExistsError(f"{folder} holds a single run; choose another folder with --out")
     if not resume:  # otherwise a later --resume would take remains of older runs for runs of this series
         older = [place for place in folder.glob("seed*") if place.name.removeprefix("seed").isdecimal()]
-        if overwrite and initial is not None and folder.resolve() in Path(initial).resolve().parents:
-            raise ValueError(f"--initial {initial} lies in {folder}, which --overwrite deletes: move it away")
         for place in older:
-            if not overwrite:
-                check_unused(place)
+            check_replaceable(place, overwrite=overwrite, initial=initial)
+        for place in older:
             discard(place)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / SUMMARY).unlink(missing_ok=True)

@@ -96,6 +96,11 @@ def files(path: Path) -> list[Path]:
     return wanted
 
 
+def folder_of(path: Path) -> Path:
+    """The folder of a model's files, that of its run; path and errors as in `files`."""
+    return files(path)[0].parent
+
+
 def remove(path: Path, but: Sequence[Path] = ()) -> None:
     """Delete a model's file and its parts, except some."""
     for each in {path, *parts_beside(path)} - {*but}:

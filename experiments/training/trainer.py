@@ -88,7 +88,8 @@ class Trainer(ABC, Generic[Batch]):
 
     seed, average_decay: as in the settings; initial: the weights to begin with, or None.
     ranks: the processes that train together; the first one writes and reports.
-    Raises FileExistsError if the folder holds a run and neither `resume` nor `overwrite` is set.
+    Raises FileExistsError if the folder holds a run and neither `resume` nor `overwrite` is set, and ValueError if
+    overwriting would delete the weights to begin with.
     """
 
     shared: Shared | None = None  # what the model knows of sequences that processes share, if they do
@@ -125,7 +126,7 @@ class Trainer(ABC, Generic[Batch]):
         self.average = WeightAverage(model, average_decay, warms_up=average_warms_up) if average_decay > 0 else None
         self.best = BestWeights(model) if keeps_best else None
         ranks.seed_by_rank(seed)
-        ranks.on_first(lambda: self._prepare_folder(resume, overwrite))
+        ranks.on_first(lambda: self._prepare_folder(resume, overwrite, initial))
         progress = checkpoint.Progress(0, 0.0)
         if found is not None:
             progress = checkpoint.load(found, model, optimizer, self.average, best=self.best, rank=ranks.rank)
@@ -313,15 +314,14 @@ class Trainer(ABC, Generic[Batch]):
             checkpoint.save(self.folder, progress, *saved, best=self.best, tensors=tensors)
         self._since_saved = Clock(self.device)
 
-    def _prepare_folder(self, resume: bool, overwrite: bool) -> None:
+    def _prepare_folder(self, resume: bool, overwrite: bool, initial: str | None) -> None:
         path = self.folder / run_folder.SETTINGS
         settings = self.settings()
         if resume:
             self.check_resumable(run_folder.saved_settings(path))
         else:
             series.check_none(self.folder)
-            if not overwrite:
-                run_folder.check_unused(self.folder)
+            run_folder.check_replaceable(self.folder, overwrite=overwrite, initial=initial)
             run_folder.discard(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         write_json(path, {**settings, "initial": self.before})

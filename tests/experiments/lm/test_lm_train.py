@@ -10,12 +10,14 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from experiments.lm import cli
+from experiments.lm import cli, train
 from experiments.lm.cli import app
+from experiments.lm.compare_report import begun_with
 from experiments.lm.config import resumed
 from experiments.lm.sample import continued
 from experiments.lm.sample import opened as opened_model
 from experiments.lm.train import Run, saved_run
+from experiments.training import tensor_files
 from experiments.training.fingerprint import sha256
 from forked import interpreting, python, ranks, started
 from lm_models import TINY, tiny, tokens
@@ -90,6 +92,24 @@ def test_a_run_begins_with_the_weights_of_a_shorter_context(store, whole, tmp_pa
     assert Run(again, store, tmp_path / "again").train(pause=lambda step: step == 1) is None
     resumed_run = Run(again, store, tmp_path / "again", resume=True).train()
     assert resumed_run["initial"]["before"] == metrics["initial"] and resumed_run["initial"]["context"] == 128
+
+
+def test_a_run_begins_with_weights_that_do_not_tell_how_long_they_were_trained(store, whole, tmp_path):
+    """Those of before there was --initial."""
+    path = tmp_path / "model.safetensors"
+    tensors, about = tensor_files.read(whole[0], train.KIND)
+    tensor_files.write(path, tensors, {name: about[name] for name in ("kind", "config", "steps")})
+    told = Run(tiny(initial=str(path)), store, tmp_path / "new").before
+    assert told["seconds"] is None and told["before"] is None
+    assert begun_with(told).endswith("tokens, minutes unknown")
+
+
+def test_a_run_does_not_replace_the_one_whose_weights_it_begins_with(store, whole):
+    folder, _ = whole
+    for initial in (folder, folder / "model.safetensors"):
+        with pytest.raises(ValueError, match=r"--initial .* lies in .*, which --overwrite deletes: move it away"):
+            Run(tiny(initial=str(initial)), store, folder, overwrite=True)
+    assert (folder / "model.safetensors").exists() and (folder / "metrics.json").exists()
 
 
 def test_weights_that_mean_something_else_are_refused(store, whole, tmp_path):

@@ -21,7 +21,7 @@ from experiments.lra.tasks import TASKS, load
 from experiments.lra.train import Run
 from experiments.training import tensor_files
 from experiments.training.fingerprint import sha256
-from experiments.training.run_folder import check_unused
+from experiments.training.run_folder import check_replaceable
 from lra_models import SMALL, fake_batch, training_step
 from sparseflash import masks
 
@@ -182,7 +182,7 @@ def test_parts_that_are_not_those_of_one_model_are_refused(in_parts):
     run, _, parts = in_parts
     first, *_, last = tensor_files.files(parts)
     with pytest.raises(FileExistsError, match="holds a run"):
-        check_unused(parts)
+        check_replaceable(parts, overwrite=False, initial=None)
     kept = last.read_bytes()
     last.unlink()
     with pytest.raises(FileNotFoundError, match=f"lacks {last.name}$"):

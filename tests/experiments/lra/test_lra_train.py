@@ -320,6 +320,14 @@ def test_a_folder_with_a_run_is_not_written_over_unasked(data, tmp_path):
     assert again.log.of_kind("train")[-1]["step"] == 1
 
 
+def test_a_run_does_not_replace_the_one_whose_weights_it_begins_with(data, tmp_path):
+    config = replace(TINY, steps=1, initial=str(tmp_path))
+    Run(replace(config, initial=None), data, tmp_path).train()
+    with pytest.raises(ValueError, match=r"--initial .* lies in .*, which --overwrite deletes: move it away"):
+        Run(config, data, tmp_path, overwrite=True)
+    assert (tmp_path / "model.safetensors").exists() and (tmp_path / "metrics.json").exists()
+
+
 def test_a_checkpoint_alone_is_neither_written_over_unasked_nor_gone_on_with(data, tmp_path):
     Run(replace(TINY, steps=3), data, tmp_path).train()
     (tmp_path / "config.json").unlink()

@@ -222,6 +222,13 @@ def test_a_run_is_not_replaced_unasked(whole, stream):
         Run(TINY, whole[0].folder, stream)
 
 
+def test_a_run_does_not_replace_the_one_whose_weights_it_begins_with(whole, stream):
+    path = whole[0].folder / "model.safetensors"
+    with pytest.raises(ValueError, match=r"--initial .* lies in .*, which --overwrite deletes: move it away"):
+        Run(replace(TINY, initial=str(path)), whole[0].folder, stream, overwrite=True)
+    assert path.exists() and path.with_suffix(".json").exists()
+
+
 def test_resuming_a_finished_run_changes_none_of_its_files(whole, stream, tmp_path, monkeypatch):
     folder = tmp_path / "run"
     shutil.copytree(whole[0].folder, folder)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from experiments.training.run_folder import check_unused, discard, holds_run, resumed, saved_settings, settings_as
+from experiments.training.run_folder import check_replaceable, discard, holds_run, resumed, saved_settings, settings_as
 
 OF_A_RUN = (
     "config.json", "log.jsonl", "metrics.json", "model.json", "model.safetensors", "tests/other.json",
@@ -35,7 +35,7 @@ def test_a_folder_without_a_run_keeps_what_has_the_names_of_a_runs_files(tmp_pat
     """--out . is such a folder: the tests of the project must not be taken for those of a run."""
     names = ["tests/test_one.py", "tensorboard/events", "metrics.json", "model.json"]
     fill(tmp_path, names)
-    check_unused(tmp_path)
+    check_replaceable(tmp_path, overwrite=False, initial=None)
     discard(tmp_path)
     assert files(tmp_path) == sorted(names)
 
@@ -44,7 +44,7 @@ def test_a_folder_without_a_run_keeps_what_has_the_names_of_a_runs_files(tmp_pat
 def test_what_is_left_of_a_run_is_not_overwritten_unasked(name, tmp_path):
     fill(tmp_path, [name])
     with pytest.raises(FileExistsError, match="holds a run; go on with it by --resume, replace it by --overwrite"):
-        check_unused(tmp_path)
+        check_replaceable(tmp_path, overwrite=False, initial=None)
 
 
 def test_a_resumed_run_keeps_its_settings_but_for_those_that_are_free(tmp_path):
