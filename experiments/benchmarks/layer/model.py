@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 # Dynamo cannot trace their kernels, which their authors call outside of the graph, too.
-NOT_TRACED = ("fa4", "fa4-deterministic")
+NOT_TRACED = ("fa4", "fa4-deterministic", "cudnn-sparse")
 
 
 class Layer(nn.Module):

@@ -8,6 +8,7 @@ May import the library and `speed`.
 
 from __future__ import annotations
 
+from experiments.benchmarks.speed.peers.cudnn_block_sparse import cudnn_sparse
 from experiments.benchmarks.speed.peers.flashattention4 import fa4, fa4_deterministic
 from experiments.benchmarks.speed.peers.flexattention import flex, flex_autotune
 from experiments.benchmarks.speed.peers.library import ours, reference
@@ -21,6 +22,7 @@ PEERS: dict[str, Peer] = {
     "fa4-deterministic": fa4_deterministic,
     "sdpa-fa2": sdpa_fa2,
     "sdpa-cudnn": sdpa_cudnn,
+    "cudnn-sparse": cudnn_sparse,
     "sdpa": sdpa,
     "reference": reference,
 }

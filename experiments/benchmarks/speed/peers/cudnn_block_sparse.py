@@ -1,0 +1,86 @@
+"""cuDNN's block-sparse attention (`nvidia-cudnn-frontend`, in the CuTe DSL): full tiles, in blocks of 64 or 128.
+
+Lists are `[B, H, M, longest row]`, so heads that share a mask have a copy each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from experiments.benchmarks.speed.cases import Case
+from experiments.benchmarks.speed.patterns import Pattern
+from experiments.benchmarks.speed.peers.flexattention import block_lists
+from experiments.benchmarks.speed.peers.runner import Inputs, Runner, Unavailable
+
+BLOCKS = (64, 128)
+
+
+class Package(NamedTuple):
+    """The functions of the package that are used."""
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+
+
+def load() -> Package:
+    """The package; raises Unavailable with the reason if it is not installed or cannot be imported."""
+    try:
+        from cudnn.block_sparse_attention import block_sparse_attention_backward, block_sparse_attention_forward
+    except ImportError as failure:
+        raise Unavailable(f"cuDNN's block-sparse attention is not installed: {failure}") from failure
+    return Package(block_sparse_attention_forward, block_sparse_attention_backward)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, package: Package, options: dict[str, Any]) -> Tensor:
+        found = package.forward(q, k, v, **options)
+        out: Tensor = found["o_tensor"]
+        ctx.save_for_backward(q, k, v, out, found["lse_tensor"])
+        ctx.package, ctx.options = package, options
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        found = ctx.package.backward(dout, *ctx.saved_tensors, **ctx.options)
+        return found["dq_tensor"], found["dk_tensor"], found["dv_tensor"], None, None
+
+
+def arguments(case: Case, pattern: Pattern, device: torch.device) -> dict[str, Any]:
+    """The arguments of both passes for the mask."""
+    if pattern.rule is not None or bool(pattern.partial.any()):
+        raise Unavailable("full tiles only")
+    if case.block not in BLOCKS:
+        raise Unavailable(f"blocks of {' or '.join(map(str, BLOCKS))} only")
+    counts, columns = block_lists(pattern.full)
+    rows = case.batch, case.heads, len(pattern.full)
+    return {
+        "q2k_block_index": columns[..., : int(counts.max())].to(device).expand(*rows, -1).contiguous(),
+        "q2k_block_nums": counts.to(device).expand(rows).contiguous(),
+        "sparse_block_size": case.block,
+        "layout": "bhsd",
+    }
+
+
+def cudnn_sparse(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
+    """cuDNN's kernels for lists of full tiles, without autotuning, which they do not have."""
+    if inputs.q.device.type != "cuda":
+        raise Unavailable("needs a CUDA device")
+    if case.dtype not in (torch.float16, torch.bfloat16):
+        raise Unavailable("fp16 and bf16 only")
+    return runner(case, pattern, inputs, load())
+
+
+def runner(case: Case, pattern: Pattern, inputs: Inputs, package: Package) -> Runner:
+    """The same with a package at hand."""
+    options = arguments(case, pattern, inputs.q.device)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        found: Tensor = _Attention.apply(q, k, v, package, options)  # type: ignore[no-untyped-call]
+        return found
+
+    return Runner(call, inputs)
