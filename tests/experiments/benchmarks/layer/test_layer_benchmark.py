@@ -1,6 +1,7 @@
 """The benchmark of a compiled layer times what it says."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -21,6 +22,12 @@ CASE = Case("small", "butterfly", 1, 2, 128, 16, dtype=torch.float32, block=32)
 OPTIONS = Options(CPU, rounds=1, round_ms=1.0)
 
 
+@pytest.fixture(autouse=True)
+def one_graph_without_code(monkeypatch):
+    """Dynamo's and autograd's graphs, run as they are: to make code of them takes seconds, and is PyTorch's part."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+
+
 def test_the_layer_attends_by_heads_and_keeps_its_input():
     layer = Layer(2, 16, lambda q, k, v: attention(q, k, v))
     x = torch.randn(1, 128, 32)
@@ -31,14 +38,13 @@ def test_the_layer_attends_by_heads_and_keeps_its_input():
     torch.testing.assert_close(layer(x), expected)
 
 
-def test_a_peer_gets_its_own_order_of_tokens_and_heads(monkeypatch):
+def test_a_peer_gets_its_own_order_of_tokens_and_heads():
     inputs = make_inputs(CASE, OPTIONS)
     by_tokens = Runner(
         lambda q, k, v: attention(*(each.transpose(1, 2) for each in (q, k, v))).transpose(1, 2),
         inputs,
         to_bhnd=lambda tensor: tensor.transpose(1, 2),
     )
-    monkeypatch.setattr(torch, "compile", lambda call, **given: call)
     found = [step_of("any", runner, CASE, CPU, 0)() for runner in (by_tokens, Runner(attention, inputs))]
     torch.testing.assert_close(*found)
 
@@ -55,7 +61,6 @@ def test_a_step_has_the_gradients_of_eager_code_and_leaves_none_behind():
 
 
 def test_another_function_is_not_timed(monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda call, **given: call)
     monkeypatch.setitem(PEERS, "dense", lambda case, live, inputs: Runner(attention, inputs))
     mine, reference, other, missing = run_case(CASE, ["reference", "dense", "sdpa-cudnn"], OPTIONS)
     assert mine.status == reference.status == "ok" and reference.ratio == pytest.approx(reference.ms / mine.ms)
