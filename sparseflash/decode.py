@@ -20,7 +20,7 @@ BACKENDS = ("triton", "reference")
 Backend = Literal["triton", "reference"]
 FEW = 16  # the most new tokens that `attention_with_cache` is meant for
 _calls = BoundedDict(64)  # prepared ones, of one layout each
-_NUMBERS = {int, float, type(None)}
+_INTEGERS = {int, type(None)}  # 1.0 equals 1, but is refused
 
 
 @overload
@@ -123,9 +123,9 @@ def attention_with_cache(
     query heads of a group are rows of one tile, so keys are read once for all of them. There is no backward, and no
     change of scores; to train, or for `scores`, use `attention` with a mask.
     """
-    tensors, numbers = (q, k_cache, v_cache, lengths, starts, block_table), (window, sinks, page, scale, splits)
+    tensors, numbers = (q, k_cache, v_cache, lengths, starts, block_table), (window, sinks, page, splits)
     # Whether a choice has been made before or a mask has changed is not seen in a layout.
-    key = _key(tensors, numbers, backend) if mask is None and pages is None else None
+    key = _key(tensors, numbers, scale, backend) if mask is None and pages is None else None
     call = None if key is None else _calls.get(key)
     if call is not None:
         out, lse = call(*tensors, None)
@@ -155,18 +155,20 @@ def attention_with_cache(
     return (out, lse) if return_lse else out
 
 
-def _key(tensors: tuple[Any, ...], numbers: tuple[Any, ...], backend: str | None) -> Any:
+def _key(tensors: tuple[Any, ...], numbers: tuple[Any, ...], scale: Any, backend: str | None) -> Any:
     """All that the checks and the launches depend on, of a plain call of the kernels in half precision; else None.
 
     As in `backends/triton/call_cache.py`. A layer's calls for a token differ in nothing that is in it.
     """
     given = [x for x in tensors if x is not None]
-    q, scale = tensors[0], numbers[3]
+    q = tensors[0]
     if not (isinstance(q, Tensor) and q.dtype in (torch.float16, torch.bfloat16) and is_plain_call(*given)):
         return None
-    if not (backend == "triton" or (backend is None and q.is_cuda)) or not _NUMBERS.issuperset(map(type, numbers)):
+    if not (backend == "triton" or (backend is None and q.is_cuda)) or not _INTEGERS.issuperset(map(type, numbers)):
         return None
-    if (scale is not None and scale < 0) or (torch.is_grad_enabled() and any([x.requires_grad for x in given])):
+    if not (scale is None or (type(scale) is float and scale >= 0)):
+        return None
+    if torch.is_grad_enabled() and any([x.requires_grad for x in given]):
         return None
     try:
         if q.stride(-1) != 1 or not (tensors[5] is None or tensors[5].is_contiguous()):  # which are copied first
@@ -176,7 +178,7 @@ def _key(tensors: tuple[Any, ...], numbers: tuple[Any, ...], backend: str | None
         ]  # fmt: skip
     except (RuntimeError, IndexError):  # a sparse or nested tensor, or one without dimensions: the checks refuse it
         return None
-    return *layouts, *numbers
+    return *layouts, *numbers, scale
 
 
 def choose_pages(q: Tensor, k_min: Tensor, k_max: Tensor, lengths: Tensor, *, k: int, page: int) -> Tensor:

@@ -283,6 +283,8 @@ H = {"q": Q.half(), "k_cache": K.half(), "v_cache": K.half(), "lengths": L, "win
         ({"lengths": L.float()}, TypeError, "lengths must be an integer tensor"),
         ({"lengths": L[:1]}, ValueError, r"lengths must have shape \[2\]"),
         ({"window": True}, TypeError, "window"),
+        ({"window": 1.0}, TypeError, "window must be an integer"),
+        ({"sinks": 0.0}, TypeError, "sinks must be an integer"),
         ({"window": None, "sinks": 4}, ValueError, "sinks must be at least 0 and go with a window"),
         ({"q": H["q"].clone().requires_grad_()}, ValueError, "must not require gradients"),
         ({"k_cache": H["k_cache"].to_sparse()}, TypeError, "k"),

@@ -158,7 +158,7 @@ class DirectStart:
         self._pick = _picker([(by_call[each.argument], each.item) for each in packed], len(given))
         self._pointers = [
             place for place, each in enumerate(differing)
-            if each.code == DESCRIPTOR or (each.item is None and isinstance(arguments[each.argument], Tensor))
+            if each.code == DESCRIPTOR or isinstance(_argument(arguments, each), Tensor)
         ]  # fmt: skip
         self._packer, rest = _packer(packed), _packer(fixed)
 
@@ -223,10 +223,16 @@ def _packer(parameters: Sequence[Parameter]) -> struct.Struct:
 
 def _value(arguments: Sequence[Any], parameter: Parameter) -> int | float:
     """The value of a parameter."""
-    value = arguments[parameter.argument]
-    if parameter.item is not None:
-        value = value[parameter.item] if isinstance(value, tuple) else (*value.shape, *value.strides)[parameter.item]
+    value = _argument(arguments, parameter)
     return value.data_ptr() if isinstance(value, Tensor) else value
+
+
+def _argument(arguments: Sequence[Any], parameter: Parameter) -> Any:
+    """The argument, or the part of one, that a parameter comes from."""
+    value = arguments[parameter.argument]
+    if parameter.item is None:
+        return value
+    return value[parameter.item] if isinstance(value, tuple) else (*value.shape, *value.strides)[parameter.item]
 
 
 def _encode(address: int, described: Any, metadata: Mapping[str, Any]) -> None:

@@ -77,7 +77,8 @@ def number(kind, draw):
 def kernels(draw):
     """(signature, arguments of two calls, numbers of those that calls give)."""
     kinds = st.sampled_from([*CODES, "constexpr"])
-    in_tuples = st.lists(st.sampled_from(["i32", "i64", "fp32", "constexpr"]), min_size=1, max_size=3).map(tuple)
+    of_tuples = st.sampled_from(["i32", "i64", "fp32", "*bf16", "constexpr"])
+    in_tuples = st.lists(of_tuples, min_size=1, max_size=3).map(tuple)
     signature = draw(st.lists(st.one_of(kinds, in_tuples), max_size=8))
 
     def value(kind):

@@ -5,6 +5,9 @@ from functools import partial
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounter
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 from typer.testing import CliRunner
 
 from experiments.benchmarks.layer.cli import app
@@ -58,6 +61,20 @@ def test_a_step_has_the_gradients_of_eager_code_and_leaves_none_behind():
     weight.grad = step.x.grad = None
     step.layer(step.x).backward(step.dout)
     torch.testing.assert_close((second, by_step), (weight.grad, step.x.grad))
+
+
+def test_each_backend_of_one_call_gets_a_graph_of_its_own(monkeypatch):
+    counter, compiler = CompileCounter(), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda call, **given: compiler(call, **given, backend=counter))
+    torch.compiler.reset()
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH):
+        runner = Runner(
+            lambda q, k, v: scaled_dot_product_attention(q, k, v),
+            make_inputs(CASE, OPTIONS),
+            context=partial(sdpa_kernel, backend),
+        )
+        step_of("sdpa", runner, CASE, CPU, 0)()
+    assert counter.frame_count == 2
 
 
 def test_another_function_is_not_timed(monkeypatch):
