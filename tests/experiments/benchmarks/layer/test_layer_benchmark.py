@@ -115,6 +115,7 @@ def test_the_command_writes_a_table_and_numbers(tmp_path):
     [
         (["--device", "cpu"], "--device cpu must have a small --length"),
         (["--device", "cpu", "--length", "128", "--peers", "fa5"], "--peers must be from flex,"),
+        (["--device", "cpu", "--length", "128", "--peers", "flex-autotune"], "got flex-autotune"),
     ],
 )
 def test_what_cannot_be_measured_is_told(arguments, message, tmp_path):
