@@ -11,7 +11,8 @@ from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import BLOCKS, checked_mask, integer
 from sparseflash.blockmask.csr import row_of_entry
 from sparseflash.interop.lists import Lists, mask_of_lists, padded_lists
-from sparseflash.interop.lookup import READS, MaskMod, mask_mod, tile_lookup
+from sparseflash.interop.lookup import READS, MaskMod, tile_lookup
+from sparseflash.interop.lookup import mask_mod as looked_up
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
 
-def to_flex(mask: BlockMask) -> FlexBlockMask:
+def to_flex(mask: BlockMask, *, mask_mod: MaskMod | None = None) -> FlexBlockMask:
     """FlexAttention's `BlockMask` with the same live scores, blocks and device, for `flex_attention`, compiled or not.
 
     >>> from torch.nn.attention.flex_attention import create_mask
@@ -30,10 +31,13 @@ def to_flex(mask: BlockMask) -> FlexBlockMask:
     [[[[True, False, False], [True, True, False], [True, True, True]]]]
 
     Every mask can be converted, because the `mask_mod` looks scores up in the mask's own bits. Code that
-    `torch.compile` generated for one mask serves others whose arrays have the same shapes. FlexAttention's format takes
-    `Mq * Mk` entries of 4 bytes in each of four lists per head, and the lookup table as many per pattern: megabytes
-    where the mask here takes kilobytes. `lengths` become separate patterns. Compiled FlexAttention needs blocks that
-    its tiles divide; 128 always works.
+    `torch.compile` generated for one mask serves others whose arrays have the same shapes. A rule that reads no memory
+    is faster: if you have that of the partial tiles, pass it as `mask_mod(b, h, q, k)`, such as
+    `lambda b, h, q, k: k <= q` for a causal mask. It is not compared with the bits.
+
+    FlexAttention's format takes `Mq * Mk` entries of 4 bytes in each of four lists per head, and the lookup table as
+    many per pattern: megabytes where the mask here takes kilobytes. `lengths` become separate patterns. Compiled
+    FlexAttention needs blocks that its tiles divide; 128 always works.
     """
     from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
@@ -52,7 +56,7 @@ def to_flex(mask: BlockMask) -> FlexBlockMask:
         seq_lengths=(mask.q_len, mask.k_len),
         **lists,
         BLOCK_SIZE=(mask.block_q, mask.block_k),
-        mask_mod=mask_mod(tile_lookup(mask), mask.block_q, mask.block_k),
+        mask_mod=looked_up(tile_lookup(mask), mask.block_q, mask.block_k) if mask_mod is None else mask_mod,
     )
 
 

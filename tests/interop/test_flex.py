@@ -51,6 +51,18 @@ def test_the_lists_and_the_mask_mod_each_say_the_mask(mask):
     assert torch.equal(as_lists_say(flex, 2, 2), dense)
 
 
+def test_a_rule_of_the_partial_tiles_takes_the_place_of_their_bits():
+    def causal(b, h, q, k):
+        return k <= q
+
+    mask = masks.local(100, window=40, block=16) & masks.causal(100, block=16)
+    whole = mask.to_layout() & masks.causal(100, block=16).to_layout()
+    by_blocks = BlockMask.from_layout(whole[0, 0], block=16, q_len=100, k_len=100) & masks.causal(100, block=16)
+    flex = to_flex(by_blocks, mask_mod=causal)
+    assert flex.mask_mod is causal
+    assert torch.equal(as_lists_say(flex, 1, 1), by_blocks.to_dense())
+
+
 @given(mask=block_masks(batch=2, heads=2))
 def test_a_mask_goes_out_and_comes_back(mask):
     assert from_flex(to_flex(mask)) == BlockMask.from_dense(mask.to_dense(), block=(mask.block_q, mask.block_k))

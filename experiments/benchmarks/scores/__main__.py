@@ -71,7 +71,7 @@ def main(
         from sparseflash import interop
 
         flex_attention = compiled(None) if device == "cuda" else _eager_flex()
-        flex_mask = interop.to_flex(mask)
+        flex_mask = interop.to_flex(mask, mask_mod=lambda b, h, q, k: k <= q)
         groups.append({"plain": plain | {"flex": _Way(lambda: flex_attention(q, k, v, block_mask=flex_mask), leaves)}})
     for each in cases(heads, mask, dtype, case or NAMES):
         wanted = [*leaves, *each.learned]

@@ -130,8 +130,9 @@ def calls_of(case: Case, device: torch.device) -> dict[str, Call]:
     ways = {"choice + attention": (chosen, live_scores(case, index), False)}
     ways["SDPA, dense"] = dense, case.heads * case.tokens**2 // (2 if case.causal else 1), True
     if case.peers and device.type == "cuda":
+        block_mask = to_flex(choice(), mask_mod=(lambda b, h, q, k: k <= q) if case.causal else None)
         flex = partial(
-            compiled(None), block_mask=to_flex(choice()), enable_gqa=group > 1,
+            compiled(None), block_mask=block_mask, enable_gqa=group > 1,
             kernel_options=small_tiles(case.block) if case.block < 128 else None,
         )  # fmt: skip
         ways["FlexAttention, blocks known"] = (lambda: flex(q, k, v)), live_scores(case, index), True

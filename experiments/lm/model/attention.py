@@ -61,9 +61,7 @@ def _scaled_dot_product(mask: BlockMask) -> Attention:
 
 
 def _flex(mask: BlockMask) -> Attention:
-    block_mask = interop.to_flex(mask)
-    if is_dense_causal(mask):
-        block_mask.mask_mod = _is_causal  # the rule itself is faster than bits that are looked up
+    block_mask = interop.to_flex(mask, mask_mod=_is_causal if is_dense_causal(mask) else None)
     return partial(_compiled_flex() if mask.device.type == "cuda" else _eager_flex(), block_mask=block_mask)
 
 
