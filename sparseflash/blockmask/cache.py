@@ -129,9 +129,9 @@ def clear_caches() -> None:
     with their owners, masks that a layer of `nn` has made, a `ShardPlan`'s exchanges of 64 kinds of calls, the codes of
     a relative table for its last lengths, and what has been recorded of a function of scores.
 
-    The process keeps what no mask has: calls and plans of dense attention, compiled kernels (at most 512) and how they
-    are launched, masks of packed sequences, of Transformers' models and of compiled code, and tensors that planning and
-    the choice of blocks need again: of each kind between 8 and 512.
+    The process keeps what no mask has: calls and plans of dense attention and of decoding, compiled kernels (at most
+    512) and how they are launched, masks of packed sequences, of Transformers' models and of compiled code, and tensors
+    that planning and the choice of blocks need again: of each kind between 8 and 512.
     """
     streams.release_finished_graphs()
     for clear in _clearings:
