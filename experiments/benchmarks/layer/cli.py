@@ -46,6 +46,7 @@ def layer(
     from experiments.benchmarks.speed.cases import select
     from experiments.benchmarks.speed.inputs import Options
     from experiments.benchmarks.speed.peers import PEERS as KNOWN
+    from experiments.benchmarks.speed.peers import named
     from experiments.training.atomic_files import write_json, write_text
     from experiments.training.cli_errors import short_errors
     from experiments.training.distributed import find_device
@@ -53,10 +54,7 @@ def layer(
 
     with short_errors():
         place = find_device(device)
-        names = [name for name in peers.split(",") if name != "none"]
-        known = [name for name in KNOWN if name != "flex-autotune"]  # whose mode is lost in a graph around it
-        if unknown := [name for name in names if name not in known]:
-            raise ValueError(f"--peers must be from {', '.join(known)}; got {', '.join(unknown)}.")
+        names = named(peers, [name for name in KNOWN if name != "flex-autotune"])  # whose mode an outer graph drops
         if place.type == "cpu" and length is None:
             raise ValueError("--device cpu must have a small --length, such as 256.")
         chosen = select(cases)

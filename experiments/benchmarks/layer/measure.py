@@ -13,12 +13,13 @@ from torch import Tensor
 from experiments.benchmarks import timing
 from experiments.benchmarks.layer.model import Layer, compiled
 from experiments.benchmarks.speed import check
+from experiments.benchmarks.speed.candidate import verdict_of
 from experiments.benchmarks.speed.cases import Case
 from experiments.benchmarks.speed.inputs import Options, make_inputs
 from experiments.benchmarks.speed.patterns import pattern
 from experiments.benchmarks.speed.peers import PEERS, ours
-from experiments.benchmarks.speed.peers.runner import Runner, Unavailable
-from experiments.benchmarks.speed.rows import DIFFERS, FAILED, OK, OURS, SKIPPED
+from experiments.benchmarks.speed.peers.runner import Runner
+from experiments.benchmarks.speed.rows import DIFFERS, OK, OURS, SKIPPED
 
 
 @dataclass
@@ -88,8 +89,7 @@ def run_case(case: Case, peers: Sequence[str], options: Options) -> list[Row]:
             step = step_of(name, runner, case, options.device, options.seed)
             found = step().clone()
         except Exception as failure:
-            row.status = SKIPPED if isinstance(failure, Unavailable) else FAILED
-            row.reason = f"{type(failure).__name__}: {next(iter(str(failure).splitlines()), '')}"[:200]
+            row.status, row.reason = verdict_of(failure)
             continue
         if expected is None and name == OURS:
             expected = found
@@ -103,7 +103,7 @@ def run_case(case: Case, peers: Sequence[str], options: Options) -> list[Row]:
     for name, measured in found_times.items():
         row = rows[name]
         if measured.failure is not None:
-            row.status, row.reason = FAILED, f"{type(measured.failure).__name__}: {measured.failure}"[:200]
+            row.status, row.reason = verdict_of(measured.failure)
             continue
         row.ms, row.spread, row.rounds = measured.ms, measured.spread, measured.rounds
         if OURS in found_times and found_times[OURS].failure is None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from experiments.benchmarks.speed.peers import flashattention4
-from experiments.benchmarks.speed.peers.flexattention import compiled, small_tiles
+from experiments.benchmarks.speed.peers.flexattention import compiled, mask_mod, small_tiles
 from experiments.benchmarks.speed.peers.runner import Unavailable
 from experiments.benchmarks.timing import Timed, in_turns, recorded
 from experiments.training.clock import synchronize
@@ -130,7 +130,7 @@ def calls_of(case: Case, device: torch.device) -> dict[str, Call]:
     ways = {"choice + attention": (chosen, live_scores(case, index), False)}
     ways["SDPA, dense"] = dense, case.heads * case.tokens**2 // (2 if case.causal else 1), True
     if case.peers and device.type == "cuda":
-        block_mask = to_flex(choice(), mask_mod=(lambda b, h, q, k: k <= q) if case.causal else None)
+        block_mask = to_flex(choice(), mask_mod=mask_mod(_is_past) if case.causal else None)
         flex = partial(
             compiled(None), block_mask=block_mask, enable_gqa=group > 1,
             kernel_options=small_tiles(case.block) if case.block < 128 else None,
@@ -147,6 +147,11 @@ def calls_of(case: Case, device: torch.device) -> dict[str, Call]:
     return found
 
 
+def _is_past(q: Any, k: Any) -> Any:
+    """The rule of a causal choice's partial tiles, in PyTorch and in the CuTe DSL."""
+    return k <= q
+
+
 def _flash_attention_4(case: Case, choice: Callable[[], BlockMask]) -> Callable[..., Tensor] | None:
     """FlashAttention-4 with the blocks of a choice, if it is installed and has such blocks, on our order of tensors."""
     if case.block != 128:
@@ -155,7 +160,7 @@ def _flash_attention_4(case: Case, choice: Callable[[], BlockMask]) -> Callable[
         package = flashattention4.load()
     except Unavailable:
         return None
-    options = flashattention4.of_mask(choice(), (lambda q, k: k <= q) if case.causal else None, package)
+    options = flashattention4.of_mask(choice(), _is_past if case.causal else None, package)
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out: Tensor = package.attention(*(x.transpose(1, 2) for x in (q, k, v)), **options)[0].transpose(1, 2)

@@ -36,6 +36,17 @@ WITH_GRADIENTS = (BACKWARD, BOTH, MEMORY)
 _SHOWN: set[tuple[str, str]] = set()
 
 
+def verdict_of(failure: Exception) -> tuple[str, str]:
+    """`(status, reason)`: SKIPPED in the words of a peer that cannot serve a case, otherwise FAILED with the first line
+    of the failure.
+    """
+    if isinstance(failure, Unavailable):
+        return SKIPPED, str(failure)
+    first = next((line.strip() for line in str(failure).splitlines() if line.strip()), "")
+    first = re.sub(r"(?<!\w)(?:/[\w.+-]+)+/", "", first)  # a reader elsewhere has no use for local folders
+    return FAILED, f"{type(failure).__name__}: {first}"[:200]
+
+
 @dataclass
 class Candidate:
     """One implementation in one case. A pass without an entry in `verdicts` is OK."""
@@ -60,16 +71,11 @@ class Candidate:
         """Marks the passes as failed, with the first line of the failure; the end of its traceback goes to the error
         stream.
         """
-        if isinstance(failure, Unavailable):
-            verdict = (SKIPPED, str(failure))
-        else:
-            first = next((line.strip() for line in str(failure).splitlines() if line.strip()), "")
-            first = re.sub(r"(?<!\w)(?:/[\w.+-]+)+/", "", first)  # a reader elsewhere has no use for local folders
-            verdict = (FAILED, f"{type(failure).__name__}: {first}"[:200])
-            if (self.name, verdict[1]) not in _SHOWN:  # a peer may refuse many cases for one reason
-                _SHOWN.add((self.name, verdict[1]))
-                trace = "".join(traceback.format_exception(type(failure), failure, failure.__traceback__))
-                print(f"{self.case.name}, {self.name} {passes}:\n{trace[-1500:]}", file=sys.stderr, flush=True)
+        verdict = verdict_of(failure)
+        if verdict[0] == FAILED and (self.name, verdict[1]) not in _SHOWN:  # a peer may refuse many for one reason
+            _SHOWN.add((self.name, verdict[1]))
+            trace = "".join(traceback.format_exception(type(failure), failure, failure.__traceback__))
+            print(f"{self.case.name}, {self.name} {passes}:\n{trace[-1500:]}", file=sys.stderr, flush=True)
         self.verdicts.update(dict.fromkeys(passes, verdict))
 
 

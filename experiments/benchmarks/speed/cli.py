@@ -18,7 +18,7 @@ from rich.table import Table
 from experiments.benchmarks.speed import frame, report
 from experiments.benchmarks.speed.cases import CASES, GROUPS, Case, select
 from experiments.benchmarks.speed.inputs import Options
-from experiments.benchmarks.speed.peers import DEFAULT_PEERS, PEERS, ours
+from experiments.benchmarks.speed.peers import DEFAULT_PEERS, PEERS, named, ours
 from experiments.benchmarks.speed.rows import FAILED, OURS, WRONG, Row, write_csv
 from experiments.benchmarks.speed.run import run_cases
 from experiments.training.cli_errors import short_errors
@@ -142,19 +142,14 @@ def main(
         )
     if block is not None and block not in BLOCKS:
         raise typer.BadParameter(f"--block must be one of {', '.join(map(str, BLOCKS))}; got {block}.")
-    chosen_peers = _names([peers]) if peers is not None else DEFAULT_PEERS[where.type]
-    chosen_peers = tuple(name for name in chosen_peers if name != "none")
-    if flex_autotune:
-        chosen_peers = tuple(dict.fromkeys((*chosen_peers, "flex-autotune")))
-    unknown = [name for name in chosen_peers if name not in PEERS]
-    if unknown:
-        raise typer.BadParameter(f"--peers must be from {', '.join(PEERS)}; got {', '.join(unknown)}.")
     try:
+        chosen_peers = named(peers) if peers is not None else DEFAULT_PEERS[where.type]
         chosen = select(cases, groups=_names(group), quick=quick)
     except ValueError as failure:
         raise typer.BadParameter(str(failure)) from None
     chosen = [_sized(case, length, block, where) for case in chosen]
     if flex_autotune:
+        chosen_peers = tuple(dict.fromkeys((*chosen_peers, "flex-autotune")))
         chosen = [replace(case, tuned=True) for case in chosen]
     facts = environment(where, command(sys.argv[1:]), commit)
     print(", ".join(f"{name} {value}" for name, value in facts.items()), flush=True)

@@ -8,6 +8,8 @@ May import the library and `speed`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from experiments.benchmarks.speed.peers.cudnn_block_sparse import cudnn_sparse
 from experiments.benchmarks.speed.peers.flashattention4 import fa4, fa4_deterministic
 from experiments.benchmarks.speed.peers.flexattention import flex, flex_autotune
@@ -31,4 +33,13 @@ DEFAULT_PEERS = {
     "cpu": ("sdpa", "reference"),
 }
 
-__all__ = ["DEFAULT_PEERS", "PEERS", "ours"]
+
+def named(text: str, offered: Iterable[str] = PEERS) -> tuple[str, ...]:
+    """The peers of a list with commas, each once; "none" stands for none. Raises ValueError for others than offered."""
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip() not in ("", "none")))
+    if unknown := [name for name in names if name not in offered]:
+        raise ValueError(f"--peers must be from {', '.join(offered)}; got {', '.join(unknown)}.")
+    return names
+
+
+__all__ = ["DEFAULT_PEERS", "PEERS", "named", "ours"]

@@ -14,7 +14,7 @@ from torch import Tensor
 from experiments.benchmarks.speed.cases import Case
 from experiments.benchmarks.speed.patterns import Pattern
 from experiments.benchmarks.speed.peers.flexattention import block_lists
-from experiments.benchmarks.speed.peers.runner import Inputs, Runner, Unavailable
+from experiments.benchmarks.speed.peers.runner import Inputs, Runner, Unavailable, require_half_on_gpu
 
 BLOCKS = (64, 128)
 
@@ -68,10 +68,7 @@ def arguments(case: Case, pattern: Pattern, device: torch.device) -> dict[str, A
 
 def cudnn_sparse(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
     """cuDNN's kernels for lists of full tiles, without autotuning, which they do not have."""
-    if inputs.q.device.type != "cuda":
-        raise Unavailable("needs a CUDA device")
-    if case.dtype not in (torch.float16, torch.bfloat16):
-        raise Unavailable("fp16 and bf16 only")
+    require_half_on_gpu(case, inputs)
     return runner(case, pattern, inputs, load())
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from experiments.benchmarks.speed.cases import Case
 from experiments.benchmarks.speed.patterns import WINDOWS, Pattern, Rule, block_mask
 from experiments.benchmarks.speed.peers.flexattention import block_lists
-from experiments.benchmarks.speed.peers.runner import Inputs, Runner, Unavailable
+from experiments.benchmarks.speed.peers.runner import Inputs, Runner, Unavailable, require_half_on_gpu
 from sparseflash import BlockMask
 from sparseflash.interop.fa4 import BlockSparseTensors, to_fa4
 
@@ -109,10 +109,7 @@ def fa4_deterministic(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
 
 
 def _runner(case: Case, pattern: Pattern, inputs: Inputs, **given: Any) -> Runner:
-    if inputs.q.device.type != "cuda":
-        raise Unavailable("needs a CUDA device")
-    if case.dtype not in (torch.float16, torch.bfloat16):
-        raise Unavailable("fp16 and bf16 only")
+    require_half_on_gpu(case, inputs)
     package = load()
     options = given | arguments(case, pattern, package, inputs.q.device)
     q, k, v, dout = (tensor.detach().transpose(1, 2).contiguous() for tensor in inputs.tensors)

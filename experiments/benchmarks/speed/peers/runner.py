@@ -71,4 +71,12 @@ class Runner:
         return partial(self.call, *(tensor.detach() for tensor in (self.inputs.q, self.inputs.k, self.inputs.v)))
 
 
+def require_half_on_gpu(case: Case, inputs: Inputs) -> None:
+    """Raises Unavailable unless the inputs are fp16 or bf16 on a GPU."""
+    if inputs.q.device.type != "cuda":
+        raise Unavailable("needs a CUDA device")
+    if case.dtype not in (torch.float16, torch.bfloat16):
+        raise Unavailable("fp16 and bf16 only")
+
+
 Peer = Callable[[Case, Pattern, Inputs], Runner]

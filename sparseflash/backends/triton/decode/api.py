@@ -44,7 +44,8 @@ class Call:
         splits = splits_of(of, capacity, q_len) if splits is None else splits
         padded_d, padded_v = max(16, _power(dim)), max(16, _power(v_dim))
         parts = batch * q_heads * q_len * splits
-        self.out, self.lse, self.parts = (batch, q_heads, q_len, v_dim), (batch, q_heads, q_len), parts * (padded_v + 2)
+        self.out, self.lse = (batch, q_heads, q_len, v_dim), (batch, q_heads, q_len)
+        self.workspace = parts * (padded_v + 2)  # numbers of fp32
         self.programs = batch * heads * row_tiles * splits, batch * q_heads * q_len
 
         keep = q.dtype == torch.float32
@@ -89,7 +90,7 @@ class Call:
         lse = torch.empty(self.lse, dtype=torch.float32, device=q.device)
         if out.numel() == 0:
             return out, lse
-        sums = torch.empty(self.parts, dtype=torch.float32, device=q.device)
+        sums = torch.empty(self.workspace, dtype=torch.float32, device=q.device)
         self._decoding.start(
             self.programs[0], q, k_cache, v_cache, sums, lengths, starts, block_table, pages, *self.arrays,
             *self._decoded,
