@@ -324,12 +324,12 @@ MAY_IMPORT = {
     f"{_BENCHMARKS}/distributed": (f"{_BENCHMARKS}/distributed", "experiments/training", *PUBLIC),
     f"{_BENCHMARKS}/exactness": ("experiments/training",),
     f"{_BENCHMARKS}/selection": (
-        f"{_BENCHMARKS}/speed/peers",
+        f"{_BENCHMARKS}/speed",
         f"{_BENCHMARKS}/timing.py",
         "experiments/training",
         *PUBLIC,
     ),
-    f"{_BENCHMARKS}/decode": (f"{_BENCHMARKS}/timing.py", "experiments/training", *PUBLIC),
+    f"{_BENCHMARKS}/decode": (f"{_BENCHMARKS}/speed", f"{_BENCHMARKS}/timing.py", "experiments/training", *PUBLIC),
     f"{_BENCHMARKS}/huggingface": (
         f"{_BENCHMARKS}/timing.py",
         "experiments/training",

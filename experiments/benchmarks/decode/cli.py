@@ -20,7 +20,9 @@ SMALL = (Case(2, 256, heads=4, kv_heads=2, dim=16, pages=2, window=32),)
 def table(rows: list[dict[str, Any]]) -> str:
     """A Markdown table."""
     lines = ["| case | call | ms | GB/s |", "|---|---|---|---|"]
-    lines += [f"| {row['case']} | {row['call']} | {row['ms']:.4f} | {row['gb_per_s']:,.0f} |" for row in rows]
+    for row in rows:
+        numbers = f"{row['ms']:.4f} | {row['gb_per_s']:,.0f}" if "ms" in row else f"{row['error']} |"
+        lines.append(f"| {row['case']} | {row['call']} | {numbers} |")
     return "\n".join(lines)
 
 
@@ -30,7 +32,7 @@ def decode(
     device: Annotated[str, typer.Option(help="cuda, or cpu for a trial.")] = "cuda",
     small: Annotated[bool, typer.Option("--small", help="One small case, to try it.")] = False,
 ) -> None:
-    """Measure one layer of a decoding step: contiguous and paged caches, windows, chosen pages."""
+    """Measure one layer of a decoding step: contiguous and paged caches, windows, chosen pages, SDPA and FlashInfer."""
     with short_errors():
         place = find_device(device)
         out.mkdir(parents=True, exist_ok=True)

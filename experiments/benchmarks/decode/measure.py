@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from experiments.benchmarks.speed import check
+from experiments.benchmarks.speed.candidate import verdict_of
+from experiments.benchmarks.speed.peers import flashinfer
+from experiments.benchmarks.speed.peers.runner import planned
 from experiments.benchmarks.timing import Timed, in_turns, recorded
 from sparseflash.decode import attention_with_cache
 
@@ -49,14 +54,22 @@ CASES = (
 )
 
 
-def calls_of(case: Case, device: torch.device, dtype: torch.dtype) -> dict[str, tuple[Callable[[], Tensor], int]]:
-    """By name: the call, and the bytes of keys and values that it must read."""
+class Call(NamedTuple):
+    """A call to time, and the bytes of keys and values that it must read. A peer's result is that of "contiguous"."""
+
+    run: Callable[[], Tensor]
+    read: int
+    is_peer: bool = False
+
+
+def calls_of(case: Case, device: torch.device, dtype: torch.dtype) -> dict[str, Call]:
+    """By name: the calls."""
     g = torch.Generator(device).manual_seed(0)
     q = torch.randn(case.batch, case.heads, case.new, case.dim, generator=g, device=device).to(dtype)
     shape = (case.batch, case.kv_heads, case.tokens, case.dim)
     k, v = (torch.randn(shape, generator=g, device=device, dtype=torch.float32).to(dtype) for _ in range(2))
     lengths = torch.full((case.batch,), case.tokens, dtype=torch.int32, device=device)
-    found: dict[str, tuple[Callable[[], Tensor], int]] = {}
+    found: dict[str, Call] = {}
 
     def paged(page: int) -> dict[str, Any]:
         """The caches in shuffled pages."""
@@ -69,36 +82,54 @@ def calls_of(case: Case, device: torch.device, dtype: torch.dtype) -> dict[str, 
             caches.append(pool.transpose(1, 2))
         return {"k_cache": caches[0], "v_cache": caches[1], "block_table": table}
 
-    found["contiguous"] = (lambda: attention_with_cache(q, k, v, lengths)), case.kept(case.tokens)
-    small, large = paged(16), paged(case.page)
-    found["pages of 16"] = (lambda: attention_with_cache(q, lengths=lengths, **small)), case.kept(case.tokens)
-    found[f"pages of {case.page}"] = (lambda: attention_with_cache(q, lengths=lengths, **large)), case.kept(case.tokens)
+    every = case.kept(case.tokens)
+    found["contiguous"] = Call(lambda: attention_with_cache(q, k, v, lengths), every)
+    in_pages = {size: paged(size) | {"lengths": lengths} for size in (16, case.page)}
+    for size, caches in in_pages.items():
+        found[f"pages of {size}"] = Call(partial(attention_with_cache, q, **caches), every)
+    large = in_pages[case.page]
     sinks = {"window": case.window, "sinks": 4}
-    found[f"window of {case.window}, 4 sinks"] = (
-        (lambda: attention_with_cache(q, lengths=lengths, **large, **sinks)), case.kept(case.window + 4)
-    )  # fmt: skip
+    windowed = partial(attention_with_cache, q, **large, **sinks)
+    found[f"window of {case.window}, 4 sinks"] = Call(windowed, case.kept(case.window + 4))
     count = min(case.pages, case.tokens // case.page)
     chosen = torch.rand(case.batch, case.kv_heads, case.tokens // case.page, generator=g, device=device)
     pages = chosen.topk(count).indices.int()
-    found[f"{count} chosen pages"] = (
-        (lambda: attention_with_cache(q, lengths=lengths, pages=pages, **large)), case.kept(count * case.page)
-    )  # fmt: skip
+    of_pages = partial(attention_with_cache, q, pages=pages, **large)
+    found[f"{count} chosen pages"] = Call(of_pages, case.kept(count * case.page))
+    peers: dict[str, Callable[[], Tensor]] = {}
     if case.new == 1:
-        found["SDPA"] = (lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True)), case.kept(case.tokens)
-    return found
+        peers["SDPA"] = lambda: F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    if device.type == "cuda":
+        for size, caches in in_pages.items():
+            peers[f"FlashInfer, pages of {size}"] = planned(partial(flashinfer.decode_paged, q, **caches))
+        if case.batch == case.new == 1:
+            peers["FlashInfer, contiguous"] = planned(partial(flashinfer.decode_contiguous, q, k, v))
+    return found | {name: Call(run, every, is_peer=True) for name, run in peers.items()}
 
 
 @torch.no_grad()
 def measure(case: Case, device: torch.device, *, round_ms: float = 30.0) -> list[dict[str, Any]]:
-    """A row for each call: milliseconds, recorded on a GPU, and gigabytes a second."""
+    """A row for each call: milliseconds, recorded on a GPU, and gigabytes a second. A peer that fails, or whose result
+    is not ours, has the reason instead.
+    """
     on_gpu = device.type == "cuda"
     calls = calls_of(case, device, torch.bfloat16 if on_gpu else torch.float32)
-    runs = {name: recorded(call) if on_gpu else call for name, (call, _) in calls.items()}
+    failures = {
+        name: failure
+        for name, call in calls.items()
+        if call.is_peer and (failure := check.failure_of(call.run, calls["contiguous"].run))
+    }
+    runs = {name: recorded(call.run) if on_gpu else call.run for name, call in calls.items() if name not in failures}
     timings = in_turns({n: Timed(call, nullcontext) for n, call in runs.items()}, device, rounds=3, round_ms=round_ms)
     rows = []
-    for name, timing in timings.items():
-        if timing.failure is not None:
-            raise timing.failure
-        speed = calls[name][1] / timing.ms / 1e6
-        rows.append({"case": case.name, "call": name, "ms": timing.ms, "spread": timing.spread, "gb_per_s": speed})
+    for name, call in calls.items():
+        row: dict[str, Any] = {"case": case.name, "call": name}
+        failed = failures[name] if name in failures else timings[name].failure
+        if failed is not None:
+            if not call.is_peer:
+                raise failed
+            rows.append(row | {"error": ": ".join(verdict_of(failed))})
+            continue
+        timing = timings[name]
+        rows.append(row | {"ms": timing.ms, "spread": timing.spread, "gb_per_s": call.read / timing.ms / 1e6})
     return rows

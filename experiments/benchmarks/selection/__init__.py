@@ -2,5 +2,5 @@
 
     python -m experiments.benchmarks.selection --out runs/selection-cost
 
-May import `timing`, the `peers` of the speed benchmark, `training` and the library.
+May import `timing`, the speed benchmark (its peers and their comparison with ours), `training` and the library.
 """

@@ -36,7 +36,7 @@ def selection(
     device: Annotated[str, typer.Option(help="cuda, or cpu for a trial.")] = "cuda",
     small: Annotated[bool, typer.Option("--small", help="Three small cases, to try it.")] = False,
 ) -> None:
-    """Measure the choice of blocks, its plan and attention, eager and recorded."""
+    """Measure the choice of blocks, its plan and attention, eager and recorded, and peers with the same blocks."""
     with short_errors():
         place = find_device(device)
         out.mkdir(parents=True, exist_ok=True)

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from experiments.benchmarks.speed.peers import flashattention4
+from experiments.benchmarks.speed import check
+from experiments.benchmarks.speed.candidate import verdict_of
+from experiments.benchmarks.speed.peers import flashattention4, flashinfer
 from experiments.benchmarks.speed.peers.flexattention import compiled, mask_mod, small_tiles
-from experiments.benchmarks.speed.peers.runner import Unavailable
+from experiments.benchmarks.speed.peers.runner import Unavailable, planned
 from experiments.benchmarks.timing import Timed, in_turns, recorded
 from experiments.training.clock import synchronize
 from sparseflash import BlockMask, attention
@@ -37,7 +39,7 @@ class Case:
     causal: bool = True
     by_query: bool = False  # each query has a list of its own (NSA), instead of each block of queries
     attends: bool = True  # otherwise only the choice is timed
-    peers: bool = False  # beside FlexAttention and FlashAttention-4 with the same blocks
+    peers: bool = False  # beside FlexAttention, FlashAttention-4 and FlashInfer with the same blocks
 
     @property
     def choices(self) -> int:
@@ -53,6 +55,7 @@ class Case:
         return f"{self.tokens:,} tokens, {heads}, {self.chosen} of blocks of {self.block} {rows}, {kind}"
 
 
+FORWARD_ONLY = "FlashInfer"  # begins the names of peers without a backward
 CASES = (
     Case(65_536, 64, 64, 16, attends=False),
     Case(65_536, 64, 128, 16, kv_heads=4, peers=True),
@@ -66,11 +69,15 @@ CASES = (
 
 @dataclass(frozen=True)
 class Call:
-    """A call to time. flops: of its two (forward) or seven products of live scores, 0 where nothing is computed."""
+    """A call to time. flops: of its two (forward) or seven products of live scores, 0 where nothing is computed.
 
-    run: Callable[[], object]
+    like: of a peer that knows the blocks, our call that must have the same results.
+    """
+
+    run: Callable[[], Any]
     flops: float = 0.0
     is_peer: bool = False
+    like: str | None = None
 
 
 def index_of(case: Case, device: torch.device) -> Tensor:
@@ -127,23 +134,37 @@ def calls_of(case: Case, device: torch.device) -> dict[str, Call]:
     def dense() -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=case.causal, enable_gqa=group > 1)
 
-    ways = {"choice + attention": (chosen, live_scores(case, index), False)}
-    ways["SDPA, dense"] = dense, case.heads * case.tokens**2 // (2 if case.causal else 1), True
+    def add(name: str, forward: Callable[[], Tensor], live: int, *, like: str | None = None, **given: Any) -> None:
+        backward = partial(lambda forward: torch.autograd.grad(forward(), wanted, dout), forward)
+        passes = {"forward": (torch.no_grad()(forward), 4.0), "forward + backward": (backward, 14.0)}
+        for which, (run, flops) in passes.items():
+            if which == "forward" or not name.startswith(FORWARD_ONLY):
+                pair = f"{like}, {which}" if like else None
+                found[f"{name}, {which}"] = Call(run, flops * case.dim * live, like=pair, **given)
+
+    ours, live = "choice + attention", live_scores(case, index)
+    add(ours, chosen, live)
+    add("SDPA, dense", dense, case.heads * case.tokens**2 // (2 if case.causal else 1), is_peer=True)
     if case.peers and device.type == "cuda":
-        block_mask = to_flex(choice(), mask_mod=mask_mod(_is_past) if case.causal else None)
-        flex = partial(
-            compiled(None), block_mask=block_mask, enable_gqa=group > 1,
-            kernel_options=small_tiles(case.block) if case.block < 128 else None,
-        )  # fmt: skip
-        ways["FlexAttention, blocks known"] = (lambda: flex(q, k, v)), live_scores(case, index), True
-    fa4 = _flash_attention_4(case, choice) if case.peers and device.type == "cuda" else None
-    if fa4 is not None:
-        ways["FlashAttention-4, blocks known"] = (lambda: fa4(q, k, v)), live_scores(case, index), True
-    for name, (forward, live, is_peer) in ways.items():
-        once = 4.0 * case.dim * live
-        found[f"{name}, forward"] = Call(torch.no_grad()(forward), once, is_peer)
-        both = partial(lambda forward: torch.autograd.grad(forward(), wanted, dout), forward)
-        found[f"{name}, forward + backward"] = Call(both, 3.5 * once, is_peer)
+        for name, plan in peers_of(case, choice(), q, k, v).items():
+            add(f"{name}, blocks known", planned(plan), live, like=ours, is_peer=True)
+    return found
+
+
+def peers_of(
+    case: Case, mask: BlockMask, q: Tensor, k: Tensor, v: Tensor
+) -> dict[str, Callable[[], Callable[[], Tensor]]]:
+    """By name: what makes a peer's call with the blocks of a choice known."""
+    by_head = partial(flashinfer.masks_of_heads, mask, q.detach(), k.detach(), v.detach(), causal=case.causal)
+    as_rows = partial(flashinfer.heads_as_rows, *by_head.args, **by_head.keywords)
+    found = {
+        "FlexAttention": partial(_flex_attention, case, mask, q, k, v),
+        "FlashAttention-4": partial(_flash_attention_4, case, mask, q, k, v),
+        "FlashInfer, a mask for each head": by_head,
+        "FlashInfer, heads as rows": as_rows,
+    }
+    if not case.causal:  # its kernels for Hopper, which it takes only if asked
+        found["FlashInfer, cake"] = partial(by_head, backend="cake")
     return found
 
 
@@ -152,17 +173,21 @@ def _is_past(q: Any, k: Any) -> Any:
     return k <= q
 
 
-def _flash_attention_4(case: Case, choice: Callable[[], BlockMask]) -> Callable[..., Tensor] | None:
-    """FlashAttention-4 with the blocks of a choice, if it is installed and has such blocks, on our order of tensors."""
-    if case.block != 128:
-        return None
-    try:
-        package = flashattention4.load()
-    except Unavailable:
-        return None
-    options = flashattention4.of_mask(choice(), _is_past if case.causal else None, package)
+def _flex_attention(case: Case, mask: BlockMask, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
+    return partial(
+        compiled(None), q, k, v, enable_gqa=case.heads > case.choices,
+        block_mask=to_flex(mask, mask_mod=mask_mod(_is_past) if case.causal else None),
+        kernel_options=small_tiles(case.block) if case.block < 128 else None,
+    )  # fmt: skip
 
-    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+
+def _flash_attention_4(case: Case, mask: BlockMask, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
+    if case.block != 128:
+        raise Unavailable("blocks of 128 only")
+    package = flashattention4.load()
+    options = flashattention4.of_mask(mask, _is_past if case.causal else None, package)
+
+    def run() -> Tensor:
         out: Tensor = package.attention(*(x.transpose(1, 2) for x in (q, k, v)), **options)[0].transpose(1, 2)
         return out
 
@@ -187,25 +212,29 @@ def measure(case: Case, device: torch.device, *, round_ms: float = 60.0) -> list
     recorded. A peer that fails has its error instead."""
     calls = calls_of(case, device)
     runs: dict[str, Call] = {}
+    failures: dict[str, Exception] = {}
     for name, call in calls.items():
         runs[name] = call
+        if call.like is not None and (failure := check.failure_of(call.run, calls[call.like].run)):
+            failures[name] = failure
         if call.is_peer:
             continue
         call.run(), call.run()  # compiles
         if device.type == "cuda":
             runs[f"{name}, recorded"] = replace(call, run=recorded(call.run))
-    timings = in_turns(
-        {n: Timed(call.run, nullcontext) for n, call in runs.items()}, device, rounds=3, round_ms=round_ms
-    )
+    timed = {name: Timed(call.run, nullcontext) for name, call in runs.items() if name not in failures}
+    timings = in_turns(timed, device, rounds=3, round_ms=round_ms)
     rows = []
-    for name, timing in timings.items():
+    for name, call in runs.items():
         row: dict[str, Any] = {"case": case.name, "call": name}
-        if timing.failure is not None:
-            if not runs[name].is_peer:
-                raise timing.failure
-            rows.append(row | {"error": str(timing.failure).splitlines()[0][:200]})
+        failed = failures[name] if name in failures else timings[name].failure
+        if failed is not None:
+            if not call.is_peer:
+                raise failed
+            rows.append(row | {"error": ": ".join(verdict_of(failed))})
             continue
-        host = host_microseconds(runs[name].run, device, count=5)
-        tflops = runs[name].flops / timing.ms / 1e9
-        rows.append(row | {"ms": timing.ms, "spread": timing.spread, "tflops": tflops, "host_us": host})
+        timing, host = timings[name], host_microseconds(call.run, device, count=5)
+        rows.append(
+            row | {"ms": timing.ms, "spread": timing.spread, "tflops": call.flops / timing.ms / 1e9, "host_us": host}
+        )
     return rows

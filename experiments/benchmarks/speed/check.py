@@ -10,7 +10,7 @@ its error, plus one unit in the last place of the largest reference value.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from torch import Tensor
 from experiments.benchmarks.speed.patterns import Pattern
 from experiments.benchmarks.speed.peers.runner import Inputs
 from sparseflash.testing import Part, error_of, sampled_heads, sampled_part
+
+Results = Tensor | tuple[Tensor, ...]
 
 NAMES = ("out", "dq", "dk", "dv")
 SCORES_AT_ONCE = 2**25  # 256 MiB of fp64
@@ -150,6 +152,21 @@ def difference(result: Tensor, ours: Tensor) -> float:
         apart += float((one.float() - other.float()).norm()) ** 2
         size += float(other.float().norm()) ** 2
     return math.sqrt(apart / size)
+
+
+def failure_of(peer: Callable[[], Results], ours: Callable[[], Results]) -> Exception | None:
+    """Why a peer is not to be timed: it fails, or its results are not ours. None if they are."""
+    try:
+        results, expected = peer(), ours()
+    except Exception as failure:
+        return failure
+    if isinstance(results, Tensor):
+        results, expected = (results,), (expected,)
+    for result, other in zip(results, expected, strict=True):
+        apart = difference(result, other)
+        if not apart <= SAME_FUNCTION[result.dtype]:
+            return ValueError(f"differs from ours by {apart:.2g}, relative")
+    return None
 
 
 def poison(like: Tensor, count: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -77,6 +77,12 @@ def require_half_on_gpu(case: Case, inputs: Inputs) -> None:
         raise Unavailable("needs a CUDA device")
     if case.dtype not in (torch.float16, torch.bfloat16):
         raise Unavailable("fp16 and bf16 only")
+
+
+def planned(plan: Callable[[], Callable[[], Tensor]]) -> Callable[[], Tensor]:
+    """The call that `plan` returns. It plans when it is first called: what cannot be planned is a call that fails."""
+    once = cache(plan)
+    return lambda: once()()
 
 
 Peer = Callable[[Case, Pattern, Inputs], Runner]

@@ -10,10 +10,12 @@ from typer.testing import CliRunner
 
 from experiments.benchmarks.selection import measure as measure_module
 from experiments.benchmarks.selection.cli import SMALL, app, table
-from experiments.benchmarks.selection.measure import Case, calls_of, host_microseconds, index_of, live_scores
-from experiments.benchmarks.speed.peers import flashattention4
-from sparseflash import masks
+from experiments.benchmarks.selection.measure import Call, Case, calls_of, host_microseconds, index_of, live_scores
+from experiments.benchmarks.speed.peers import flashattention4, flashinfer
+from experiments.benchmarks.speed.peers.runner import Unavailable
+from sparseflash import attention, masks
 from sparseflash.interop.fa4 import BlockSparseTensors, from_fa4
+from tests.experiments.benchmarks.flashinfer_stand_in import PACKAGE
 
 
 def test_a_choice_has_its_blocks_and_no_future():
@@ -54,6 +56,12 @@ def test_a_missing_gpu_is_told(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
+def peers_of(case):
+    q, k, v = (torch.randn(1, heads, case.tokens, 8) for heads in (case.heads, case.choices, case.choices))
+    mask = calls_of(case, torch.device("cpu"))["choice"].run()
+    return (q, k, v), mask, measure_module.peers_of(case, mask, q, k, v)
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_flash_attention_4_gets_the_chosen_blocks(monkeypatch, causal):
     given = {}
@@ -65,10 +73,38 @@ def test_flash_attention_4_gets_the_chosen_blocks(monkeypatch, causal):
     package = flashattention4.Package(attention, BlockSparseTensors, SimpleNamespace(jit=lambda function: function))
     monkeypatch.setattr(flashattention4, "load", lambda: package)
     case = Case(512, 4, 128, 2, kv_heads=2, causal=causal, peers=True)
-    mask = calls_of(case, torch.device("cpu"))["choice"].run()
-    run = measure_module._flash_attention_4(case, lambda: mask)
-    q, k, v = (torch.randn(1, heads, 512, 8) for heads in (4, 2, 2))
-    assert torch.equal(run(q, k, v), v) and given["shape"] == (1, 512, 4, 8)
+    (_, _, v), mask, peers = peers_of(case)
+    assert torch.equal(peers["FlashAttention-4"]()(), v) and given["shape"] == (1, 512, 4, 8)
     rule = (lambda b, h, q, k: given["mask_mod"](b, h, q, k, None, None)) if causal else None
     assert torch.equal(from_fa4(given["block_sparse_tensors"], 512, 512, mask_mod=rule).to_dense(), mask.to_dense())
-    assert measure_module._flash_attention_4(replace(case, block=64), lambda: mask) is None
+    with pytest.raises(Unavailable, match="blocks of 128 only"):
+        peers_of(replace(case, block=64))[2]["FlashAttention-4"]()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_flashinfer_gets_the_chosen_blocks(monkeypatch, causal):
+    monkeypatch.setattr(flashinfer, "load", lambda: PACKAGE)
+    tensors, mask, peers = peers_of(Case(256, 4, 32, 2, kv_heads=2, causal=causal, peers=True))
+    names = [name for name in peers if name.startswith(measure_module.FORWARD_ONLY)]
+    assert len(names) == (2 if causal else 3)
+    for name in names:
+        torch.testing.assert_close(peers[name]()(), attention(*tensors, mask))
+
+
+def test_a_peer_that_cannot_or_does_not_agree_is_not_timed(monkeypatch):
+    case = SMALL[1]
+    calls = calls_of(case, torch.device("cpu"))
+    ours = "choice + attention, forward"
+
+    def refuses():
+        raise Unavailable("no such blocks")
+
+    peers = {"same": calls[ours].run, "other": lambda: calls[ours].run() * 1.1, "refuses": refuses}
+    calls |= {name: Call(run, 1.0, is_peer=True, like=ours) for name, run in peers.items()}
+    monkeypatch.setattr(measure_module, "calls_of", lambda case, device: calls)
+    rows = measure_module.measure(case, torch.device("cpu"), round_ms=1.0)
+    assert [row["call"] for row in rows] == list(calls)
+    assert [row.get("error") for row in rows][-3:] == [
+        None, "FAILED: ValueError: differs from ours by 0.1, relative", "skipped: no such blocks"
+    ]  # fmt: skip
+    assert "| refuses | skipped: no such blocks |" in table(rows)
