@@ -99,8 +99,10 @@ def test_a_peer_that_cannot_or_does_not_agree_is_not_timed(monkeypatch):
     def refuses():
         raise Unavailable("no such blocks")
 
-    peers = {"same": calls[ours].run, "other": lambda: calls[ours].run() * 1.1, "refuses": refuses}
-    calls |= {name: Call(run, 1.0, is_peer=True, like=ours) for name, run in peers.items()}
+    both = f"{ours} + backward"
+    calls["the same"] = Call(calls[both].run, 1.0, is_peer=True, like=both)
+    calls["other"] = Call(lambda: calls[ours].run() * 1.1, 1.0, is_peer=True, like=ours)
+    calls["refuses"] = Call(refuses, 1.0, is_peer=True, like=ours)
     monkeypatch.setattr(measure_module, "calls_of", lambda case, device: calls)
     rows = measure_module.measure(case, torch.device("cpu"), round_ms=1.0)
     assert [row["call"] for row in rows] == list(calls)
