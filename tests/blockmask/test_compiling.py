@@ -121,7 +121,7 @@ def test_its_copy_on_a_device_is_a_constant_and_a_mask_from_outside_is_moved_wit
 
     @torch.compile(fullgraph=True, backend=backend)
     def function(q, mask):
-        made = masks.causal(q.shape[2]).to("meta")
+        made = masks.causal(q.shape[2]).to("meta", non_blocking=True)
         return q + hasattr(made, "_is_constant") + 2 * len(mask.to("meta").indices)
 
     torch._dynamo.reset()
