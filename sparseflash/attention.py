@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any, Literal, overload
 
 import torch
@@ -21,6 +22,7 @@ BACKENDS = ("triton", "hopper", "blockwise", "reference")
 Backend = Literal["triton", "hopper", "blockwise", "reference"]
 # The kernels of the Triton backend that each choice of backend asks for; "" lets the Triton backend choose.
 KERNELS = {None: "", "triton": "portable", "hopper": "hopper"}
+_SMALLEST_SCALE = 1e-20
 
 
 @overload
@@ -169,8 +171,11 @@ def attend(
 
     if changes is not None and (divided := changes.find("temperature")) is not None:
         q, changes, place = divided.applied_to(q), changes.without("temperature"), None
-    if scale <= 0:  # the kernels take the maximum before scaling, and those for Hopper divide by the scale
-        q, scale, place = (-q, -scale, None) if scale else (q * 0, 1.0, None)
+    if scale < 0:  # the kernels take the maximum before scaling, which is right only for scale >= 0
+        q, scale, place = -q, -scale, None
+    if scale < _SMALLEST_SCALE:  # those for Hopper divide by it; bf16 has the power, and in fp16 such scores vanish
+        scale, exponent = math.frexp(scale or math.ulp(0.0))
+        q, place = q * 2.0**exponent, None
     problem = Problem.of(mask, scale=scale, batch=q.shape[0], dropout=dropout, kernels=KERNELS[backend])
     if not (q.numel() and k.numel()):
         place = None

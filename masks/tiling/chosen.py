@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.arguments import dense_tensor, described, has_integers, integer_tensor
@@ -50,29 +51,32 @@ def frame(
     """
     block_q, block_k = block
     shift = k_len - q_len
-    i, j = (torch.arange(-(-n // b), device="cpu") for n, b in ((q_len, block_q), (k_len, block_k)))
-    i = i[:, None]
-    first, last = i * block_q + shift, (i * block_q + block_q).clamp(max=q_len) - 1 + shift  # keys on the diagonal
-    inside = (i * block_q + block_q <= q_len) & (j * block_k + block_k <= k_len)
-    open_ = (j * block_k <= last) if causal else torch.ones_like(inside)
-    full = inside & (j * block_k + block_k - 1 <= first) if causal else inside
-    rows, cols = (open_ & ~full).nonzero(as_tuple=True)
-    edges = BlockMask.from_function(
-        lambda q, k: (k <= q + shift) | (not causal), q_len, k_len, block=block, candidates=(rows, cols)
-    )
-    kind = torch.zeros_like(inside, dtype=torch.int32)
-    kind[row_of_entry(edges.indptr, len(edges.indices)), edges.indices.long()] = edges.tile
-    own = torch.div(first, block_k, rounding_mode="floor"), torch.div(last, block_k, rounding_mode="floor")
-    near = (j > own[0] - local) & (j < own[1] + (1 if causal else local))
-    forced = open_ & ((j < sink) | (near & (local > 0)))
+    with _disable_current_modes():  # of torch.export and FakeTensorMode, whose tensors have no contents
+        i, j = (torch.arange(-(-n // b), device="cpu") for n, b in ((q_len, block_q), (k_len, block_k)))
+        i = i[:, None]
+        first, last = i * block_q + shift, (i * block_q + block_q).clamp(max=q_len) - 1 + shift  # keys on the diagonal
+        inside = (i * block_q + block_q <= q_len) & (j * block_k + block_k <= k_len)
+        open_ = (j * block_k <= last) if causal else torch.ones_like(inside)
+        full = inside & (j * block_k + block_k - 1 <= first) if causal else inside
+        rows, cols = (open_ & ~full).nonzero(as_tuple=True)
+        edges = BlockMask.from_function(
+            lambda q, k: (k <= q + shift) | (not causal), q_len, k_len, block=block, candidates=(rows, cols)
+        )
+        kind = torch.zeros_like(inside, dtype=torch.int32)
+        kind[row_of_entry(edges.indptr, len(edges.indices)), edges.indices.long()] = edges.tile
+        own = torch.div(first, block_k, rounding_mode="floor"), torch.div(last, block_k, rounding_mode="floor")
+        near = (j > own[0] - local) & (j < own[1] + (1 if causal else local))
+        forced = open_ & ((j < sink) | (near & (local > 0)))
+        rooms = 0, *_longer_than(open_.sum(1), open_.shape[1]).cumsum(0).tolist()
+        forced_in_row = int(forced.sum(1).max())
 
     def there(x: Tensor) -> Tensor:
         # The copy need not have finished when this returns: the kernels that read it are queued after it.
         return x.to(device, non_blocking=True)
 
     return Frame(
-        q_len, k_len, block, causal, there(open_), there(forced), there(kind.view(-1)), there(edges.bits),
-        (0, *_longer_than(open_.sum(1), open_.shape[1]).cumsum(0).tolist()), int(forced.sum(1).max()),
+        q_len, k_len, block, causal, there(open_), there(forced), there(kind.view(-1)), there(edges.bits), rooms,
+        forced_in_row,
     )  # fmt: skip
 
 

@@ -182,6 +182,7 @@ class Operator(RegisteredOperator):
         """
         self.forward, self.direct_backward = forward, backward
         super().__init__(name, name, empty_kept, problem=schema())
+        torch.library.register_vmap(f"sparseflash::{name}", self._mapped, lib=LIBRARY)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
         """`(out, lse)`, differentiable."""
@@ -189,6 +190,21 @@ class Operator(RegisteredOperator):
             return call_directly(_Run(self, problem), q, k, v)
         refuse_functional_gradients(self.name)
         return self._forward(q, k, v, *problem)
+
+    def _mapped(self, info: Any, dims: Sequence[int | None], *arguments: Any) -> tuple[tuple[Tensor, ...], Any]:
+        """The forward under torch.vmap: the mapped dimension becomes a part of the batch, unless the batch's elements
+        have patterns of their own, which plans are made for, or dropout, or more than q, k and v is mapped.
+        """
+        tensors, problem, size = arguments[:3], Problem(*arguments[3:]), info.batch_size
+        own_patterns = problem.pattern is not None and len(problem.pattern) > 1
+        if own_patterns or problem.seed is not None or any(dim is not None for dim in dims[3:]):
+            rows = [[x if dim is None else x.select(dim, i) for x, dim in zip(arguments, dims)] for i in range(size)]
+            return tuple(map(torch.stack, zip(*(self._forward_op(*row) for row in rows)))), (0, 0, 0)
+        if problem.lengths is not None:
+            problem = problem._replace(lengths=problem.lengths.repeat(1, size))
+        several = (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0) for x, dim in zip(tensors, dims))
+        out, lse, kept = self._forward_op(*(x.flatten(0, 1) for x in several), *problem)
+        return (out.unflatten(0, (size, -1)), lse.unflatten(0, (size, -1)), kept), (0, 0, None)
 
     def backward(
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, problem: Problem

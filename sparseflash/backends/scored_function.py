@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @torch.compiler.disable(  # type: ignore[untyped-decorator]
     reason="scores.function is a Python function, which no operator of PyTorch takes. Compile without fullgraph=True, "
-    "or use another change of sparseflash.scores."
+    "or use another change of sparseflash.scores, or backend='reference', which is traced."
 )
 def attention(
     operator: ScoredOperator, q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores

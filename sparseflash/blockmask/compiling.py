@@ -1,4 +1,5 @@
-"""Masks built inside a function that `torch.compile` compiles, or `torch.export` exports, become constants.
+"""Masks built inside a function that `torch.compile` compiles, or `torch.export` exports, become constants; those built
+under `FakeTensorMode` have contents.
 
 A builder counts and compares tiles, which a compiler cannot trace. But the mask of a given rule depends only on a few
 numbers. So while a function is traced, a builder runs normally, once, and the compiled code refers to its mask. Tensor
@@ -28,6 +29,8 @@ T = TypeVar("T")
 
 MOST_KEPT = 256  # masks; dropping one makes the code that uses it recompile
 
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+
 # Dynamo hands existing objects to a function that is marked constant, and guards their identity. That of PyTorch 2.11
 # cannot, but it knows their ids, and guards the identity of what it was asked the id of.
 _OBJECTS_AS_IDS = torch.__version__ < "2.12"
@@ -51,6 +54,11 @@ def clear() -> None:
     vars(_kept).clear()
 
 
+def is_faking() -> bool:
+    """Whether new tensors are fake, without contents: under `FakeTensorMode`, which torch.export uses."""
+    return not torch.compiler.is_dynamo_compiling() and torch._C._get_dispatch_mode(_FAKE) is not None
+
+
 def constant_when_compiled(build: Callable[P, T]) -> Callable[P, T]:
     """Decorates a builder of masks: in compiled code its result is a constant, made at compile time.
 
@@ -61,9 +69,9 @@ def constant_when_compiled(build: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(build)
     def built(*args: P.args, **kwargs: P.kwargs) -> T:
-        if not torch.compiler.is_compiling():
+        if not (torch.compiler.is_compiling() or is_faking()):
             return build(*args, **kwargs)
-        if not torch.compiler.is_dynamo_compiling():  # torch.export, which runs the function on fake tensors
+        if not torch.compiler.is_dynamo_compiling():  # FakeTensorMode, or torch.export, which uses it
             _check_contents(build, (args, kwargs))
             with _disable_current_modes():
                 return build(*args, **kwargs)
@@ -91,15 +99,15 @@ def constant_if_its_mask_is(method: Callable[P, T]) -> Callable[P, T]:
 
 
 def _check_contents(build: Callable[..., Any], arguments: Any) -> None:
-    """Raises TypeError if any tensor, or any of a mask, has no contents because torch.export traces it."""
+    """Raises TypeError if any tensor, or any of a mask, is fake."""
     from sparseflash.blockmask.mask import BlockMask
 
     for leaf in tree_leaves(arguments):
         if any(isinstance(x, FakeTensor) for x in (leaf._arrays() if isinstance(leaf, BlockMask) else (leaf,))):
             raise TypeError(
-                f"{build.__qualname__} must not be given a tensor or mask that torch.export traces: inside, the mask "
-                "is a constant of the exported program. Build it outside. Masks chosen from data (top_k_blocks and "
-                "others) and with_lengths, called last, follow their inputs."
+                f"{build.__qualname__} must be given contents; got a fake tensor, of torch.export or FakeTensorMode, "
+                "or a mask of such. Inside, the mask is a constant of the exported program: build it outside. Masks "
+                "chosen from data (top_k_blocks and others) and with_lengths, called last, follow their inputs."
             )
 
 

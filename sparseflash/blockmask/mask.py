@@ -543,12 +543,15 @@ class BlockMask:
     # operations
 
     @constant_if_its_mask_is
-    def to(self, device: torch.device | str) -> BlockMask:
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> BlockMask:
         """The mask on another device; itself if it is already there.
 
         >>> mask = BlockMask.dense(100)
         >>> mask.to("cpu") is mask
         True
+
+        `non_blocking` is accepted because trainers move batches with it; it changes nothing. A copy to a GPU never
+        waits for the kernels in its queue, and one to the CPU waits in any case.
         """
         device = checked_device(device)
         if device == torch.device("cuda"):  # the current device

@@ -98,9 +98,7 @@ class ModelMask(FlexMask):
         if not is_causal:
             return None
         found: dict[str, Any] = {"window": window}
-        live = None if self.padding is None else self.padding[:, self.keys[0] : self.queries[1]]
-        # Most prompts have no padding, which takes one kernel to see instead of eight.
-        if live is not None and not bool(live.all()):
+        if (live := self._padded_keys()) is not None:
             starts = first_tokens(live)
             if starts is None:
                 return None
@@ -113,6 +111,17 @@ class ModelMask(FlexMask):
         length = self.queries[1] - self.keys[0]
         found["lengths"] = torch.full((q.shape[0],), length, dtype=torch.int32, device=q.device)
         return found
+
+    def _padded_keys(self) -> Tensor | None:
+        """Which keys are tokens, bool `[B, n]`; None if all are, as in most prompts, which takes one kernel to see.
+
+        A preallocated cache has room after the queries, which a causal rule leaves out already: it is not asked.
+        """
+        if self.padding is None:
+            return None
+        stop = min(self.keys[1], self.queries[1]) if causal_window(self.rule)[0] else self.keys[1]
+        live = self.padding[:, self.keys[0] : stop]
+        return None if bool(live.all()) else live
 
     def within(self, pattern: BlockMask | None, device: torch.device) -> BlockMask | None:
         """The mask of the scores that both these rules and a pattern leave live; None if every score is live.
@@ -160,11 +169,7 @@ class ModelMask(FlexMask):
         Lengths would not do, because they cut queries, too: some models read the outputs of padding, and in
         cross-attention the queries are other tokens.
         """
-        if self.padding is None:
-            return mask
-        # A preallocated cache has room after the queries, which a causal rule leaves out already.
-        stop = min(self.keys[1], self.queries[1]) if causal_window(self.rule)[0] else self.keys[1]
-        if bool(self.padding[:, self.keys[0] : stop].all()):
+        if self.padding is None or self._padded_keys() is None:
             return mask
         live = self.padding[:, self.keys[0] : self.keys[1]]
         block = self.block if mask is None else (mask.block_q, mask.block_k)

@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from sparseflash import BlockMask, attention, masks
-from sparseflash.backends import registration
+from sparseflash.backends import blockwise, registration
+from sparseflash.backends.triton import api
 
 N, DIM = 48, 16
 FEW = 12  # one tile: these tests call many times
@@ -395,6 +396,33 @@ def test_vmap_passes_gradients_on(backend, batched, compiled):
     torch.testing.assert_close(out, wanted)
     for a, b in zip(got, torch.autograd.grad(wanted.square().sum(), several), strict=True):
         torch.testing.assert_close(a, b)
+
+
+MAPPED = {
+    "padded": (masks.causal(SOME, block=16).with_lengths(torch.tensor([SOME, 9])), {}, 1),
+    "no mask": (None, {}, 1),
+    "own patterns": (masks.per_batch([masks.causal(SOME, block=16), masks.dense(SOME, block=16)]), {}, 3),
+    "dropout": (None, {"dropout_p": 0.5, "seed": 7}, 3),
+}
+
+
+@pytest.mark.parametrize(("mask", "others", "calls"), MAPPED.values(), ids=MAPPED)
+@pytest.mark.parametrize("in_dims", [(0, 0, 0), (2, None, 0)])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_vmap_gives_each_what_it_has_alone_in_one_call_where_it_can(backend, in_dims, mask, others, calls):
+    inputs = [x.detach() for x in tensors(tokens=SOME)]
+    given = [x if dim is None else torch.stack([x, 2 * x, -x], dim) for x, dim in zip(inputs, in_dims)]
+
+    def run(q, k, v):
+        return attention(q, k, v, mask, return_lse=True, backend=backend, **others)
+
+    operator = {"blockwise": blockwise.attention, "triton": api.attention}[backend]
+    with mock.patch.object(operator, "forward", wraps=operator.forward) as forward:
+        got = torch.vmap(run, in_dims)(*given)
+    assert forward.call_count == calls
+    for i in range(3):
+        alone = run(*(x if dim is None else x.select(dim, i) for x, dim in zip(given, in_dims)))
+        assert all(torch.equal(x[i], y) for x, y in zip(got, alone, strict=True))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -298,10 +298,13 @@ def test_compiled_code_leaves_a_function_out_of_its_graphs(backend):
         torch.testing.assert_close(one, other)
 
 
-def test_one_whole_graph_of_a_function_is_refused_in_our_words(backend):
+def test_one_whole_graph_of_a_function_is_refused_in_our_words_and_made_of_the_reference(backend):
+    problem = Problem("function", backend)
     torch.compiler.reset()
-    with pytest.raises(Exception, match=r"scores\.function is a Python function, .* Compile without fullgraph=True"):
-        torch.compile(Problem("function", backend).run, backend="eager", fullgraph=True)()
+    with pytest.raises(Exception, match=r"Compile without fullgraph=True, .* or backend='reference', which is traced"):
+        torch.compile(problem.run, backend="eager", fullgraph=True)()
+    problem.backend = "reference"
+    torch.testing.assert_close(torch.compile(problem.run, backend="eager", fullgraph=True)(), problem.run())
 
 
 class Layer(torch.nn.Module):

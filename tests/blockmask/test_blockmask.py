@@ -212,8 +212,8 @@ def test_fields_cannot_be_assigned_or_deleted(name):
 
 def test_moving_a_mask_moves_every_array():
     mask = window().with_lengths(torch.tensor([3, 40]))
-    assert mask.to("cpu") is mask and mask.to(torch.device("cpu")) is mask
-    moved = mask.to("meta")
+    assert mask.to("cpu") is mask and mask.to(torch.device("cpu"), non_blocking=True) is mask
+    moved = mask.to("meta", non_blocking=True)
     assert moved.device == torch.device("meta")
     for name in (*ARRAYS, "words"):
         assert getattr(moved, name).device == torch.device("meta")

@@ -19,7 +19,6 @@ from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.blockmask.cache import is_countable, mask_cache, once
 from sparseflash.blockmask.numbering import tile_numbers
 from sparseflash.masks.block_index import mask_of_queries
-from sparseflash.masks.tiling.chosen import frame
 
 N = 64
 BACKENDS = ["blockwise", "triton"]
@@ -269,7 +268,6 @@ class Columns(torch.nn.Module):
 
 def parts_of_fake_inputs(mask):
     """What is derived from a real mask while PyTorch runs on fake tensors, and what only depends on numbers."""
-    frame(70, 70, (16, 16), True, 0, 0, mask.device)  # its own making needs contents
     with FakeTensorMode(allow_non_fake_inputs=True):
         mask.columns, tile_numbers(mask)
         masks.top_k_blocks(torch.rand(2, 1, 5, 5), k=2, q_len=70, block=16, causal=True, group=3)

@@ -9,7 +9,7 @@ GROUPS = 2  # warpgroups that multiply
 BLOCK = (GROUPS * ROWS, 128)  # queries and keys of a tile
 HEAD_DIMS = (64, 96, 128)
 # Scores of -inf times a scale that is 0 in fp32 would be NaN. For smaller scales this is as good: 2 to the power of a
-# score of 1e9 times it is 1. (`attention` gives its kernels no scale of 0.)
+# score of 1e9 times it is 1. (`attention` gives its kernels none below 1e-20.)
 SMALLEST_SCALE = 1e-30
 
 

@@ -59,14 +59,15 @@ def test_a_scale_of_zero(kinds):
     assert not got["dq"].any() and not got["dk"].any() and got["dv"].any()
 
 
-def test_under_a_scale_of_zero_products_and_slopes_may_be_of_any_size():
+@pytest.mark.parametrize("scale", [0.0, 1e-40, 1e-30, -1e-30, 1e-25])
+def test_under_a_tiny_scale_products_and_slopes_may_be_of_any_size(scale):
     def run(q, k, v, problem, changes):
         return interpreted(mask, q, k, v, problem.scale, changes=changes)
 
     mask = masks.causal(200, block=128)
     q, k, v = (factor * torch.randn(1, 2, 200, 64).bfloat16() for factor in (1e15, 1e15, 1.0))
     changes = scores.alibi(torch.tensor([0.1, 1e19])) + scores.temperature(torch.ones(2))  # whose calls are not cached
-    asked = {"scores": changes, "scale": 0.0, "return_lse": True}
+    asked = {"scores": changes, "scale": scale, "return_lse": True}
     with mock.patch.object(api, "scored_attention", run):
         found = attention(q, k, v, mask, **asked, backend="triton")
     wanted = attention(q.double(), k.double(), v.double(), mask, **asked, backend="reference")
