@@ -1,12 +1,14 @@
-"""Hooks of mkdocs: pages and pictures that lie elsewhere in the repository, and links that lead out of the site.
+"""Hooks of mkdocs: pages and pictures that lie elsewhere, links that lead out of the site, headings of the reference.
 
 Pages link to files as any Markdown of the repository does, relative to themselves, so that the links also work where
 the repository is browsed. On the site, a link to a page leads to that page, a picture from elsewhere is copied, and a
 link to any other file leads to the repository if `repo_url` is set; if it is not, the link becomes the file's path.
+In the reference, a heading is the name that one imports.
 """
 
 import posixpath
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,9 @@ ELSEWHERE = {
 }
 PICTURES = "pictures"  # the folder of the site into which pictures from elsewhere are copied
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)#\s]*)(#[^)\s]*)?\)")
+CODE = re.compile(r"(`[^`\n]*`)")
+UNIT = re.compile(r"(?<=\d) (?=(?:%|[mu]?s|[KMG]i?B|TFLOP/s)(?!\w))")  # stays with its number
+REFERENCE = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
 FENCED = re.compile(r"^( *)```.*?^\1```$", re.DOTALL | re.MULTILINE)
 
 
@@ -43,7 +48,10 @@ def target_of(source: str, uri: str, repository: str | None) -> str | None:
 
 
 def rewritten(markdown: str, uri: str, repository: str | None = None) -> str:
-    """The text of the page `uri` with links for the site."""
+    """The text of the page `uri` with links for the site, and as Python-Markdown reads it.
+
+    In a table GitHub needs `|` escaped in code, too, where Python-Markdown would show the backslash.
+    """
     folder = posixpath.dirname(source_of(uri))
 
     def link(found: re.Match[str]) -> str:
@@ -54,15 +62,34 @@ def rewritten(markdown: str, uri: str, repository: str | None = None) -> str:
         target = target_of(source, uri, repository)
         if target is not None:
             return f"{picture}[{text}]({target}{heading})"
-        code = f"`{source}`"
-        says_it = text.strip("`").rstrip("/") in (source, path, Path(source).name)
-        return code if says_it else f"{text} ({code})"
+        code, name = f"`{source}`{{.path}}", text.strip("`").rstrip("/")
+        if name == path or any(f"/{each}".endswith(f"/{name}") for each in (source, source.removesuffix("/README.md"))):
+            return code
+        before = found.string[: found.start()].rpartition("\n\n")[2]
+        return f"{text}: {code}" if before.count("(") > before.count(")") else f"{text} ({code})"
+
+    def rest(text: str) -> str:
+        pieces = CODE.split(LINK.sub(link, text))
+        return "".join(p.replace(r"\|", "|") if p[:1] == "`" else UNIT.sub("\N{NO-BREAK SPACE}", p) for p in pieces)
 
     parts, at = [], 0
     for block in FENCED.finditer(markdown):
-        parts += [LINK.sub(link, markdown[at : block.start()]), block[0]]
+        parts += [rest(markdown[at : block.start()]), block[0]]
         at = block.end()
-    return "".join([*parts, LINK.sub(link, markdown[at:])])
+    return "".join([*parts, rest(markdown[at:])])
+
+
+def public_name(path: str) -> str:
+    """The name by which one imports what is defined as `path`: the shortest, through the packages it lies in."""
+    module, _, name = path.rpartition(".")
+    defined, parts = getattr(import_module(module), name), module.split(".")
+    packages = (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
+    return next(f"{each}.{name}" for each in packages if getattr(import_module(each), name, None) is defined)
+
+
+def with_public_names(markdown: str) -> str:
+    """A page of the reference with the public names as headings."""
+    return REFERENCE.sub(lambda found: f"{found[0]}\n    options: {{heading: {public_name(found[1])}}}", markdown)
 
 
 def pictures_in(markdown: str, uri: str) -> set[str]:
@@ -84,5 +111,5 @@ def on_files(files: Any, config: Any, **_: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
-    """Rewrites the links of a page."""
-    return rewritten(markdown, page.file.src_uri, config.repo_url)
+    """Rewrites the links and headings of a page."""
+    return with_public_names(rewritten(markdown, page.file.src_uri, config.repo_url))

@@ -28,11 +28,11 @@ def causal(q_len: int, k_len: int | None = None, *, offset: int | None = None, b
 
     `q_len`, `k_len` in tokens (`k_len` defaults to `q_len`), `offset` and `block` in tokens.
 
-        k →
-      q X . . .
-      ↓ X X . .
-        X X X .
-        X X X X
+          k →
+        q X . . .
+        ↓ X X . .
+          X X X .
+          X X X X
 
     >>> causal(2, 4, block=16).to_dense()[0, 0].int().tolist()
     [[1, 1, 1, 0], [1, 1, 1, 1]]

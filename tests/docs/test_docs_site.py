@@ -29,8 +29,12 @@ def hooks():
         ("models/pytorch.md", "[a](../../../CONTRIBUTING.md)", "[a](../contributing.md)"),
         ("patterns/define.md", "[a](../../../masks/README.md#conventions)", "[a](catalogue.md#conventions)"),
         ("patterns/catalogue.md", "![a](gallery.png)", "![a](../pictures/masks/gallery.png)"),
-        ("contributing.md", "[`masks/`](masks)", "`masks`"),
-        ("results.md", "[the run](../../experiments/results/README.md)", "the run (`experiments/results/README.md`)"),
+        ("contributing.md", "[`masks/`](masks)", "`masks`{.path}"),
+        ("faq.md", "[lm](../../experiments/lm/README.md)", "`experiments/lm/README.md`{.path}"),
+        ("results.md", "[a run](../../experiments/results/a.md)", "a run (`experiments/results/a.md`{.path})"),
+        ("results.md", "(H200, [run](../../masks/a.md))", "(H200, run: `masks/a.md`{.path})"),
+        ("results.md", "| `a \\| b` \\| c |", "| `a | b` \\| c |"),
+        ("results.md", "`1 s`: 16 s, 5 % of 3 steps", "`1 s`: 16\N{NO-BREAK SPACE}s, 5\N{NO-BREAK SPACE}% of 3 steps"),
         ("index.md", "[a](https://example.org/x)", "[a](https://example.org/x)"),
         ("index.md", "```\\n[a](../../README.md)\\n```", "```\\n[a](../../README.md)\\n```"),
     ],
@@ -44,6 +48,16 @@ def test_links_lead_to_the_repository_if_it_has_an_address(hooks):
     assert hooks.rewritten(text, "results.md", "https://example.org/r/") == (
         "[the run](https://example.org/r/blob/main/experiments/results/README.md)"
     )
+
+
+def test_headings_of_the_reference_are_the_names_that_one_imports(hooks):
+    text = "# a\n\n::: sparseflash.attention.attention\n\n::: sparseflash.masks.sparse_transformer.fixed\n"
+    assert hooks.with_public_names(text) == (
+        "# a\n\n::: sparseflash.attention.attention\n    options: {heading: sparseflash.attention}\n\n"
+        "::: sparseflash.masks.sparse_transformer.fixed\n    options: {heading: sparseflash.masks.fixed}\n"
+    )
+    assert hooks.public_name("sparseflash.distributed.attention.attention") == "sparseflash.distributed.attention"
+    assert hooks.public_name("sparseflash.analysis.lint.lint") == "sparseflash.analysis.lint"
 
 
 def test_doctests_in_docstrings_become_code():
