@@ -14,6 +14,7 @@ from sparseflash.backends.triton.hopper.changed import examples_of, flags_of, nu
 from sparseflash.backends.triton.hopper.choices import described_choice
 from sparseflash.backends.triton.hopper.configs import BLOCK, GROUPS, ROWS, config_for
 from sparseflash.backends.triton.hopper.descriptors import as_read, described_as, read_as
+from sparseflash.backends.triton.hopper.dynamic_plan import dynamic_forward_plan
 from sparseflash.backends.triton.hopper.forward import forward_kernel
 from sparseflash.backends.triton.hopper.plan import ITEM_COUNT, forward_plan
 from sparseflash.backends.triton.launcher import BoundLaunch, Launch
@@ -142,13 +143,15 @@ def planned_forward(plan: Plan, programs: int) -> Worklist:
     """What the forward walks, from the plan's cache."""
 
     def make() -> Worklist:
+        if not plan.lists.reusable:
+            return dynamic_forward_plan(plan.worklist(0, BLOCK[0]))
         lists = plan.lists.get(0, Tiling(*BLOCK))
         lists.ready.wait()
         pattern, (q_len, k_len) = plan.pattern, plan.lists.tokens
         if plan.lists.pattern is not None:
             pattern = plan.lists.pattern.expand(plan.pattern.shape)
         pattern = pattern.to(lists.index.device)
-        made = forward_plan(lists, pattern, q_len, k_len, programs=programs, may_wait=plan.lists.reusable)
+        made = forward_plan(lists, pattern, q_len, k_len, programs=programs)
         return made.to(plan.device)
 
     return once(plan.derived, ("hopper forward", programs), make)

@@ -61,17 +61,16 @@ ITEM_COUNT = place(ForwardItem, "count")
 ITEM_BLOCK = place(ForwardItem, "block")
 ITEM_TILE = place(ForwardItem, "tile")
 ITEM_PART = place(ForwardItem, "part")
+ITEM_UNUSED = place(ForwardItem, "unused")
 
 
-def forward_plan(
-    lists: TileLists, pattern: Tensor, q_len: int, k_len: int, *, programs: int, may_wait: bool
-) -> Worklist:
+def forward_plan(lists: TileLists, pattern: Tensor, q_len: int, k_len: int, *, programs: int) -> Worklist:
     """The plan for `pattern [B, Hq]`, with items `[W, ITEM]`.
 
     A row without tiles has one of which no score is live, tile number -1.
 
-    programs: how many run at a time, on which only the order depends. may_wait: the host may wait for the device,
-    once, where rows may have to be cut.
+    programs: how many run at a time, on which only the order depends. The host waits for the device, once, where rows
+    may have to be cut.
     """
     batch, heads = pattern.shape
     rows = -(-q_len // lists.tiling.held)
@@ -82,7 +81,7 @@ def forward_plan(
     start = lists.start[row]
     items = Items(number, start, lists.full[row], lists.count[row], torch.zeros_like(start))
     parts, merged = 0, None
-    if may_wait and -(-k_len // lists.tiling.streamed) > RULE.worth * RULE.chunk:
+    if -(-k_len // lists.tiling.streamed) > RULE.worth * RULE.chunk:
         chunks = _chunks(lists.count, rows)[row.view(-1)]
         total, cut = torch.stack([chunks.sum(), (chunks > 1).sum()]).tolist()
         if cut:

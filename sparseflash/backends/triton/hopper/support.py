@@ -35,8 +35,12 @@ def refuses(request: Request) -> str | None:
         return f"of changes of scores they know {', '.join(KINDS)}; got {', '.join(unknown)}"
     if unknown := [kind for kind in request.learned if kind not in LEARNED]:
         return f"of changes of scores they give gradients to {', '.join(LEARNED)}; got {', '.join(unknown)}"
-    if request.dynamic:
-        return "they take no masks that are made at every step, whose plans would cost more than they save"
+    if request.dynamic and request.backward:
+        return "their backward takes no masks that are made at every step, because its plan waits for the device"
+    if request.dynamic and request.block != BLOCK:
+        return "of a mask that is made at every step they take blocks of {} x {}; got {} x {}".format(
+            *BLOCK, *request.block
+        )
     if is_interpreted():
         return "they are written in Gluon, which Triton's interpreter cannot run"
     if triton_version() not in TRITON_VERSIONS:

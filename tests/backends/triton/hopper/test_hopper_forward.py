@@ -1,5 +1,6 @@
 """The forward for Hopper, run from its own source by our interpreter: exact, and no interleaving makes it hang."""
 
+from dataclasses import replace
 from functools import partial
 from unittest import mock
 
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from missing_lines import assert_noticed, synchronising_lines, without
 
+from dynamic_masks import Loosened
 from sparseflash import BlockMask
 from sparseflash.backends import reference
 from sparseflash.backends.triton.hopper import forward as forward_module
@@ -25,6 +27,13 @@ RULES = st.sampled_from([plan.RULE, CUT, CUT._replace(chunk=2), CUT._replace(chu
 def test_exact_whatever_the_mask_and_the_interleaving(problem, seed, programs, rule):
     got = run(problem, programs=programs, seed=seed, rule=rule)
     assert_exact(problem, got)
+
+
+@given(drawn(blocks=(128,)), SEEDS, SEEDS, st.integers(1, 4))
+def test_exact_under_masks_made_at_every_step(problem, of_arrays, seed, programs):
+    problem = replace(problem, recipe=Loosened(problem.recipe, of_arrays))
+    assert problem.recipe.mask().dynamic
+    assert_exact(problem, run(problem, programs=programs, seed=seed))
 
 
 @pytest.mark.parametrize(

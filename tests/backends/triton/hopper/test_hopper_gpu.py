@@ -9,7 +9,7 @@ from exactness import LARGE_SCORES, check, check_weights_of_one, gradients_by
 from plans import plan
 from scored import Scored
 from scored import check as check_changed
-from sparseflash import BlockMask, attention, masks, scores, testing
+from sparseflash import BlockMask, attention, explain, masks, scores, testing
 from sparseflash.backends.triton.hopper import backward_pass
 from sparseflash.backends.triton.hopper.configs import HEAD_DIMS
 from sparseflash.backends.triton.hopper.plan import programs_of
@@ -157,6 +157,29 @@ def test_a_recorded_launch_gives_the_same_bits_at_every_replay():
     for _ in range(20):
         graph.replay()
         assert all(map(torch.equal, recorded, first))
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_a_choice_made_at_every_step_has_the_bits_of_a_mask_made_once(dim):
+    q, k, v, _, _ = inputs(1, 4, 8192, dim)
+    scores = torch.rand(1, 4, 64, 64, device="cuda")
+
+    def step():
+        mask = masks.top_k_blocks(scores, k=8, q_len=8192, block=128, causal=True, local_blocks=1)
+        return mask, attention(q, k, v, mask, return_lse=True)
+
+    mask, _ = step()  # loads the kernels
+    assert explain(q, k, v, mask).forward.family == "hopper"
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        mask, recorded = step()
+    for seed in range(3):
+        scores.copy_(torch.rand(1, 4, 64, 64, generator=torch.Generator().manual_seed(seed)))
+        graph.replay()
+        once = BlockMask.from_dense(mask.to_dense(), block=128)
+        for out, lse in (recorded, step()[1]):
+            wanted = attention(q, k, v, once, return_lse=True, backend="hopper")
+            assert torch.equal(out, wanted[0]) and torch.equal(lse, wanted[1])
 
 
 def test_long_sequences_of_few_tiles_are_exact():

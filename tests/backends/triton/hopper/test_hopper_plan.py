@@ -9,24 +9,29 @@ from hopper_layouts import LAYOUTS, mask_of
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dynamic_masks import made_dynamic
+from plans import plan as plan_for
 from sparseflash import BlockMask, masks
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton import api
 from sparseflash.backends.triton.hopper import backward_plan, passes, plan
+from sparseflash.backends.triton.hopper.dynamic_plan import dynamic_forward_plan
 from sparseflash.backends.triton.hopper.plan import forward_plan, start_order
+from sparseflash.backends.triton.schedule import plan as planning
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.backends.triton.schedule.worklists import full_first
 from sparseflash.blockmask.cache import clear_caches
-from strategies import block_masks
+from strategies import SEEDS, block_masks
+from uninterpreted import python
 
 CUT = plan.Rule(far=0.0, chunk=2, worth=1.0)
 
 
-def planned(mask, batch, heads, *, programs=132, rule=plan.RULE, may_wait=True):
+def planned(mask, batch, heads, *, programs=132, rule=plan.RULE):
     with mock.patch.object(plan, "RULE", rule):
         lists = full_first(mask.indptr, mask.indices, mask.tile, mask.words, Tiling(mask.block_q, mask.block_k))
         pattern = mask.pattern.expand(batch, heads)
-        return forward_plan(lists, pattern, mask.q_len, mask.k_len, programs=programs, may_wait=may_wait)
+        return forward_plan(lists, pattern, mask.q_len, mask.k_len, programs=programs)
 
 
 def walked(made):
@@ -83,8 +88,45 @@ def test_rows_of_global_tokens_are_cut_and_rows_that_are_alike_are_not():
     assert planned(mask_of("butterfly"), 1, 1).parts == 0
 
 
-def test_without_asking_the_device_nothing_is_cut():
-    assert planned(mask_of("global"), 1, 1, may_wait=False).parts == 0
+@given(st.data(), SEEDS)
+def test_a_mask_made_at_every_step_is_walked_alike_but_never_cut(data, seed):
+    """Whatever its arrays are, by operations and by kernels."""
+    batch, heads = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 3))
+    mask = made_dynamic(data.draw(block_masks(most_tokens=200, blocks=(16, 32), batch=batch, heads=heads)), seed)
+    uncut = plan.RULE._replace(worth=float("inf"))
+    wanted = walked(planned(mask, batch, heads, rule=uncut))
+    for devices in ([], ["cpu"]):
+        with mock.patch.object(planning, "_DEVICES", devices):
+            clear_caches()
+            listed = plan_for(mask, batch, heads).worklist(0, mask.block_q)
+        made = dynamic_forward_plan(listed)
+        assert walked(made) == wanted and (made.parts, made.merged) == (0, None)
+        assert made.work[:, 0].tolist() == listed.work[:, 0, 0].tolist()
+        assert made.words is listed.words
+
+
+def test_the_kernel_that_plans_is_compiled_for_hopper_and_started_directly():
+    done = python(
+        "-c",
+        """
+from experiments.benchmarks.compile.without_gpu import compiling_for
+from sparseflash import masks
+from sparseflash.backends.problem import Problem
+from sparseflash.backends.triton.direct_start import parameters_of_compiled
+from sparseflash.backends.triton.hopper.dynamic_plan import dynamic_forward_plan
+from sparseflash.backends.triton.schedule.plan import plan_of
+import torch
+with compiling_for(90) as compiled:
+    for rows in (4, 300):
+        mask = masks.top_k_blocks(torch.rand(rows, rows), k=2, q_len=128 * rows, block=128)
+        dynamic_forward_plan(plan_of(Problem.of(mask, scale=1.0), (1, 2), 2, (128 * rows, 128 * rows)).worklist(0, 128))
+for name, kernel in compiled:
+    assert parameters_of_compiled(kernel, kernel.src.fn.arg_names) is not None
+print(*{name for name, _ in compiled}, len({kernel.hash for _, kernel in compiled}))
+""",
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["items_kernel", "1"]
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=200), st.integers(1, 40))
@@ -114,7 +156,7 @@ def test_too_many_items_are_refused():
     mask = BlockMask.dense(16, block=16)
     lists = full_first(mask.indptr, mask.indices, mask.tile, mask.words, Tiling(16, 16))
     with pytest.raises(ValueError, match=r"batch x heads x tiles must be below 2\^31; got 65536 x 32768 x 1"):
-        forward_plan(lists, mask.pattern.expand(65536, 32768), 16, 16, programs=132, may_wait=True)
+        forward_plan(lists, mask.pattern.expand(65536, 32768), 16, 16, programs=132)
 
 
 def prepared(mask, *, merges=False):

@@ -33,8 +33,10 @@ def test_half_precision_of_three_head_dims_is_taken(dim, dtype):
         ("they take head dims 64, 96 and 128, D = Dv; got D = 32 and Dv = 32", {"dims": (32, 32)}),
         ("they take head dims 64, 96 and 128, D = Dv; got D = 64 and Dv = 32", {"dims": (64, 32)}),
         ("they know no dropout", {"dropout": True}),
-        ("they take no masks that are made at every step, whose plans would cost more than they save",
-         {"dynamic": True}),
+        ("their backward takes no masks that are made at every step, because its plan waits for the device",
+         {"dynamic": True, "backward": True}),
+        ("of a mask that is made at every step they take blocks of 128 x 128; got 64 x 128",
+         {"dynamic": True, "block": (64, 128)}),
     ],
 )  # fmt: skip
 def test_the_reason_is_given(reason, change):
@@ -111,6 +113,15 @@ def test_each_pass_is_served_by_the_faster_kernels():
     assert (found.forward.family, found.backward.family) == ("portable", "portable")
     refusals = dict(explain(q, q, q, mask, capability=(8, 0)).backward.refusals)
     assert refusals == {"hopper": "they run on compute capability 9.0; got 8.0"}
+
+
+@pytest.mark.parametrize(("block", "families"), [(128, ("hopper", "portable")), (64, ("portable", "portable"))])
+def test_the_forward_of_a_mask_made_at_every_step_is_theirs_in_their_blocks(block, families):
+    q = torch.empty(1, 4, 4096, 128, dtype=torch.bfloat16, device="meta")
+    mask = masks.top_k_blocks(torch.rand(4096 // block, 4096 // block), k=4, q_len=4096, block=block)
+    found = explain(q, q, q, mask, capability=(9, 0))
+    assert (found.forward.family, found.backward.family) == families
+    assert found.kernels[0].tiles == 4 * 4 * 4096 // block
 
 
 @pytest.mark.parametrize("dim", [64, 96, 128])
