@@ -204,13 +204,17 @@ def _of_kernel(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def planned_backward(plan: Plan, programs: int) -> BackwardPlan:
-    """What the backward walks, from the plan's cache. Waits for the device, once."""
+    """What the backward walks, from the plan's cache. Waits for the device, once, unless the mask is made at every
+    step.
+    """
 
     def make() -> BackwardPlan:
         lists = plan.lists.get(1, Tiling(*reversed(BLOCK))).to(plan.device)  # small masks are planned on the host
         lists.ready.wait()
         by_kernels = plan.device.type == "cuda" and fused_plan.can_plan(lists, plan.pattern, programs)
         make_plan = fused_plan.backward_plan if by_kernels else backward_plan
-        return make_plan(lists, plan.pattern, plan.kv_heads, *plan.lists.tokens, programs=programs)
+        return make_plan(
+            lists, plan.pattern, plan.kv_heads, *plan.lists.tokens, programs=programs, may_wait=plan.lists.reusable
+        )
 
     return once(plan.derived, ("hopper backward", programs), make)

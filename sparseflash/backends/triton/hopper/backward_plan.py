@@ -10,6 +10,9 @@ before the kernel runs, in three steps, each a function of what came before:
 3. The additions to a tile of queries are ordered by time, those of the same time by the number of the program. A tile
    with more of them than others has several chains, which take them in turn.
 
+The plan of a mask that is made at every step waits for no number from the device. So it has room for as many entries
+and chains as there may be, cuts no item, has one chain for a tile and walks all columns in the first of the orders.
+
 That nothing can wait for ever needs no more of these times than that they increase along every program; see
 `backward.py`. How long additions have to wait depends on how near they are to the truth.
 
@@ -47,6 +50,7 @@ Ints = NDArray[np.int64]
 # as without any order, and 1.20 times with one chain a tile; random blocks 1.12 and 1.13, global tokens 1.05 and more.
 _SHORTEST_CHAIN = 16
 _LONG_CHAIN = 5  # quarters
+ONE_CHAIN = 2**31 - 1  # more additions than a tile can have
 # Rows are walked band by band, each in strides of so much of its rows; another order is taken if less than this share
 # of the entries meet.
 _STRIDE = 0.382
@@ -93,10 +97,10 @@ class BackwardPlan:
 
     start: Tensor  # int32 [programs + 1], the first item of each program
     work: Tensor  # int32 [W, ITEM]
-    entries: Tensor  # int32 [E, ENTRY]
+    entries: Tensor  # int32 [E, ENTRY], some perhaps unused
     chain: Tensor  # int32 [B * Hq * tiles + 1], the first chain of each tile of queries
     words: Tensor  # int32 [T, 128 * 4], the bits of the partial tiles, of every key its queries
-    chains: int
+    chains: int  # at least as many as there are
     merged: Tensor  # int32 [items that are cut, CUT_ITEM]
     parts: int  # of all of these
     made: ReadyEvent = field(init=False, repr=False, compare=False)
@@ -112,9 +116,11 @@ class BackwardPlan:
 
 
 def backward_plan(
-    lists: TileLists, pattern: Tensor, kv_heads: int, q_len: int, k_len: int, *, programs: int
+    lists: TileLists, pattern: Tensor, kv_heads: int, q_len: int, k_len: int, *, programs: int, may_wait: bool = True
 ) -> BackwardPlan:
-    """The plan for `pattern [B, Hq]`, on its device; `lists`: over columns."""
+    """The plan for `pattern [B, Hq]`, on its device; `lists`: over columns. may_wait: whether the mask is not made at
+    every step. (What is written here waits in any case.)
+    """
     device, (batch, heads) = pattern.device, pattern.shape
     group = heads // kv_heads
     rows, columns = -(-q_len // lists.tiling.streamed), -(-k_len // lists.tiling.held)
@@ -122,8 +128,10 @@ def backward_plan(
     list_of = (pattern.long().view(-1, 1, group) * columns + column.unsqueeze(1)).view(-1, group)  # of every item
     counts, index = lists.count.long(), lists.index.long()
     walked, walk_start = walks(lists.start.long(), counts, index, rows, columns)
-    parts, merged = cuts.cut(walk_start[list_of], counts[list_of], programs)
+    parts, merged = cuts.cut(walk_start[list_of], counts[list_of], programs, cuts.RULE if may_wait else cuts.NEVER)
     items = _dealt(parts.size.sum(1).cpu().numpy(), programs)
+    if not may_wait:  # as many programs as there are, some perhaps without an item
+        items = items._replace(start=np.pad(items.start, (0, programs + 1 - len(items.start)), mode="edge"))
     arrays = [torch.from_numpy(x).int() for x in items]
     *of_items, start = to_device(arrays, device)
     sequence, size, first, program, time = (x.long() for x in of_items)
@@ -136,17 +144,19 @@ def backward_plan(
     kv_head = number[of_list // group] // columns
     head = kv_head // kv_heads * heads + kv_head % kv_heads * group + of_list % group
     at = walk_start.view(-1)[of_list] + place
-    source = best_of(walked[:, at], index, head, time, rows, batch * heads)
+    source = best_of(walked[:, at], index, head, time, rows, batch * heads) if may_wait else walked[0, at]
     row = head * rows + index[source]
-    chain, rank, chains = chained(row, time, program, rows, batch * heads * rows, items.programs)
+    tiles = batch * heads * rows
+    chain, rank, chains = chained(
+        row, time, program, rows, tiles, items.programs, _SHORTEST_CHAIN if may_wait else ONE_CHAIN
+    )
 
     first_key = number % columns * lists.tiling.held
     work = torch.stack(BackwardItem(number // columns, first_key, first, size, parts.part[sequence, 0]), dim=1)
     entries = torch.stack(Entry(row, lists.tile[source], chain, rank), dim=1)
     parts_cut = int(merged[:, CUT_PARTS.value].sum())
-    return BackwardPlan(
-        start, work.int(), entries.int(), chains.int(), _by_key(lists), int(chains[-1]), merged, parts_cut
-    )
+    most = int(chains[-1]) if may_wait else tiles
+    return BackwardPlan(start, work.int(), entries.int(), chains.int(), _by_key(lists), most, merged, parts_cut)
 
 
 class _Items(NamedTuple):
@@ -258,16 +268,16 @@ def best_of(orders: Tensor, index: Tensor, head: Tensor, time: Tensor, rows: int
 
 
 def chained(
-    row: Tensor, time: Tensor, program: Tensor, rows: int, tiles: int, programs: int
+    row: Tensor, time: Tensor, program: Tensor, rows: int, tiles: int, programs: int, shortest: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The chain of each addition to one of `tiles` tiles of queries and its rank there; and each tile's first chain.
 
-    `rows`: how many of the tiles are those of one head.
+    rows: how many of the tiles are those of one head. shortest: of a tile with several chains.
     """
     made = torch.zeros(tiles, dtype=torch.int64, device=row.device).index_add_(0, row, torch.ones_like(row))
     of_head = made.view(-1, rows)
     live = (of_head > 0).sum(1, keepdim=True).clamp(min=1)
-    longest = ((of_head.sum(1, keepdim=True) * _LONG_CHAIN + 4 * live - 1) // (4 * live)).clamp(min=_SHORTEST_CHAIN)
+    longest = ((of_head.sum(1, keepdim=True) * _LONG_CHAIN + 4 * live - 1) // (4 * live)).clamp(min=shortest)
     chains = ((of_head + longest - 1) // longest).view(-1)
     first_chain = torch.cat([chains.new_zeros(1), chains.cumsum(0)])
     span = time.max() + 1 if len(time) else 1

@@ -50,10 +50,10 @@ RULE = Rule()
 NEVER = Rule(shortest=1 << 30)
 
 
-def parts_of(sizes: Tensor, programs: int) -> Tensor:
+def parts_of(sizes: Tensor, programs: int, rule: Rule) -> Tensor:
     """Into how many parts each of the items of these `sizes`, in entries, is cut: int64, 1 where it is not.
 
-    >>> parts_of(torch.tensor([400] + 100 * [8]), programs=10).tolist()[:3]
+    >>> parts_of(torch.tensor([400] + 100 * [8]), 10, RULE).tolist()[:3]
     [13, 1, 1]
     """
     sizes = sizes.long()
@@ -61,20 +61,20 @@ def parts_of(sizes: Tensor, programs: int) -> Tensor:
         return sizes
     total, items = int(sizes.sum()), len(sizes)
     mean = -(-(total + items) // programs)
-    longest = max(-(-mean // RULE.parts), RULE.shortest)
-    is_far = int(sizes.max()) * items > RULE.far * total
-    least = mean * (RULE.worth if is_far else RULE.worth_alike)
+    longest = max(-(-mean // rule.parts), rule.shortest)
+    is_far = int(sizes.max()) * items > rule.far * total
+    least = mean * (rule.worth if is_far else rule.worth_alike)
     is_cut = (4 * sizes > least) & (2 * sizes > 3 * longest)
     return torch.where(is_cut, -(-sizes // longest), 1)
 
 
-def cut(start: Tensor, size: Tensor, programs: int) -> tuple[Items, Tensor]:
+def cut(start: Tensor, size: Tensor, programs: int, rule: Rule) -> tuple[Items, Tensor]:
     """All items with those that are too long in parts; and the items that are cut, as `cut_items` returns them.
 
     start, size: int64 `[W, group]`, of the lists of each item.
     """
     number = torch.arange(len(size), device=size.device).unsqueeze(1)
-    parts = parts_of(size.sum(1).cpu(), programs)
+    parts = parts_of(size.sum(1).cpu(), programs, rule)
     chosen = Cuts(parts.to(size.device), int(parts.sum()), int((parts > 1).sum()))
     return cut_items(Items(number, start, size, size, torch.zeros_like(number)), chosen)
 

@@ -131,7 +131,8 @@ def key_kernel(size_ptr, total_ptr, key_ptr, programs, room, AT_ONCE: tl.constex
 
 
 @triton.jit(
-    do_not_specialize=["programs", "room"], do_not_specialize_on_alignment=["size_ptr", "entry_ptr", "chain_ptr"]
+    do_not_specialize=["programs", "room"],
+    do_not_specialize_on_alignment=["size_ptr", "entry_ptr", "chain_ptr", "given_ptr"],
 )
 def deal_kernel(
     order_ptr, size_ptr,  # int64, int32 [room]

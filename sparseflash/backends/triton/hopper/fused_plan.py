@@ -2,7 +2,8 @@
 
 Written with PyTorch's operations, a plan is 215 operations, for each of which the host takes 6 to 10 us, three of them
 sorts of entries, and a loop on the host. Here it is eleven launches, a sort of the items and four small operations of
-PyTorch. The host waits once, for the numbers of entries and chains and for the end of the timeline.
+PyTorch. The host waits once, for the numbers of entries and chains and for the end of the timeline; or, for a mask that
+is made at every step, not at all, in nine launches.
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ def can_plan(lists: TileLists, pattern: Tensor, programs: int) -> bool:
 
 
 def backward_plan(
-    lists: TileLists, pattern: Tensor, kv_heads: int, q_len: int, k_len: int, *, programs: int
+    lists: TileLists, pattern: Tensor, kv_heads: int, q_len: int, k_len: int, *, programs: int, may_wait: bool = True
 ) -> BackwardPlan:
-    """The plan for `pattern [B, Hq]`, on its device; `lists`: over columns."""
+    """The plan for `pattern [B, Hq]`, on its device; `lists`: over columns. may_wait: the host may wait for the device,
+    once. Otherwise the plan has room for as many entries as any heads with patterns of the mask can have.
+    """
     device, (batch, query_heads) = pattern.device, pattern.shape
     keys, queries, _ = lists.tiling
     rows, columns = -(-q_len // queries), -(-k_len // keys)
@@ -49,23 +52,24 @@ def backward_plan(
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    counted, cursor, meeting = torch.zeros(
-        len(lists.count) // columns * rows + tiles + _ORDERS * heads, dtype=torch.int32, device=device
-    ).split([len(lists.count) // columns * rows, tiles, _ORDERS * heads])
+    # Some programs may have nothing, where there are more than items.
+    sizes = len(lists.count) // columns * rows, tiles, _ORDERS * heads, 2 * (programs + 1)
+    counted, cursor, meeting, given = torch.zeros(sum(sizes), dtype=torch.int32, device=device).split(sizes)
     kernels.count_rows.start(len(lists.count), lists.start, lists.count, lists.index, counted, rows, columns)
     made = empty(2, tiles + 1)
     kernels.chain.start(
-        heads, pattern, counted, made, *pattern.stride(), query_heads, rows, tiles, reference._SHORTEST_CHAIN,
-        reference._LONG_CHAIN,
+        heads, pattern, counted, made, *pattern.stride(), query_heads, rows, tiles,
+        reference._SHORTEST_CHAIN if may_wait else reference.ONE_CHAIN, reference._LONG_CHAIN,
     )  # fmt: skip
     made = made.cumsum(1, dtype=torch.int32)
 
     size, first, merged = empty(items), empty(2, items + 1), empty(items, CUT_ITEM.value)
     part_size, key = empty(2, room).unbind()
-    dealt, total, given = empty(3, room), empty(6), empty(2, programs + 1)
+    dealt, total, given = empty(3, room), empty(6), given.view(2, -1)
+    rule = cuts.RULE if may_wait else cuts.NEVER
     place = (*pattern.stride(), kv_heads, columns, group)
     kernels.size.start(-(-items // _AT_ONCE), pattern, lists.count, size, *place, items, _AT_ONCE)
-    kernels.cut.start(1, size, first, part_size, merged, total, items, programs, *cuts.RULE, _AT_ONCE)
+    kernels.cut.start(1, size, first, part_size, merged, total, items, programs, *rule, _AT_ONCE)
     kernels.key.start(1, part_size, total, key, programs, room, _AT_ONCE)
     order = torch.sort(key, stable=True).indices
     kernels.deal.start(
@@ -76,15 +80,18 @@ def backward_plan(
     distinct = lists.words.numel() // (queries * words_per_row(keys))
     words = empty(distinct * keys * words_per_row(queries))
     kernels.transpose.start(distinct * words_per_row(queries), lists.words, words, queries, keys)
-    parts, parts_cut, cut, entries, chains, span = total.tolist()  # the only time that the host waits
-
-    programs = min(programs, parts)
-    cells = torch.full((_ORDERS, span, programs), -1, dtype=torch.int32, device=device)
     walked = pattern, lists.start, lists.count, lists.index
     band = reference.band_of(rows)
     place += (rows, band, reference.stride_of(band), room)
-    kernels.timeline.start(items * group, *walked, size, first, dealt, cells, *place, span, programs)
-    kernels.meet.start(span, cells, meeting, rows, heads, span, programs, lanes)
+    if may_wait:
+        parts, parts_cut, cut, entries, chains, span = total.tolist()  # the only time that the host waits
+        programs = min(programs, parts)
+        cells = torch.full((_ORDERS, span, programs), -1, dtype=torch.int32, device=device)
+        kernels.timeline.start(items * group, *walked, size, first, dealt, cells, *place, span, programs)
+        kernels.meet.start(span, cells, meeting, rows, heads, span, programs, lanes)
+    else:
+        parts, parts_cut, cut, chains = items, 0, 0, tiles
+        entries = heads * min(len(lists.index) - 1, rows * columns)
     work, listed = empty(parts, reference.ITEM.value), empty(entries, reference.ENTRY.value)
     moment, added = empty(entries, dtype=torch.int64), empty(entries)
     kernels.entry.start(

@@ -35,8 +35,6 @@ def refuses(request: Request) -> str | None:
         return f"of changes of scores they know {', '.join(KINDS)}; got {', '.join(unknown)}"
     if unknown := [kind for kind in request.learned if kind not in LEARNED]:
         return f"of changes of scores they give gradients to {', '.join(LEARNED)}; got {', '.join(unknown)}"
-    if request.dynamic and request.backward:
-        return "their backward takes no masks that are made at every step, because its plan waits for the device"
     if request.dynamic and request.block != BLOCK:
         return "of a mask that is made at every step they take blocks of {} x {}; got {} x {}".format(
             *BLOCK, *request.block
@@ -52,6 +50,8 @@ def refuses(request: Request) -> str | None:
 def yields(request: Request) -> str | None:
     """Why the portable kernels are as fast or faster; None if these are. See `LIMITS` for the measurement."""
     (q_len, k_len), backward = request.tokens, request.backward
+    if request.dynamic and backward:
+        return "their backward has not been measured with masks that are made at every step"
     if min(request.block) < min(BLOCK):
         return "the portable kernels read less, in blocks of {} x {}".format(*request.block)
     if request.lengths and backward:

@@ -1,6 +1,7 @@
 """The backward for Hopper, run from its own source by our interpreter: exact, the same bits whatever the interleaving,
 and no interleaving makes it hang."""
 
+from dataclasses import replace
 from functools import partial
 from unittest import mock
 
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from missing_lines import assert_noticed, synchronising_lines, without
 
+from dynamic_masks import Loosened
 from exactness import LARGE_SCORES, check_weights_of_one
 from sparseflash.backends.triton.hopper import backward as backward_module
 from sparseflash.backends.triton.hopper import backward_plan, cuts
@@ -25,6 +27,14 @@ RULES = st.sampled_from([cuts.RULE, PARTS, PARTS._replace(shortest=3)])
 @given(drawn(most_tokens=300), SEEDS, st.integers(1, 5), RULES)
 def test_exact_whatever_the_mask_the_cuts_and_the_interleaving(problem, seed, programs, cut):
     assert_exact(problem, run(problem, gradients=True, programs=programs, seed=seed, cut=cut))
+
+
+@settings(max_examples=settings().max_examples // 2)
+@given(drawn(most_tokens=300, blocks=(128,)), SEEDS, SEEDS, st.integers(1, 16))
+def test_exact_under_masks_made_at_every_step(problem, of_arrays, seed, programs):
+    """Also with more programs than items."""
+    problem = replace(problem, recipe=Loosened(problem.recipe, of_arrays))
+    assert_exact(problem, run(problem, gradients=True, programs=programs, seed=seed))
 
 
 @settings(max_examples=settings().max_examples // 3)

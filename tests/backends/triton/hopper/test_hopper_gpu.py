@@ -14,6 +14,7 @@ from sparseflash.backends.triton.hopper import backward_pass
 from sparseflash.backends.triton.hopper.configs import HEAD_DIMS
 from sparseflash.backends.triton.hopper.plan import programs_of
 from strategies import problems
+from waiting import assert_replays_as_called
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120, method="thread")]
 HALF = (torch.float16, torch.bfloat16)
@@ -159,27 +160,32 @@ def test_a_recorded_launch_gives_the_same_bits_at_every_replay():
         assert all(map(torch.equal, recorded, first))
 
 
+@pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("dim", HEAD_DIMS)
-def test_a_choice_made_at_every_step_has_the_bits_of_a_mask_made_once(dim):
-    q, k, v, _, _ = inputs(1, 4, 8192, dim)
-    scores = torch.rand(1, 4, 64, 64, device="cuda")
+def test_choices_made_at_every_step_have_the_bits_of_masks_made_once(dim, group):
+    """Forwards; backwards cut columns of a mask that is made once, and add in another order."""
+    q, k, v, dout, _ = inputs(1, 4, 8192, dim)
+    k, v = (x[:, ::group].detach().requires_grad_() for x in (k, v))
+    chosen = torch.rand(1, 4 // group, 64, 64, device="cuda")
+
+    def choice():
+        return masks.top_k_blocks(chosen, k=8, q_len=8192, block=128, causal=True, local_blocks=1, group=group)
 
     def step():
-        mask = masks.top_k_blocks(scores, k=8, q_len=8192, block=128, causal=True, local_blocks=1)
-        return mask, attention(q, k, v, mask, return_lse=True)
+        out, lse = attention(q, k, v, choice(), return_lse=True, backend="hopper")
+        return out, lse, *torch.autograd.grad(out, (q, k, v), dout)
 
-    mask, _ = step()  # loads the kernels
-    assert explain(q, k, v, mask).forward.family == "hopper"
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        mask, recorded = step()
-    for seed in range(3):
-        scores.copy_(torch.rand(1, 4, 64, 64, generator=torch.Generator().manual_seed(seed)))
-        graph.replay()
-        once = BlockMask.from_dense(mask.to_dense(), block=128)
-        for out, lse in (recorded, step()[1]):
-            wanted = attention(q, k, v, once, return_lse=True, backend="hopper")
-            assert torch.equal(out, wanted[0]) and torch.equal(lse, wanted[1])
+    assert explain(q, k, v, choice()).forward.family == "hopper"
+    draws = [torch.rand(chosen.shape, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    assert_replays_as_called(step, chosen.copy_, draws)
+    once = BlockMask.from_dense(choice().to_dense().cpu(), block=128).to("cuda")
+    for got, want in zip(step()[:2], attention(q, k, v, once, return_lse=True, backend="hopper"), strict=True):
+        assert torch.equal(got, want)
+
+    def layer(q, k, v):
+        return attention(q, k, v, choice(), return_lse=True, backend="hopper")
+
+    testing.assert_exact(layer, q, k, v, choice(), heads=1, blocks=8)
 
 
 def test_long_sequences_of_few_tiles_are_exact():
