@@ -1,5 +1,5 @@
 """FlashInfer (`flashinfer-python`), which is for inference: attention of chosen blocks, forward alone, and decoding.
-Written by the code of 0.7.2.post1; not run on a GPU yet.
+Written for 0.7.2.post1.
 
 Its wrappers plan a mask or a batch on the host and then run it many times. Functions here load the package and plan,
 and return the call that is to be timed.
