@@ -1,6 +1,7 @@
 """cuDNN's block-sparse attention (`nvidia-cudnn-frontend`, in the CuTe DSL): full tiles, in blocks of 64 or 128.
 
-Lists are `[B, H, M, longest row]`, so heads that share a mask have a copy each.
+Written for 1.32.0, whose backward takes D = 128 alone on Hopper. Lists are `[B, H, M, longest row]`, so heads that
+share a mask have a copy each.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """FlashInfer (`flashinfer-python`), which is for inference: attention of chosen blocks, forward alone, and decoding.
-Run on an H200 with 0.7.2.post1: its results agreed with ours.
+Written for 0.7.2.post1; on an H200 its results agreed with ours.
 
 Its wrappers plan a mask or a batch on the host and then run it many times. Functions here load the package and plan,
 and return the call that is to be timed.
