@@ -22,6 +22,7 @@ from experiments.benchmarks.speed.peers.runner import Unavailable, planned
 from experiments.benchmarks.timing import Timed, in_turns, recorded
 from experiments.training.clock import synchronize
 from sparseflash import BlockMask, attention
+from sparseflash.attention import Backend
 from sparseflash.grouped import selected_attention
 from sparseflash.interop import to_flex
 
@@ -126,10 +127,10 @@ def calls_of(case: Case, device: torch.device) -> dict[str, Call]:
     )
     wanted = tuple(x.requires_grad_() for x in (q, k, v))
 
-    def chosen() -> Tensor:
+    def chosen(backend: Backend | None = None) -> Tensor:
         if case.by_query:
             return selected_attention(q, k, v, index, span=case.block, causal=case.causal)
-        return attention(q, k, v, choice())
+        return attention(q, k, v, choice(), backend=backend)
 
     def dense() -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=case.causal, enable_gqa=group > 1)
@@ -146,6 +147,7 @@ def calls_of(case: Case, device: torch.device) -> dict[str, Call]:
     add(ours, chosen, live)
     add("SDPA, dense", dense, case.heads * case.tokens**2 // (2 if case.causal else 1), is_peer=True)
     if case.peers and device.type == "cuda":
+        add(f"{ours}, Hopper's kernels", partial(chosen, "hopper"), live, like=ours, is_peer=True)
         for name, plan in peers_of(case, choice(), q, k, v).items():
             add(f"{name}, blocks known", planned(plan), live, like=ours, is_peer=True)
     return found
@@ -157,7 +159,9 @@ def peers_of(
     """By name: what makes a peer's call with the blocks of a choice known."""
     by_head = partial(flashinfer.masks_of_heads, mask, q.detach(), k.detach(), v.detach(), causal=case.causal)
     as_rows = partial(flashinfer.heads_as_rows, *by_head.args, **by_head.keywords)
-    found = {
+    found: dict[str, Callable[[], Callable[[], Tensor]]] = {
+        "sparseflash": lambda: partial(attention, q, k, v, mask),
+        "sparseflash, Hopper's kernels": lambda: partial(attention, q, k, v, mask, backend="hopper"),
         "FlexAttention": partial(_flex_attention, case, mask, q, k, v),
         "FlashAttention-4": partial(_flash_attention_4, case, mask, q, k, v),
         "FlashInfer, a mask for each head": by_head,

@@ -9,6 +9,7 @@ May import the library and `speed`.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 from experiments.benchmarks.speed.peers.cudnn_block_sparse import cudnn_sparse
 from experiments.benchmarks.speed.peers.flashattention4 import fa4, fa4_deterministic
@@ -26,6 +27,8 @@ PEERS: dict[str, Peer] = {
     "sdpa-cudnn": sdpa_cudnn,
     "cudnn-sparse": cudnn_sparse,
     "sdpa": sdpa,
+    "ours-hopper": partial(ours, backend="hopper"),
+    "ours-portable": partial(ours, backend="triton"),
     "reference": reference,
 }
 DEFAULT_PEERS = {

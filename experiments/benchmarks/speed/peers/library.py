@@ -1,25 +1,29 @@
-"""sparseflash itself: the library's default backend for the device, and the dense reference."""
+"""sparseflash itself: the default kernels for the device, those asked for, and the dense reference."""
 
 from __future__ import annotations
+
+from functools import partial
 
 from experiments.benchmarks.speed.cases import Case
 from experiments.benchmarks.speed.patterns import Pattern, block_mask
 from experiments.benchmarks.speed.peers.runner import Inputs, Runner, Unavailable
 from sparseflash import attention
+from sparseflash.attention import Backend
 
 # The reference holds several N x N matrices for each head.
 REFERENCE_LIMIT = 4096  # tokens
 
 
-def ours(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
+def ours(case: Case, pattern: Pattern, inputs: Inputs, backend: Backend | None = None) -> Runner:
     """`attention` with the mask of the case, or `mask=None` if single dense calls are timed."""
+    call = partial(attention, backend=backend)
     if case.kind == "dense" and "call" in case.passes:
-        return Runner(attention, inputs)
+        return Runner(call, inputs)
     mask = block_mask(case.kind, case.length, case.block)
     if abs(mask.density - pattern.density) > 0.5 / case.length**2:
         raise ValueError(f"the mask must keep {pattern.kept} scores; got a density of {mask.density:.6%}.")
     mask = mask.to(inputs.q.device)
-    return Runner(lambda q, k, v: attention(q, k, v, mask), inputs)
+    return Runner(lambda q, k, v: call(q, k, v, mask), inputs)
 
 
 def reference(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:

@@ -10,10 +10,12 @@ from sparseflash.backends.triton.launcher import BoundLaunch
 
 
 def described_choice(
-    kernel: str, block: tuple[int, int], warps: int, stages: int, launch: BoundLaunch, tiles: Tensor, chunks: int
-) -> KernelChoice:
+    kernel: str, block: tuple[int, int], warps: int, stages: int, launch: BoundLaunch, tiles: Tensor, chunks: int,
+    walked: tuple[int, int] = BLOCK,
+) -> KernelChoice:  # fmt: skip
     """What `explain` says of a kernel. tiles: of each item that a program takes, or of each program."""
     return KernelChoice(
         kernel, *block, warps, stages, "half", "descriptors: some warps load and send while others multiply",
-        f"tiles of {BLOCK[0]} x {BLOCK[1]}: the only ones", launch.programs, int(tiles.sum()), int(tiles.max()), chunks,
+        f"tiles of {walked[0]} x {walked[1]}: the only ones", launch.programs, int(tiles.sum()), int(tiles.max()),
+        chunks,
     )  # fmt: skip

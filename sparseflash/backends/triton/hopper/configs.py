@@ -7,6 +7,7 @@ from typing import NamedTuple
 ROWS = 64  # queries of a warpgroup in the forward, which is what a matrix instruction takes
 GROUPS = 2  # warpgroups that multiply
 BLOCK = (GROUPS * ROWS, 128)  # queries and keys of a tile
+SMALL = (ROWS, 64)  # of masks in such blocks, in the forward
 HEAD_DIMS = (64, 96, 128)
 # Scores of -inf times a scale that is 0 in fp32 would be NaN. For smaller scales this is as good: 2 to the power of a
 # score of 1e9 times it is 1. (`attention` gives its kernels none below 1e-20.)
@@ -17,11 +18,18 @@ class Config(NamedTuple):
     """What the forward kernel takes besides its arguments."""
 
     dim: int  # of the tiles; what a head has less is zeros
-    stages: int  # of keys and values, 2 * 128 * dim numbers each
+    stages: int  # of keys and values of a stream, 2 * tile[1] * dim numbers each
+    tile: tuple[int, int] = BLOCK
+    streams: int = 1  # of items, each with its own warpgroups
     registers: int = 240  # a thread of the warpgroups
     loader_registers: int = 24
     # What each thread has when the kernel starts: 384 threads of 168 are all that there are.
     start_registers: int = 168
+
+    @property
+    def groups(self) -> int:
+        """The warpgroups that share an item."""
+        return self.tile[0] // ROWS
 
 
 class BackwardConfig(NamedTuple):
@@ -62,17 +70,29 @@ class Limits(NamedTuple):
 
 LIMITS = Limits()
 
-_CONFIGS = {64: Config(64, 4), 96: Config(128, 2), 128: Config(128, 2)}
+_CONFIGS = {
+    BLOCK: {64: Config(64, 4), 96: Config(128, 2), 128: Config(128, 2)},
+    SMALL: {64: Config(64, 4, SMALL, 2), 96: Config(128, 2, SMALL, 2), 128: Config(128, 2, SMALL, 2)},
+}
 _BACKWARD = {64: BackwardConfig(64, 128, 2, 2), 96: BackwardConfig(128, 64, 3, 2), 128: BackwardConfig(128, 64, 3, 2)}
 
 
-def config_for(head_dim: int) -> Config:
-    """The configuration of the forward for one of HEAD_DIMS.
+def config_for(head_dim: int, tile: tuple[int, int]) -> Config:
+    """The configuration of the forward for one of HEAD_DIMS, in the tiles that `tile_for` says.
 
-    >>> config_for(96).dim
+    >>> config_for(96, BLOCK).dim
     128
     """
-    return _CONFIGS[head_dim]
+    return _CONFIGS[tile][head_dim]
+
+
+def tile_for(block: tuple[int, int]) -> tuple[int, int]:
+    """The tiles that the forward walks of a mask in such blocks.
+
+    >>> tile_for((64, 64)), tile_for((32, 128))
+    ((64, 64), (128, 128))
+    """
+    return SMALL if block == SMALL else BLOCK
 
 
 def backward_config_for(head_dim: int) -> BackwardConfig:

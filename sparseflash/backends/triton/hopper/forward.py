@@ -12,6 +12,9 @@ Two orders in which the work is written down matter, both seen in the machine co
 - The sums are rescaled when the next scores are already being computed.
 
 The stream goes on for two steps after the last item, which load nothing, so that no step needs a condition.
+
+Of a mask in blocks of 64 x 64 an item is a tile of 64 queries, and a program runs two streams, each with a warp that
+loads and one warpgroup: neighbouring rows of blocks see other keys, so there is nothing for two warpgroups to share.
 """
 
 from triton.experimental import gluon
@@ -69,13 +72,13 @@ BLOCK = gl.constexpr(13)  # the number of the first tile
 
 
 @gluon.jit
-def next_item(counter_ptr, items):
-    """The number of an item that no other program has. Who takes the last number makes the counter ready for the next
-    launch: each program draws once for every item that it runs, so `items` numbers are drawn."""
+def next_item(counter_ptr, items, streams):
+    """The number of an item that no other of the streams has. Who takes the last number makes the counter ready for the
+    next launch: each stream draws once for every item that it runs, so `items` numbers are drawn."""
     drawn = gl.atomic_add(counter_ptr, 1, sem="relaxed", scope="gpu")
     if drawn == items - 1:
         gl.store(counter_ptr, 0)
-    return drawn + gl.num_programs(0)
+    return drawn + streams
 
 
 @gluon.jit
@@ -115,14 +118,14 @@ def loader(
     loads, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, HAS_LENGTHS: gl.constexpr,
 ):  # fmt: skip
     """Finds items, tells the others of them, and loads what they want: keys of a step, values of the step before."""
-    descriptors, tiles_s, record_s, bars, work_ptr, lists, lengths, counter_ptr, sizes = loads
+    descriptors, tiles_s, record_s, bars, work_ptr, lists, lengths, counter_ptr, sizes, stream, streams = loads
     index_ptr, tile_ptr = lists
     q_desc, k_desc, v_desc = descriptors
     q_s, k_s, v_s = tiles_s
     q_full, q_empty, k_full, v_full, kv_empty = bars
     items, heads, group, q_len, k_len, row_tiles = sizes
     number = gl.arange(0, RECORD, layout=LANES)
-    ticket = gl.program_id(0)
+    ticket = stream
     step = 0
     turn = 0
     v_batch, v_head, v_first = 0, 0, 0
@@ -133,7 +136,7 @@ def loader(
         full, count = gl.load(item_ptr + ITEM_FULL), gl.load(item_ptr + ITEM_COUNT)
         block, tile, part = gl.load(item_ptr + ITEM_BLOCK), gl.load(item_ptr + ITEM_TILE), gl.load(item_ptr + ITEM_PART)
         if is_item:
-            ticket = next_item(counter_ptr, items)
+            ticket = next_item(counter_ptr, items, streams)
         else:
             ticket = -1
         batch_head = item // row_tiles
@@ -295,7 +298,7 @@ def consumer(
     A_ROWS: gl.constexpr = gl.SliceLayout(1, A)
     # The layout S of [ROWS, BLOCK_N] as [ROWS, BLOCK_N // 32, 32], so that a thread has the words of its scores.
     BITS: gl.constexpr = gl.DistributedLinearLayout(
-        [[0, 1, 0], [0, 2, 0], [0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 0, 16]],
+        ([[0, 1, 0], [0, 2, 0]] if BLOCK_N == 128 else [[0, 1, 0]]) + [[0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 0, 16]],
         [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
         [[16, 0, 0], [32, 0, 0]],
         [],
@@ -437,6 +440,31 @@ def consumer(
     tma.store_wait(0)
 
 
+@gluon.jit
+def buffers(dtype: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr):
+    """The shared memory of a stream: queries, keys and values; outputs; records; and their barriers."""
+    TILE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
+    q_s = gl.allocate_shared_memory(dtype, [2 * GROUPS, ROWS, D], TILE_LAYOUT)
+    o_s = gl.allocate_shared_memory(dtype, [GROUPS, ROWS, D], TILE_LAYOUT)
+    k_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], TILE_LAYOUT)
+    v_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], TILE_LAYOUT)
+    record_s = gl.allocate_shared_memory(gl.int32, [RECORDS, RECORD], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [2 * GROUPS, 1], BAR)
+    q_empty = gl.allocate_shared_memory(gl.int64, [2 * GROUPS, 1], BAR)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    kv_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    for c in gl.static_range(2 * GROUPS):
+        mbarrier.init(q_full.index(c), count=2)  # the record, the queries
+        mbarrier.init(q_empty.index(c), count=1)
+    for c in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(c), count=1)
+        mbarrier.init(v_full.index(c), count=1)
+        mbarrier.init(kv_empty.index(c), count=GROUPS * 128)
+    return (q_s, k_s, v_s), o_s, record_s, (q_full, q_empty, k_full, v_full, kv_empty)
+
+
 # Sizes are not specialised: another length or number of heads compiles nothing.
 @gluon.jit(
     do_not_specialize=[
@@ -459,46 +487,47 @@ def forward_kernel(
     cap_scale, inverse_unit,  # scale / cap, if CHANGES has CAPPED; 1 / the unit of scores
     slopes_ptr, sink_ptr,  # [Hq], or None
     BLOCK_N: gl.constexpr,  # keys of a tile of the lists, whose queries are GROUPS * ROWS
-    D: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
+    D: gl.constexpr,
+    GROUPS: gl.constexpr, STREAMS: gl.constexpr,  # warpgroups that share an item, and how many run items of their own
+    STAGES: gl.constexpr,
     REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr, CHANGES: gl.constexpr,
 ):  # fmt: skip
     """out and lse of all items."""
-    gl.static_assert(GROUPS == 2, "two warpgroups")
+    gl.static_assert(GROUPS * STREAMS == 2, "two warpgroups")
     dtype: gl.constexpr = q_desc.dtype
     HAS_LENGTHS: gl.constexpr = lengths_ptr is not None
     HAS_PARTS: gl.constexpr = parts_ptr is not None
-    TILE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
-    q_s = gl.allocate_shared_memory(dtype, [2 * GROUPS, ROWS, D], TILE_LAYOUT)
-    o_s = gl.allocate_shared_memory(dtype, [GROUPS, ROWS, D], TILE_LAYOUT)
-    k_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], TILE_LAYOUT)
-    v_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], TILE_LAYOUT)
-    record_s = gl.allocate_shared_memory(gl.int32, [RECORDS, RECORD], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [2 * GROUPS, 1], BAR)
-    q_empty = gl.allocate_shared_memory(gl.int64, [2 * GROUPS, 1], BAR)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    kv_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    for c in gl.static_range(2 * GROUPS):
-        mbarrier.init(q_full.index(c), count=2)  # the record, the queries
-        mbarrier.init(q_empty.index(c), count=1)
-    for c in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(c), count=1)
-        mbarrier.init(v_full.index(c), count=1)
-        mbarrier.init(kv_empty.index(c), count=GROUPS * 128)
-    tiles_s, bars = (q_s, k_s, v_s), (q_full, q_empty, k_full, v_full, kv_empty)
+    descriptors = (q_desc, k_desc, v_desc)
     lengths = (lengths_ptr, lengths_stride)
     sizes = (items, heads, group, q_len, k_len, row_tiles)
     lists = (index_ptr, tile_ptr)
-    loads = ((q_desc, k_desc, v_desc), tiles_s, record_s, bars, work_ptr, lists, lengths, counter_ptr, sizes)
     changes = (cap_scale, inverse_unit, slopes_ptr, k_len - q_len, sink_ptr)
+    stream, streams = gl.program_id(0) * STREAMS, gl.num_programs(0) * STREAMS
+    tiles_s, o_s, record_s, bars = buffers(dtype, BLOCK_N, D, GROUPS, STAGES)
+    loads = (descriptors, tiles_s, record_s, bars, work_ptr, lists, lengths, counter_ptr, sizes, stream, streams)
     reads = (tiles_s, record_s, bars, lists, words_ptr, o_desc, o_s, lse_ptr, parts_ptr, qk_scale, q_len, changes)
-    gl.warp_specialize(
-        [
-            (consumer, (reads, 0, BLOCK_N, D, GROUPS, STAGES, HAS_LENGTHS, HAS_PARTS, CHANGES)),
-            (consumer, (reads, 1, BLOCK_N, D, GROUPS, STAGES, HAS_LENGTHS, HAS_PARTS, CHANGES)),
-            (loader, (loads, BLOCK_N, GROUPS, STAGES, HAS_LENGTHS)),
-        ],
-        [4, 1],
-        [REGISTERS, LOADER_REGISTERS],
-    )
+    if STREAMS == 1:
+        gl.warp_specialize(
+            [
+                (consumer, (reads, 0, BLOCK_N, D, GROUPS, STAGES, HAS_LENGTHS, HAS_PARTS, CHANGES)),
+                (consumer, (reads, 1, BLOCK_N, D, GROUPS, STAGES, HAS_LENGTHS, HAS_PARTS, CHANGES)),
+                (loader, (loads, BLOCK_N, GROUPS, STAGES, HAS_LENGTHS)),
+            ],
+            [4, 1],
+            [REGISTERS, LOADER_REGISTERS],
+        )
+    else:
+        tiles_s, o_s, record_s, bars = buffers(dtype, BLOCK_N, D, GROUPS, STAGES)
+        others = (tiles_s, record_s, bars, lists, words_ptr, o_desc, o_s, lse_ptr, parts_ptr, qk_scale, q_len, changes)
+        stream += 1
+        of_other = (descriptors, tiles_s, record_s, bars, work_ptr, lists, lengths, counter_ptr, sizes, stream, streams)
+        gl.warp_specialize(
+            [
+                (consumer, (reads, 0, BLOCK_N, D, GROUPS, STAGES, HAS_LENGTHS, HAS_PARTS, CHANGES)),
+                (consumer, (others, 0, BLOCK_N, D, GROUPS, STAGES, HAS_LENGTHS, HAS_PARTS, CHANGES)),
+                (loader, (loads, BLOCK_N, GROUPS, STAGES, HAS_LENGTHS)),
+                (loader, (of_other, BLOCK_N, GROUPS, STAGES, HAS_LENGTHS)),
+            ],
+            [4, 1, 1],
+            [REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS],
+        )

@@ -12,7 +12,7 @@ from sparseflash.backends.registration import empty_lse, empty_out
 from sparseflash.backends.triton.family import KernelChoice, Setting
 from sparseflash.backends.triton.hopper.changed import examples_of, flags_of, numbers_of, tensors_of
 from sparseflash.backends.triton.hopper.choices import described_choice
-from sparseflash.backends.triton.hopper.configs import BLOCK, GROUPS, ROWS, config_for
+from sparseflash.backends.triton.hopper.configs import ROWS, config_for, tile_for
 from sparseflash.backends.triton.hopper.descriptors import as_read, described_as, read_as
 from sparseflash.backends.triton.hopper.dynamic_plan import dynamic_forward_plan
 from sparseflash.backends.triton.hopper.forward import forward_kernel
@@ -43,20 +43,22 @@ class ForwardLayout:
         changes: Scores | None = None,
     ) -> None:  # fmt: skip
         """items: of the work. merges: whether some are chunks, whose results are merged."""
-        device, config = setting.plan.device, config_for(q.shape[-1])
+        device, config = setting.plan.device, config_for(q.shape[-1], tile_for(setting.block))
         (heads, q_len), (kv_heads, k_len) = q.shape[1:3], k.shape[1:3]
         out, lse = empty_out(like(q), like(v)), empty_lse(like(q))
         self.as_they_are = all(map(can_describe, (q, k, v)))
         self.out_is_as_q = torch.empty_like(like(q)).stride() == out.stride()
         self.an_lse = one_number_of(lse, device)
-        self.stages, self.part = config.stages, BLOCK[0] * (config.dim + 2)
+        self.config, (queries, keys) = config, config.tile
+        self.part = queries * (config.dim + 2)
         numbers: dict[str, Any] = {
             **numbers_of(changes, scale), "items": items, "heads": heads, "group": heads // kv_heads,
-            "q_len": q_len, "k_len": k_len, "row_tiles": -(-q_len // BLOCK[0]), "lengths_stride": 0,
+            "q_len": q_len, "k_len": k_len, "row_tiles": -(-q_len // queries), "lengths_stride": 0,
         }  # fmt: skip
         constants = {
-            "BLOCK_N": BLOCK[1], "D": config.dim, "GROUPS": GROUPS, "STAGES": config.stages,
-            "REGISTERS": config.registers, "LOADER_REGISTERS": config.loader_registers, "CHANGES": flags_of(changes),
+            "BLOCK_N": keys, "D": config.dim, "GROUPS": config.groups, "STREAMS": config.streams,
+            "STAGES": config.stages, "REGISTERS": config.registers, "LOADER_REGISTERS": config.loader_registers,
+            "CHANGES": flags_of(changes),
         }  # fmt: skip
         tiles = {"q_desc": read_as(q), "k_desc": read_as(k), "v_desc": read_as(v), "o_desc": out}
         examples: dict[str, Any] = {**tiles, "lse_ptr": lse, "counter_ptr": _SOME_COUNTERS[:1]}
@@ -65,7 +67,7 @@ class ForwardLayout:
         examples |= of_call(SOME_LENGTHS if setting.lengths else None)
         if merges:
             examples["parts_ptr"] = SOME_PARTS
-        tokens = {"q_desc": ROWS, "k_desc": BLOCK[1], "v_desc": BLOCK[1], "o_desc": ROWS}
+        tokens = {"q_desc": ROWS, "k_desc": keys, "v_desc": keys, "o_desc": ROWS}
         described = {name: described_as(x, tokens[name], config.dim) for name, x in tiles.items()}
         self.launch = launch_of(
             forward_kernel, constants, numbers, examples, device, described,
@@ -76,15 +78,15 @@ class ForwardLayout:
         if merges:
             sink = {name: x for name, x in changed.items() if name == "sink_ptr"}
             written = {"out_ptr": out, "lse_ptr": lse, **sink}
-            self.combine = self._combining(setting, numbers, scale, config.dim, written)
+            self.combine = self._combining(setting, numbers, scale, written)
 
     def _combining(
-        self, setting: Setting, numbers: Mapping[str, Any], scale: float, dim: int, examples: Mapping[str, Any]
+        self, setting: Setting, numbers: Mapping[str, Any], scale: float, examples: Mapping[str, Any]
     ) -> Launch:
         out = examples["out_ptr"]
         constants = {
-            "DV": out.shape[-1], "PADDED_DV": dim, "BLOCK_M": BLOCK[0], "TOKENS": TOKENS_TO_COMBINE, "DROPOUT": False,
-            "KEEP": False,
+            "DV": out.shape[-1], "PADDED_DV": self.config.dim, "BLOCK_M": self.config.tile[0],
+            "TOKENS": TOKENS_TO_COMBINE, "DROPOUT": False, "KEEP": False,
         }  # fmt: skip
         by_name = {
             **numbers, "lengths_offset": 0, "amplification": 1.0, "scale": scale, "out_strides": strides_of(out),
@@ -100,12 +102,12 @@ class Forward:
     def __init__(self, layout: ForwardLayout, plan: Worklist, programs: int) -> None:
         self.layout, self.plan = layout, plan
         self._launch = layout.launch.bind(
-            min(programs, len(plan.work)), work_ptr=plan.work, index_ptr=plan.index, tile_ptr=plan.tile,
-            words_ptr=plan.words,
+            min(programs, -(-len(plan.work) // layout.config.streams)), work_ptr=plan.work, index_ptr=plan.index,
+            tile_ptr=plan.tile, words_ptr=plan.words,
         )  # fmt: skip
         self._combine: BoundLaunch | None = None
         if layout.combine is not None and plan.merged is not None:
-            self._combine = bind_merge(layout.combine, plan.merged, BLOCK[0])
+            self._combine = bind_merge(layout.combine, plan.merged, layout.config.tile[0])
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, dropout: Dropout | None,
@@ -136,16 +138,22 @@ class Forward:
     def choices(self) -> list[KernelChoice]:
         """How the kernel runs that computes."""
         counts = self.plan.work[:, ITEM_COUNT.value]
-        return [described_choice("forward", BLOCK, 9, self.layout.stages, self._launch, counts, self.plan.parts)]
+        config = self.layout.config
+        warps = 8 + config.streams  # those that multiply and those that load
+        return [
+            described_choice(
+                "forward", config.tile, warps, config.stages, self._launch, counts, self.plan.parts, walked=config.tile
+            )
+        ]
 
 
-def planned_forward(plan: Plan, programs: int) -> Worklist:
-    """What the forward walks, from the plan's cache."""
+def planned_forward(plan: Plan, tile: tuple[int, int], programs: int) -> Worklist:
+    """What the forward walks in such tiles, from the plan's cache. programs: as many as run items at a time."""
 
     def make() -> Worklist:
         if not plan.lists.reusable:
-            return dynamic_forward_plan(plan.worklist(0, BLOCK[0]))
-        lists = plan.lists.get(0, Tiling(*BLOCK))
+            return dynamic_forward_plan(plan.worklist(0, tile[0]))
+        lists = plan.lists.get(0, Tiling(*tile))
         lists.ready.wait()
         pattern, (q_len, k_len) = plan.pattern, plan.lists.tokens
         if plan.lists.pattern is not None:
@@ -154,7 +162,7 @@ def planned_forward(plan: Plan, programs: int) -> Worklist:
         made = forward_plan(lists, pattern, q_len, k_len, programs=programs)
         return made.to(plan.device)
 
-    return once(plan.derived, ("hopper forward", programs), make)
+    return once(plan.derived, ("hopper forward", tile, programs), make)
 
 
 def counter(device: torch.device) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sparseflash.backends.triton.family import Setting
 from sparseflash.backends.triton.hopper.backward_pass import Backward, BackwardLayout, planned_backward
+from sparseflash.backends.triton.hopper.configs import config_for, tile_for
 from sparseflash.backends.triton.hopper.forward_pass import Forward, ForwardLayout, planned_forward
 from sparseflash.backends.triton.hopper.plan import programs_of
 from sparseflash.blockmask.cache import BoundedDict
@@ -22,8 +23,8 @@ def forward(
     changes: Scores | None = None,
 ) -> Forward:  # fmt: skip
     """The forward of a plan for tensors like these. key: everything that the layout depends on, and the device."""
-    programs = programs_of(setting.plan.device)
-    work = planned_forward(setting.plan, programs)
+    programs, tile = programs_of(setting.plan.device), tile_for(setting.block)
+    work = planned_forward(setting.plan, tile, programs * config_for(q.shape[-1], tile).streams)
     size = len(work.work), work.merged is not None
     layout: ForwardLayout | None = _layouts.get(("forward", key, size))
     if layout is None:

@@ -6,7 +6,7 @@ import torch
 
 from sparseflash.backends.triton.family import Request
 from sparseflash.backends.triton.hopper.changed import KINDS, LEARNED
-from sparseflash.backends.triton.hopper.configs import BLOCK, HEAD_DIMS, LIMITS
+from sparseflash.backends.triton.hopper.configs import BLOCK, HEAD_DIMS, LIMITS, SMALL, tile_for
 from sparseflash.backends.triton.launcher import triton_version
 from sparseflash.backends.triton.schedule.costs import SPLITS
 
@@ -35,9 +35,10 @@ def refuses(request: Request) -> str | None:
         return f"of changes of scores they know {', '.join(KINDS)}; got {', '.join(unknown)}"
     if unknown := [kind for kind in request.learned if kind not in LEARNED]:
         return f"of changes of scores they give gradients to {', '.join(LEARNED)}; got {', '.join(unknown)}"
-    if request.dynamic and request.block != BLOCK:
+    tile = BLOCK if request.backward else tile_for(request.block)
+    if request.dynamic and request.block != tile:
         return "of a mask that is made at every step they take blocks of {} x {}; got {} x {}".format(
-            *BLOCK, *request.block
+            *tile, *request.block
         )
     if is_interpreted():
         return "they are written in Gluon, which Triton's interpreter cannot run"
@@ -52,6 +53,8 @@ def yields(request: Request) -> str | None:
     (q_len, k_len), backward = request.tokens, request.backward
     if request.dynamic and backward:
         return "their backward has not been measured with masks that are made at every step"
+    if request.block == SMALL and not backward:
+        return "their forward in blocks of {} x {} has not been measured".format(*SMALL)
     if min(request.block) < min(BLOCK):
         return "the portable kernels read less, in blocks of {} x {}".format(*request.block)
     if request.lengths and backward:

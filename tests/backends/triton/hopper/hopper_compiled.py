@@ -1,6 +1,6 @@
 """Compiles the kernels for Hopper as launches would, without a GPU, and says as JSON what came of it.
 
-    python -m tests.backends.triton.hopper.hopper_compiled DIM DTYPE [lengths] [parts] [softcap] [alibi] [log] [sink]
+    python -m tests.backends.triton.hopper.hopper_compiled DIM DTYPE [small] [lengths] [parts] [softcap] [alibi] [sink]
 
 Needs a process in which Triton compiles. With another Triton first in PYTHONPATH it says what that makes of them.
 """
@@ -48,13 +48,14 @@ class _NoDevice:
         return torch.device("cpu")
 
 
-def compiled(dim, dtype, lengths, parts, kinds=()):
+def compiled(dim, dtype, small, lengths, parts, kinds=()):
     """What the two passes launch: `{name: (compiled kernel, names of its arguments)}`.
 
-    parts: the forward cuts rows, and the backward columns. kinds: of CHANGES.
+    small: the mask has blocks of 64, which the forward walks as they are. parts: the forward cuts rows, and the
+    backward columns. kinds: of CHANGES.
     """
     q = torch.empty(1, 2, 512, dim, dtype=dtype)
-    mask = BlockMask.dense(512, block=128)
+    mask = BlockMask.dense(512, block=64 if small else 128)
     if lengths:
         mask = mask.with_lengths([100])
     rule = plan.Rule(far=0.0, chunk=1, worth=1.0) if parts else plan.RULE
@@ -137,5 +138,6 @@ def exponentials_under_products(sass):
 if __name__ == "__main__":
     dim, dtype, *features = sys.argv[1:]
     kinds = [each for each in features if each in CHANGES]
-    kernels = compiled(int(dim), getattr(torch, dtype), "lengths" in features, "parts" in features, kinds)
+    sizes = ("small" in features, "lengths" in features, "parts" in features)
+    kernels = compiled(int(dim), getattr(torch, dtype), *sizes, kinds)
     print(json.dumps({name: report(*kernels[name]) for name in kernels}))

@@ -50,13 +50,16 @@ def interpreted(
     if lengths is not None:
         asked = asked._replace(lengths=lengths)
     counter = torch.zeros(1, dtype=torch.int32)
-    forward_config = config_for(q.shape[-1])._replace(**config)
+
+    def changed_config(dim, tile):
+        return config_for(dim, tile)._replace(**config)
+
     backward_config = backward_config_for(q.shape[-1])._replace(**(backward or {}))
     replaced = [
         (plan, "RULE", rule),
         (cuts, "RULE", cut),
         (forward_pass, "forward_kernel", Interpreted(forward_module, "forward_kernel", seed, change)),
-        (forward_pass, "config_for", lambda dim: forward_config),
+        (forward_pass, "config_for", changed_config),
         (forward_pass, "counter", lambda device: counter),
         (backward_pass, "backward_kernel", Interpreted(backward_module, "backward_kernel", seed, change_backward)),
         (backward_pass, "backward_config_for", lambda dim: backward_config),

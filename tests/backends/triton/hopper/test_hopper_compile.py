@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from sparseflash.backends.triton.hopper.configs import GROUPS, HEAD_DIMS, backward_config_for, config_for
+from sparseflash.backends.triton.hopper.configs import BLOCK, GROUPS, HEAD_DIMS, SMALL, backward_config_for, config_for
 from uninterpreted import python
 
 SHARED_MEMORY = 227 * 1024  # bytes that a program may have
@@ -13,7 +13,7 @@ MERGING = {"combine_rows_kernel", "combine_gradients_kernel"}
 
 
 @pytest.mark.parametrize("features", [[], ["lengths"], ["parts"], ["lengths", "parts"]], ids="+".join)
-@pytest.mark.parametrize("dim", sorted({config_for(dim).dim for dim in HEAD_DIMS}))
+@pytest.mark.parametrize("dim", sorted({config_for(dim, BLOCK).dim for dim in HEAD_DIMS}))
 def test_nothing_is_spilled_or_serialised_and_the_softmax_runs_under_a_product(dim, features):
     check(dim, "bfloat16", features)
 
@@ -22,6 +22,12 @@ def test_nothing_is_spilled_or_serialised_and_the_softmax_runs_under_a_product(d
 @pytest.mark.parametrize("dim", [64, 128])
 def test_changed_scores_compile_as_well(dim, change):
     check(dim, "bfloat16", [change])
+
+
+@pytest.mark.parametrize("features", [[], ["lengths", "parts"], ["alibi"]], ids="+".join)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_so_do_tiles_of_64(dim, features):
+    check(dim, "bfloat16", ["small", *features])
 
 
 def test_fp16_compiles_as_bf16_does():
@@ -40,10 +46,11 @@ def check(dim, dtype, features):
         assert found["direct"] and not found["two_layouts"]
         assert found["resident"] == (name == "backward_kernel")
     forward, backward = reports["forward_kernel"], reports["backward_kernel"]
-    assert forward["products"] == GROUPS * (dim // 16 + 128 // 16)  # 16 channels, or keys, an instruction
-    # 64 x 128 scores, 128 threads: 64 each. The compiler would rather wait first.
+    keys = SMALL[1] if "small" in features else BLOCK[1]
+    assert forward["products"] == GROUPS * (dim // 16 + keys // 16)  # 16 channels, or keys, an instruction
+    # 64 x `keys` scores, 128 threads. The compiler would rather wait first.
     assert len(forward["exponentials"]) == GROUPS
-    assert min(forward["exponentials"]) >= 64, forward
+    assert min(forward["exponentials"]) >= keys // 2, forward
     # At D=64 dk, dv, S, dP and the weights take 224 of 240 registers. Some addresses are spilled then, but no tile,
     # which would be 32 loads and stores at least.
     # The derivative of a cap lives from the weights to dP.

@@ -23,13 +23,18 @@ SEEDS = st.integers(0, 2**16)
 RULES = st.sampled_from([plan.RULE, CUT, CUT._replace(chunk=2), CUT._replace(chunk=3)])
 
 
+@given(drawn(blocks=(64,)), SEEDS, st.integers(1, 4), RULES)
+def test_exact_in_tiles_of_64(problem, seed, programs, rule):
+    assert_exact(problem, run(problem, programs=programs, seed=seed, rule=rule))
+
+
 @given(drawn(), SEEDS, st.integers(1, 4), RULES)
 def test_exact_whatever_the_mask_and_the_interleaving(problem, seed, programs, rule):
     got = run(problem, programs=programs, seed=seed, rule=rule)
     assert_exact(problem, got)
 
 
-@given(drawn(blocks=(128,)), SEEDS, SEEDS, st.integers(1, 4))
+@given(st.one_of(drawn(blocks=(128,)), drawn(blocks=(64,))), SEEDS, SEEDS, st.integers(1, 4))
 def test_exact_under_masks_made_at_every_step(problem, of_arrays, seed, programs):
     problem = replace(problem, recipe=Loosened(problem.recipe, of_arrays))
     assert problem.recipe.mask().dynamic

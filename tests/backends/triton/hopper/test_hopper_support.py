@@ -23,6 +23,7 @@ def tested_triton(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_of_three_head_dims_is_taken(dim, dtype):
     assert support.refuses(HALF._replace(dtype=dtype, dims=(dim, dim), block=(16, 64), lengths=True)) is None
+    assert support.refuses(HALF._replace(dtype=dtype, dims=(dim, dim), block=(64, 64), dynamic=True)) is None
 
 
 @pytest.mark.parametrize(
@@ -35,6 +36,8 @@ def test_half_precision_of_three_head_dims_is_taken(dim, dtype):
         ("they know no dropout", {"dropout": True}),
         ("of a mask that is made at every step they take blocks of 128 x 128; got 64 x 128",
          {"dynamic": True, "block": (64, 128)}),
+        ("of a mask that is made at every step they take blocks of 128 x 128; got 64 x 64",
+         {"dynamic": True, "block": (64, 64), "backward": True}),
     ],
 )  # fmt: skip
 def test_the_reason_is_given(reason, change):
@@ -58,6 +61,8 @@ def test_long_sequences_are_theirs(dim, backward):
     ("reason", "change"),
     [
         ("the portable kernels read less, in blocks of 64 x 128", {"block": (64, 128)}),
+        ("the portable kernels read less, in blocks of 64 x 64", {"block": (64, 64), "backward": True}),
+        ("their forward in blocks of 64 x 64 has not been measured", {"block": (64, 64)}),
         ("their backward has not been measured with masks that are made at every step",
          {"dynamic": True, "backward": True}),
         ("the portable backward leaves out what lies past the lengths", {"lengths": True, "backward": True}),
@@ -131,6 +136,16 @@ def test_they_take_short_sequences_without_a_mask(dim, queries, keys):
     k = torch.empty(2, 4, keys, dim, dtype=torch.bfloat16, device="meta")
     found = explain(q, k, k, capability=(9, 0), backend="hopper")
     assert (found.forward.family, found.backward.family) == ("hopper", "hopper")
+
+
+def test_the_forward_walks_small_blocks_as_they_are():
+    q = torch.empty(2, 4, 1000, 128, dtype=torch.bfloat16, device="meta")
+    mask = masks.causal(1000, block=64)
+    forward, backward = explain(q, q, q, mask, capability=(9, 0), backend="hopper").kernels
+    assert (forward.block_m, forward.block_n, forward.num_warps) == (64, 64, 10)
+    assert forward.walks == "tiles of 64 x 64: the only ones" and forward.tiles == 2 * 4 * len(mask.indices)
+    assert forward.programs == 2 * 4 * 16 // 2  # two items at a time
+    assert backward.walks == "tiles of 128 x 128: the only ones"
 
 
 def test_a_short_side_does_not_change_the_kernels_of_a_long_one():
