@@ -12,6 +12,7 @@ from sparseflash.backends.cached import rows_of
 from sparseflash.backends.triton.decode import api
 from sparseflash.decode import attention_with_cache, choose_pages
 from strategies import SEEDS
+from uninterpreted import python
 from waiting import NoWaiting, assert_replays_as_called
 
 BACKENDS = ("triton", "reference")
@@ -119,7 +120,7 @@ class Case:
 
 @st.composite
 def cases(draw):
-    page, paged = draw(st.sampled_from([16, 32, 12])), draw(st.booleans())
+    page, paged = draw(st.sampled_from([16, 32, 12, 64, 128])), draw(st.booleans())
     room = draw(st.integers(1, 150))
     if paged:
         room = -(-room // page) * page
@@ -223,6 +224,30 @@ def test_keys_are_split_by_the_capacity_or_what_is_walked_of_it():
     assert [api.splits_of(of, n, 1) for n in (100, 1024, 2048, 1 << 20)] == [1, 2, 4, 64]
     assert api.splits_of(api.Cached(lengths, window=1024, sinks=64), 1 << 20, 1) == 2
     assert api.splits_of(api.Cached(lengths, page=64, pages=torch.zeros(1, 1, 32)), 1 << 20, 1) == 4
+
+
+def test_the_numbers_of_pages_are_loaded_before_what_waits_for_their_keys():
+    """Asynchronously, as keys are: every other load from global memory is outside of the loop, as without pages."""
+    source = """
+from unittest import mock
+import torch
+from experiments.benchmarks.compile.without_gpu import compiling_for
+from sparseflash.backends.cached import Cached
+from sparseflash.backends.triton.decode import api
+q, lengths = torch.zeros(1, 8, 1, 128, dtype=torch.bfloat16), torch.tensor([1024])
+with mock.patch.object(api, "check_runs"), compiling_for(90) as compiled:
+    for page in (0, 16, 64):
+        of, cache = Cached(lengths), q.new_zeros(1, 2, 1024, 128)
+        if page:
+            table = torch.zeros(1, 1024 // page, dtype=torch.int32)
+            of, cache = Cached(lengths, page=page, block_table=table), q.new_zeros(1024 // page, 2, page, 128)
+        api.Call(q, cache, cache, of, 1.0)(q, cache, cache, lengths, None, of.block_table, None)
+print(*(kernel.asm["ptx"].count("ld.global") for name, kernel in compiled if name == "decode_kernel"))
+"""
+    done = python("-c", source)
+    assert done.returncode == 0, done.stderr
+    contiguous, *paged = map(int, done.stdout.split())
+    assert paged == [contiguous] * 2
 
 
 @pytest.mark.parametrize("paged", [False, True])

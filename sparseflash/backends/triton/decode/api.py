@@ -68,7 +68,8 @@ class Call:
         tensors = q, k_cache, v_cache, of.lengths, of.starts, of.block_table, of.pages, *self.arrays
         self._decoding, self._combining = _kernels(
             constants, _power(splits), tuple(None if x is None else x.dtype for x in tensors),
-            tuple(x.data_ptr() % 16 == 0 for x in (q, k_cache, v_cache)), tuple(map(_kind, strides)), q.device,
+            tuple(x.data_ptr() % 16 == 0 for x in (q, k_cache, v_cache)), tuple(map(_kind, strides)),
+            2 if of.block_table is None and of.pages is None else 3, q.device,
         )  # fmt: skip
         qk_scale = scale * LOG2E.value
         sizes = (
@@ -126,9 +127,10 @@ def _kind(stride: int) -> tuple[bool, bool, bool]:
 @bounded(maxsize=128)
 def _kernels(
     constants: tuple[Any, ...], splits: int, dtypes: tuple[Any, ...], aligned: tuple[bool, ...],
-    strides: tuple[tuple[bool, bool, bool], ...], device: torch.device,
+    strides: tuple[tuple[bool, bool, bool], ...], stages: int, device: torch.device,
 ) -> tuple[Launch, Launch]:  # fmt: skip
+    """stages: one more where keys lie in pages, so that the number of a page is loaded a tile before its keys."""
     return (
-        Launch.of_all_arguments(decode_kernel, device, num_warps=4, num_stages=2),
+        Launch.of_all_arguments(decode_kernel, device, num_warps=4, num_stages=stages),
         Launch.of_all_arguments(combine_kernel, device, num_warps=4, num_stages=1),
     )

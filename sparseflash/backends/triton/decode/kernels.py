@@ -112,18 +112,21 @@ def decode_kernel(
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, PADDED_DV], tl.float32)
+    IN_ONE: tl.constexpr = PAGE % BLOCK_N == 0  # a tile of keys lies in one page, so one number says in which
+    onward = 0 if IN_ONE else lane
     for i in range(begin, end):
         exists = lane >= 0
         if WALK == PAGES:
-            place = i * BLOCK_N + lane
+            place = i * BLOCK_N + onward
             page = tl.load(pages_ptr + place // PAGE, mask=place < choices * PAGE, other=-1)
             exists = (page >= 0) & (page < (capacity + PAGE - 1) // PAGE)
-            key = tl.where(exists, page, 0).to(tl.int32) * PAGE + place % PAGE
+            first_key = tl.where(exists, page, 0).to(tl.int32) * PAGE + place % PAGE
         elif WALK == MASK:
             entry = tl.where(i < upper_count * SUB, upper_start + i // SUB, lower_start + i // SUB - upper_count)
-            key = tl.load(index_ptr + entry) * BLOCK_K + i % SUB * BLOCK_N + lane
+            first_key = tl.load(index_ptr + entry) * BLOCK_K + i % SUB * BLOCK_N + onward
         else:
-            key = tl.where(i < sink_tiles, first_sink + i, first + i - sink_tiles) * BLOCK_N + lane
+            first_key = tl.where(i < sink_tiles, first_sink + i, first + i - sink_tiles) * BLOCK_N + onward
+        key = first_key + lane if IN_ONE else first_key
         exists = exists & (key < length) & (key >= start)
         live = exists[None, :] & (key[None, :] <= position[:, None])
         if window > 0:
@@ -139,7 +142,10 @@ def decode_kernel(
 
         at, of_page = key.to(tl.int64), batch
         if table_ptr is not None:
-            of_page = tl.load(table_ptr + batch * table_width + key // PAGE, mask=exists, other=0).to(tl.int64)
+            is_written = (first_key < length) if IN_ONE else exists
+            of_page = tl.load(table_ptr + batch * table_width + first_key // PAGE, mask=is_written, other=0).to(
+                tl.int64
+            )
             at = (key % PAGE).to(tl.int64)
         k_at = of_page * k_batch + kv_head.to(tl.int64) * k_head + at * k_token
         k_tile = tl.load(
