@@ -51,8 +51,8 @@ def refuses(request: Request) -> str | None:
 def yields(request: Request) -> str | None:
     """Why the portable kernels are as fast or faster; None if these are. See `LIMITS` for the measurement."""
     (q_len, k_len), backward = request.tokens, request.backward
-    if request.dynamic and backward:
-        return "their backward has not been measured with masks that are made at every step"
+    if request.dynamic:
+        return "they have not been measured with masks that are made at every step"
     if request.block == SMALL and not backward:
         return "their forward in blocks of {} x {} has not been measured".format(*SMALL)
     if min(request.block) < min(BLOCK):
