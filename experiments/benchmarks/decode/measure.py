@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,10 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from experiments.benchmarks.speed import check
-from experiments.benchmarks.speed.candidate import verdict_of
+from experiments.benchmarks.speed.named_calls import timed_rows
 from experiments.benchmarks.speed.peers import flashinfer
 from experiments.benchmarks.speed.peers.runner import planned
-from experiments.benchmarks.timing import Timed, in_turns, recorded
+from experiments.benchmarks.timing import Timing, recorded
 from sparseflash.decode import attention_with_cache
 
 
@@ -119,17 +118,10 @@ def measure(case: Case, device: torch.device, *, round_ms: float = 30.0) -> list
         for name, call in calls.items()
         if call.is_peer and (failure := check.failure_of(call.run, calls["contiguous"].run))
     }
-    runs = {name: recorded(call.run) if on_gpu else call.run for name, call in calls.items() if name not in failures}
-    timings = in_turns({n: Timed(call, nullcontext) for n, call in runs.items()}, device, rounds=3, round_ms=round_ms)
-    rows = []
-    for name, call in calls.items():
-        row: dict[str, Any] = {"case": case.name, "call": name}
-        failed = failures[name] if name in failures else timings[name].failure
-        if failed is not None:
-            if not call.is_peer:
-                raise failed
-            rows.append(row | {"error": ": ".join(verdict_of(failed))})
-            continue
-        timing = timings[name]
-        rows.append(row | {"ms": timing.ms, "spread": timing.spread, "gb_per_s": call.read / timing.ms / 1e6})
-    return rows
+    runs = {name: recorded(call.run) if on_gpu and name not in failures else call.run for name, call in calls.items()}
+    peers = {name for name, call in calls.items() if call.is_peer}
+
+    def numbers(name: str, timing: Timing) -> dict[str, float]:
+        return {"gb_per_s": calls[name].read / timing.ms / 1e6}
+
+    return timed_rows(case.name, runs, failures, peers, numbers, device, round_ms=round_ms)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -15,11 +14,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from experiments.benchmarks.speed import check
-from experiments.benchmarks.speed.candidate import verdict_of
+from experiments.benchmarks.speed.named_calls import timed_rows
 from experiments.benchmarks.speed.peers import flashattention4, flashinfer
 from experiments.benchmarks.speed.peers.flexattention import compiled, mask_mod, small_tiles
 from experiments.benchmarks.speed.peers.runner import Unavailable, planned
-from experiments.benchmarks.timing import Timed, in_turns, recorded
+from experiments.benchmarks.timing import Timing, recorded
 from experiments.training.clock import synchronize
 from sparseflash import BlockMask, attention
 from sparseflash.attention import Backend
@@ -226,19 +225,11 @@ def measure(case: Case, device: torch.device, *, round_ms: float = 60.0) -> list
         call.run(), call.run()  # compiles
         if device.type == "cuda":
             runs[f"{name}, recorded"] = replace(call, run=recorded(call.run))
-    timed = {name: Timed(call.run, nullcontext) for name, call in runs.items() if name not in failures}
-    timings = in_turns(timed, device, rounds=3, round_ms=round_ms)
-    rows = []
-    for name, call in runs.items():
-        row: dict[str, Any] = {"case": case.name, "call": name}
-        failed = failures[name] if name in failures else timings[name].failure
-        if failed is not None:
-            if not call.is_peer:
-                raise failed
-            rows.append(row | {"error": ": ".join(verdict_of(failed))})
-            continue
-        timing, host = timings[name], host_microseconds(call.run, device, count=5)
-        rows.append(
-            row | {"ms": timing.ms, "spread": timing.spread, "tflops": call.flops / timing.ms / 1e9, "host_us": host}
-        )
-    return rows
+    peers = {name for name, call in calls.items() if call.is_peer}
+
+    def numbers(name: str, timing: Timing) -> dict[str, float]:
+        host = host_microseconds(runs[name].run, device, count=5)
+        return {"tflops": runs[name].flops / timing.ms / 1e9, "host_us": host}
+
+    by_name = {name: call.run for name, call in runs.items()}
+    return timed_rows(case.name, by_name, failures, peers, numbers, device, round_ms=round_ms)
