@@ -115,10 +115,11 @@ def cut_at_lengths(index_ptr, start, full, count, first_q, q_limit, k_limit, BLO
 
 @gluon.jit
 def loader(
-    loads, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, HAS_LENGTHS: gl.constexpr,
+    own, loads, stream, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, HAS_LENGTHS: gl.constexpr,
 ):  # fmt: skip
     """Finds items, tells the others of them, and loads what they want: keys of a step, values of the step before."""
-    descriptors, tiles_s, record_s, bars, work_ptr, lists, lengths, counter_ptr, sizes, stream, streams = loads
+    tiles_s, _, record_s, bars = own
+    descriptors, work_ptr, lists, lengths, counter_ptr, sizes, streams = loads
     index_ptr, tile_ptr = lists
     q_desc, k_desc, v_desc = descriptors
     q_s, k_s, v_s = tiles_s
@@ -279,13 +280,14 @@ def masked(s, words, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def consumer(
-    reads,
+    own, reads,
     C: gl.constexpr,  # which of the warpgroups
     BLOCK_N: gl.constexpr, D: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
     HAS_LENGTHS: gl.constexpr, HAS_PARTS: gl.constexpr, CHANGES: gl.constexpr,
 ):  # fmt: skip
     """out and lse of ROWS queries of every item."""
-    tiles_s, record_s, bars, lists, words_ptr, o_desc, o_s, lse_ptr, parts_ptr, qk_scale, q_len, changes = reads
+    tiles_s, o_s, record_s, bars = own
+    lists, words_ptr, o_desc, lse_ptr, parts_ptr, qk_scale, q_len, changes = reads
     cap_scale, inverse_unit, slopes_ptr, offset, sink_ptr = changes
     q_s, k_s, v_s = tiles_s
     q_full, q_empty, k_full, v_full, kv_empty = bars
@@ -497,36 +499,32 @@ def forward_kernel(
     dtype: gl.constexpr = q_desc.dtype
     HAS_LENGTHS: gl.constexpr = lengths_ptr is not None
     HAS_PARTS: gl.constexpr = parts_ptr is not None
-    descriptors = (q_desc, k_desc, v_desc)
     lengths = (lengths_ptr, lengths_stride)
     sizes = (items, heads, group, q_len, k_len, row_tiles)
     lists = (index_ptr, tile_ptr)
     changes = (cap_scale, inverse_unit, slopes_ptr, k_len - q_len, sink_ptr)
     stream, streams = gl.program_id(0) * STREAMS, gl.num_programs(0) * STREAMS
-    tiles_s, o_s, record_s, bars = buffers(dtype, BLOCK_N, D, GROUPS, STAGES)
-    loads = (descriptors, tiles_s, record_s, bars, work_ptr, lists, lengths, counter_ptr, sizes, stream, streams)
-    reads = (tiles_s, record_s, bars, lists, words_ptr, o_desc, o_s, lse_ptr, parts_ptr, qk_scale, q_len, changes)
+    loads = ((q_desc, k_desc, v_desc), work_ptr, lists, lengths, counter_ptr, sizes, streams)
+    reads = (lists, words_ptr, o_desc, lse_ptr, parts_ptr, qk_scale, q_len, changes)
+    own = buffers(dtype, BLOCK_N, D, GROUPS, STAGES)
     if STREAMS == 1:
         gl.warp_specialize(
             [
-                (consumer, (reads, 0, BLOCK_N, D, GROUPS, STAGES, HAS_LENGTHS, HAS_PARTS, CHANGES)),
-                (consumer, (reads, 1, BLOCK_N, D, GROUPS, STAGES, HAS_LENGTHS, HAS_PARTS, CHANGES)),
-                (loader, (loads, BLOCK_N, GROUPS, STAGES, HAS_LENGTHS)),
+                (consumer, (own, reads, 0, BLOCK_N, D, GROUPS, STAGES, HAS_LENGTHS, HAS_PARTS, CHANGES)),
+                (consumer, (own, reads, 1, BLOCK_N, D, GROUPS, STAGES, HAS_LENGTHS, HAS_PARTS, CHANGES)),
+                (loader, (own, loads, stream, BLOCK_N, GROUPS, STAGES, HAS_LENGTHS)),
             ],
             [4, 1],
             [REGISTERS, LOADER_REGISTERS],
         )
     else:
-        tiles_s, o_s, record_s, bars = buffers(dtype, BLOCK_N, D, GROUPS, STAGES)
-        others = (tiles_s, record_s, bars, lists, words_ptr, o_desc, o_s, lse_ptr, parts_ptr, qk_scale, q_len, changes)
-        stream += 1
-        of_other = (descriptors, tiles_s, record_s, bars, work_ptr, lists, lengths, counter_ptr, sizes, stream, streams)
+        other = buffers(dtype, BLOCK_N, D, GROUPS, STAGES)
         gl.warp_specialize(
             [
-                (consumer, (reads, 0, BLOCK_N, D, GROUPS, STAGES, HAS_LENGTHS, HAS_PARTS, CHANGES)),
-                (consumer, (others, 0, BLOCK_N, D, GROUPS, STAGES, HAS_LENGTHS, HAS_PARTS, CHANGES)),
-                (loader, (loads, BLOCK_N, GROUPS, STAGES, HAS_LENGTHS)),
-                (loader, (of_other, BLOCK_N, GROUPS, STAGES, HAS_LENGTHS)),
+                (consumer, (own, reads, 0, BLOCK_N, D, GROUPS, STAGES, HAS_LENGTHS, HAS_PARTS, CHANGES)),
+                (consumer, (other, reads, 0, BLOCK_N, D, GROUPS, STAGES, HAS_LENGTHS, HAS_PARTS, CHANGES)),
+                (loader, (own, loads, stream, BLOCK_N, GROUPS, STAGES, HAS_LENGTHS)),
+                (loader, (other, loads, stream + 1, BLOCK_N, GROUPS, STAGES, HAS_LENGTHS)),
             ],
             [4, 1, 1],
             [REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS],

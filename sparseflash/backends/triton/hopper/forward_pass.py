@@ -12,7 +12,7 @@ from sparseflash.backends.registration import empty_lse, empty_out
 from sparseflash.backends.triton.family import KernelChoice, Setting
 from sparseflash.backends.triton.hopper.changed import examples_of, flags_of, numbers_of, tensors_of
 from sparseflash.backends.triton.hopper.choices import described_choice
-from sparseflash.backends.triton.hopper.configs import ROWS, config_for, tile_for
+from sparseflash.backends.triton.hopper.configs import ROWS, Config
 from sparseflash.backends.triton.hopper.descriptors import as_read, described_as, read_as
 from sparseflash.backends.triton.hopper.dynamic_plan import dynamic_forward_plan
 from sparseflash.backends.triton.hopper.forward import forward_kernel
@@ -39,11 +39,11 @@ class ForwardLayout:
     """A forward for tensors of one layout and for all work of one size."""
 
     def __init__(
-        self, setting: Setting, q: Tensor, k: Tensor, v: Tensor, scale: float, items: int, *, merges: bool,
-        changes: Scores | None = None,
+        self, setting: Setting, config: Config, q: Tensor, k: Tensor, v: Tensor, scale: float, items: int, *,
+        merges: bool, changes: Scores | None = None,
     ) -> None:  # fmt: skip
         """items: of the work. merges: whether some are chunks, whose results are merged."""
-        device, config = setting.plan.device, config_for(q.shape[-1], tile_for(setting.block))
+        device = setting.plan.device
         (heads, q_len), (kv_heads, k_len) = q.shape[1:3], k.shape[1:3]
         out, lse = empty_out(like(q), like(v)), empty_lse(like(q))
         self.as_they_are = all(map(can_describe, (q, k, v)))

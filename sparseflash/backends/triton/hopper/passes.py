@@ -23,12 +23,12 @@ def forward(
     changes: Scores | None = None,
 ) -> Forward:  # fmt: skip
     """The forward of a plan for tensors like these. key: everything that the layout depends on, and the device."""
-    programs, tile = programs_of(setting.plan.device), tile_for(setting.block)
-    work = planned_forward(setting.plan, tile, programs * config_for(q.shape[-1], tile).streams)
+    programs, config = programs_of(setting.plan.device), config_for(q.shape[-1], tile_for(setting.block))
+    work = planned_forward(setting.plan, config.tile, programs * config.streams)
     size = len(work.work), work.merged is not None
     layout: ForwardLayout | None = _layouts.get(("forward", key, size))
     if layout is None:
-        made = ForwardLayout(setting, q, k, v, scale, size[0], merges=size[1], changes=changes)
+        made = ForwardLayout(setting, config, q, k, v, scale, size[0], merges=size[1], changes=changes)
         layout = _layouts.put(("forward", key, size), made)
     return Forward(layout, work, programs)
 

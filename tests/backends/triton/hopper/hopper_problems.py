@@ -59,7 +59,7 @@ def interpreted(
         (plan, "RULE", rule),
         (cuts, "RULE", cut),
         (forward_pass, "forward_kernel", Interpreted(forward_module, "forward_kernel", seed, change)),
-        (forward_pass, "config_for", changed_config),
+        (passes, "config_for", changed_config),
         (forward_pass, "counter", lambda device: counter),
         (backward_pass, "backward_kernel", Interpreted(backward_module, "backward_kernel", seed, change_backward)),
         (backward_pass, "backward_config_for", lambda dim: backward_config),

@@ -84,9 +84,7 @@ def test_a_mask_made_at_every_step_is_planned_without_waiting(data, batch, kv_he
     columns = csr.columns_of(mask.indptr, mask.indices, mask.tile, *mask.blocks)
     lists = full_first(*columns, mask.words, Tiling(mask.block_k, mask.block_q))
     pattern = mask.pattern.expand(batch, heads)
-    made = assert_planned_alike(
-        lists, pattern, kv_heads, mask.q_len, mask.k_len, programs, may_wait=False
-    )  # fmt: skip
+    made = assert_planned_alike(lists, pattern, kv_heads, mask.q_len, mask.k_len, programs, may_wait=False)
     assert (made.programs, made.parts, len(made.merged)) == (programs, 0, 0)
     assert int(made.chain[-1]) <= made.chains == batch * heads * mask.blocks[0]
 

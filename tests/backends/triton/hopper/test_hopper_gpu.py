@@ -192,15 +192,16 @@ def test_choices_in_blocks_of_64_have_the_bits_of_masks_made_once(dim):
     q, k, v, _, _ = inputs(1, 4, 4096, dim)
     chosen = torch.rand(1, 4, 64, 64, device="cuda")
 
+    def choice():
+        return masks.top_k_blocks(chosen, k=8, q_len=4096, block=64, causal=True, local_blocks=1)
+
+    @torch.no_grad()
     def step():
-        mask = masks.top_k_blocks(chosen, k=8, q_len=4096, block=64, causal=True, local_blocks=1)
-        with torch.no_grad():
-            return attention(q, k, v, mask, return_lse=True, backend="hopper")
+        return attention(q, k, v, choice(), return_lse=True, backend="hopper")
 
     draws = [torch.rand(chosen.shape, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
     assert_replays_as_called(step, chosen.copy_, draws)
-    mask = masks.top_k_blocks(chosen, k=8, q_len=4096, block=64, causal=True, local_blocks=1)
-    once = BlockMask.from_dense(mask.to_dense().cpu(), block=64).to("cuda")
+    once = BlockMask.from_dense(choice().to_dense().cpu(), block=64).to("cuda")
     for got, want in zip(step(), attention(q, k, v, once, return_lse=True, backend="hopper"), strict=True):
         assert torch.equal(got, want)
     testing.assert_exact(
