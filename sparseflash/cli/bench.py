@@ -21,7 +21,7 @@ DENSE = "sparseflash, dense"
 PEERS = {
     "sdpa": "PyTorch's SDPA, dense",
     "sdpa-mask": "PyTorch's SDPA, mask in memory",
-    "flex": "FlexAttention, compiled, with the mask's bits",
+    "flex": "FlexAttention, mask as bits",
 }
 MASK_BYTES = 2**28  # limit for a dense mask in memory, one byte per score
 COMPARED, COMPARED_ON_CPU = 16384, 4096  # tokens that are compared with fp64 before timing

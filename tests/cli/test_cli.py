@@ -402,6 +402,13 @@ def test_peers_are_those_that_fit():
     assert bench.peers_for(small) == ["sdpa", "sdpa-mask"] and bench.peers_for(large) == ["sdpa"]
 
 
+def test_the_names_of_all_peers_fit_into_a_line(monkeypatch):
+    names = [bench.OURS, bench.DENSE, *bench.PEERS.values()]
+    monkeypatch.setattr(bench, "measured", lambda *_: [bench.Times(name, 1234.567, 1234.567) for name in names])
+    rows = run("bench", "local(100, window=30, block=32)", *CPU)
+    assert all(name in rows for name in names)
+
+
 @pytest.mark.gpu
 def test_all_commands_on_a_gpu():
     mask = "masks.per_head([local(1024, window=256), butterfly(1024)])"
