@@ -185,6 +185,7 @@ def attend(
             api.check_gradients(q, k, v, problem, changes)
             return api.scored_attention(q, k, v, problem, changes)
         return call_cache.run_scored(place, q, k, v, problem, changes)
+    api.check_gradients(q, k, v, problem)
     if place is not None:
         api.check(q, k, v)
         call = place[0].put(place[1], api.Call(q, k, v, problem))

@@ -74,6 +74,8 @@ def call_directly(run: Differentiable, q: Tensor, k: Tensor, v: Tensor, *tensors
         q.requires_grad or k.requires_grad or v.requires_grad or any([x.requires_grad for x in tensors])
     ):
         return differentiably(run, q, k, v, *tensors)
+    # A backend prepares the backward of tensors that require a gradient.
+    q, k, v = [x.detach() if x.requires_grad else x for x in (q, k, v)]
     out, lse, _ = run.forward(q, k, v, *tensors)
     return out, lse
 

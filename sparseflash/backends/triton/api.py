@@ -101,7 +101,8 @@ def forward_pass(q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Sco
         setting.plan.launches.put(key, made)
         if changes is not None:
             return made
-        if q.requires_grad or k.requires_grad or v.requires_grad:  # the backward will follow soon
+        follows = q.requires_grad or k.requires_grad or v.requires_grad  # unless it is called without gradients
+        if follows and _decision(q, k, v, problem, None, backward=True)[1].family is not None:
             out = empty_out(like(q), like(v))
             compile_side_by_side([*made.launches(), *backward_pass(q, k, v, out, out, problem, dlse=False).launches()])
     return made
@@ -134,17 +135,27 @@ def _decided(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores | None, wanted: Sequence[bool] = (), *,
     backward: bool,
 ) -> tuple[Setting, Family]:  # fmt: skip
+    setting, decision = _decision(q, k, v, problem, changes, wanted, backward=backward)
+    return setting, decision.serving()
+
+
+def _decision(
+    q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores | None, wanted: Sequence[bool] = (), *,
+    backward: bool,
+) -> tuple[Setting, Decision]:  # fmt: skip
     setting = setting_of(q, k, problem, gpu.capability_of(q.device))
-    request = Request.of(setting, q, v, changes, wanted, backward=backward)
-    return setting, decide(request, problem.kernels).serving()
+    return setting, decide(Request.of(setting, q, v, changes, wanted, backward=backward), problem.kernels)
 
 
-def check_gradients(q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores) -> None:
-    """Raises ValueError if the kernels that a plain call insists on have no gradients for what is learned in it, which
-    would be known only in the backward.
+def check_gradients(q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores | None = None) -> None:
+    """Raises ValueError if the kernels that a plain call insists on lack a gradient that it wants, which would be known
+    only in the backward.
     """
-    wanted = insisted_gradients(problem, changes)
-    if any(wanted) and q.numel() and k.numel() and is_plain_call(q, k, v, *changes.tensors()):
+    if not (problem.kernels and torch.is_grad_enabled() and q.numel() and k.numel()):
+        return
+    tensors = () if changes is None else changes.tensors()
+    wanted = [x.requires_grad for x in tensors]
+    if any([x.requires_grad for x in (q, k, v)] + wanted) and is_plain_call(q, k, v, *tensors):
         check(q, k, v)
         _decided(q, k, v, problem, changes, wanted, backward=True)
 
