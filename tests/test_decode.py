@@ -221,13 +221,13 @@ def test_a_sequence_has_the_same_bits_alone_as_in_a_batch():
 def test_keys_are_split_by_the_capacity_or_what_is_walked_of_it():
     lengths = torch.tensor([1])
     of = api.Cached(lengths)
-    assert [api.splits_of(of, n, 1) for n in (100, 1024, 2048, 1 << 20)] == [1, 2, 4, 64]
-    assert api.splits_of(api.Cached(lengths, window=1024, sinks=64), 1 << 20, 1) == 2
-    assert api.splits_of(api.Cached(lengths, page=64, pages=torch.zeros(1, 1, 32)), 1 << 20, 1) == 4
+    assert [api.splits_of(of, n, 1) for n in (100, 1024, 8192, 1 << 16, 1 << 20)] == [1, 8, 16, 64, 128]
+    assert api.splits_of(api.Cached(lengths, window=1024, sinks=64), 1 << 20, 1) == 8
+    assert api.splits_of(api.Cached(lengths, page=64, pages=torch.zeros(1, 1, 32)), 1 << 20, 1) == 16
 
 
-def test_the_numbers_of_pages_are_loaded_before_what_waits_for_their_keys():
-    """Asynchronously, as keys are: every other load from global memory is outside of the loop, as without pages."""
+def test_the_number_of_a_page_is_loaded_once_for_all_its_keys():
+    """In three places: for the first tile of keys, for the second, and in the loop for the one after next."""
     source = """
 from unittest import mock
 import torch
@@ -247,7 +247,7 @@ print(*(kernel.asm["ptx"].count("ld.global") for name, kernel in compiled if nam
     done = python("-c", source)
     assert done.returncode == 0, done.stderr
     contiguous, *paged = map(int, done.stdout.split())
-    assert paged == [contiguous] * 2
+    assert [count - contiguous for count in paged] == [3 * api.BLOCK_N // 16, 3]
 
 
 @pytest.mark.parametrize("paged", [False, True])

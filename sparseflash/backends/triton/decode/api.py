@@ -15,10 +15,12 @@ from sparseflash.backends.triton.launcher import Launch
 from sparseflash.backends.triton.portable.softmax import LOG2E
 from sparseflash.blockmask.cache import bounded
 
-BLOCK_N = 64  # keys at a time
+BLOCK_N = 32  # keys at a time; with three stages four programs fit on a multiprocessor, at D = 128 in bf16
+STAGES = 3
 MOST_ROWS = 64  # of a tile of queries
-KEYS_OF_SPLIT = 512  # the fewest that are worth a program of their own
-MOST_SPLITS = 64
+SPLITS = 16  # programs for the keys of a sequence, but with at least and at most so many keys each
+FEWEST_KEYS, MOST_KEYS = 128, 1024
+MOST_SPLITS = 128
 
 
 class Call:
@@ -69,7 +71,7 @@ class Call:
         self._decoding, self._combining = _kernels(
             constants, _power(splits), tuple(None if x is None else x.dtype for x in tensors),
             tuple(x.data_ptr() % 16 == 0 for x in (q, k_cache, v_cache)), tuple(map(_kind, strides)),
-            2 if of.block_table is None and of.pages is None else 3, q.device,
+            q.device,
         )  # fmt: skip
         qk_scale = scale * LOG2E.value
         sizes = (
@@ -110,7 +112,8 @@ def splits_of(of: Cached, capacity: int, q_len: int) -> int:
         walked = min(walked, of.window + q_len + of.sinks)
     if of.pages is not None:
         walked = min(walked, of.pages.shape[2] * of.page)
-    return min(MOST_SPLITS, max(1, walked // KEYS_OF_SPLIT))
+    keys = min(max(walked // SPLITS, FEWEST_KEYS), MOST_KEYS)
+    return min(MOST_SPLITS, max(1, walked // keys))
 
 
 def _power(number: int) -> int:
@@ -127,10 +130,9 @@ def _kind(stride: int) -> tuple[bool, bool, bool]:
 @bounded(maxsize=128)
 def _kernels(
     constants: tuple[Any, ...], splits: int, dtypes: tuple[Any, ...], aligned: tuple[bool, ...],
-    strides: tuple[tuple[bool, bool, bool], ...], stages: int, device: torch.device,
+    strides: tuple[tuple[bool, bool, bool], ...], device: torch.device,
 ) -> tuple[Launch, Launch]:  # fmt: skip
-    """stages: one more where keys lie in pages, so that the number of a page is loaded a tile before its keys."""
     return (
-        Launch.of_all_arguments(decode_kernel, device, num_warps=4, num_stages=stages),
+        Launch.of_all_arguments(decode_kernel, device, num_warps=4, num_stages=STAGES),
         Launch.of_all_arguments(combine_kernel, device, num_warps=4, num_stages=1),
     )

@@ -38,6 +38,79 @@ def parts_of(sums_ptr, parts, PADDED_DV: tl.constexpr):
     return maxima_ptr, maxima_ptr + parts
 
 
+@triton.jit
+def entry_of(i, upper_start, upper_count, lower_start, SUB: tl.constexpr):
+    """Which entry of the mask's lists the i-th tile lies in, of the upper block row and then of the lower."""
+    return tl.where(i < upper_count * SUB, upper_start + i // SUB, lower_start + i // SUB - upper_count)
+
+
+@triton.jit
+def first_key_of(
+    i, count, first_sink, sink_tiles, first, pages_ptr, choices, index_ptr, upper_start, upper_count, lower_start,
+    length, capacity,
+    onward,  # 0, or int32 [BLOCK_N] for the keys of the tile instead of its first
+    BLOCK_N: tl.constexpr, PAGE: tl.constexpr, BLOCK_K: tl.constexpr, WALK: tl.constexpr,
+):  # fmt: skip
+    """The first key of the i-th of `count` tiles; `length` if there is none."""
+    if WALK == PAGES:
+        place = i * BLOCK_N + onward
+        page = tl.load(pages_ptr + place // PAGE, mask=place < choices * PAGE, other=-1)
+        exists = (page >= 0) & (page < (capacity + PAGE - 1) // PAGE)
+        key = tl.where(exists, page.to(tl.int32) * PAGE + place % PAGE, length)
+    elif WALK == MASK:
+        SUB: tl.constexpr = BLOCK_K // BLOCK_N
+        entry = entry_of(i, upper_start, upper_count, lower_start, SUB)
+        block = tl.load(index_ptr + entry, mask=i < count, other=0)
+        key = block * BLOCK_K + i % SUB * BLOCK_N + onward
+    else:
+        key = tl.where(i < sink_tiles, first_sink + i, first + i - sink_tiles) * BLOCK_N + onward
+    return key
+
+
+@triton.jit
+def page_of(key, table_ptr, batch, table_width, length, PAGE: tl.constexpr):
+    """In which page of the caches a key of a sequence lies, int64; without pages, in that of the sequence."""
+    page = batch
+    if table_ptr is not None:
+        page = tl.load(table_ptr + batch * table_width + key // PAGE, mask=key < length, other=0).to(tl.int64)
+    return page
+
+
+@triton.jit
+def keys_of(
+    i, count, first_sink, sink_tiles, first, pages_ptr, choices, index_ptr, upper_start, upper_count, lower_start,
+    length, capacity, table_ptr, batch, table_width, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, BLOCK_K: tl.constexpr,
+    WALK: tl.constexpr,
+):  # fmt: skip
+    """The keys of the i-th tile, int32 [BLOCK_N], and the pages they lie in, int64, one number if it is one page."""
+    lane = tl.arange(0, BLOCK_N)
+    # Numbers that hold for all keys of a page are loaded once a page, if these are few.
+    FEW: tl.constexpr = BLOCK_N % PAGE == 0 and BLOCK_N // PAGE <= 8
+    if PAGE % BLOCK_N == 0:
+        first_key = first_key_of(
+            i, count, first_sink, sink_tiles, first, pages_ptr, choices, index_ptr, upper_start, upper_count,
+            lower_start, length, capacity, 0, BLOCK_N, PAGE, BLOCK_K, WALK,
+        )  # fmt: skip
+        key, page = first_key + lane, page_of(first_key, table_ptr, batch, table_width, length, PAGE)
+    elif FEW:
+        key, page = lane, tl.zeros([BLOCK_N], tl.int64)
+        for piece in tl.static_range(BLOCK_N // PAGE):
+            first_key = first_key_of(
+                i, count, first_sink, sink_tiles, first, pages_ptr, choices, index_ptr, upper_start, upper_count,
+                lower_start, length, capacity, piece * PAGE, BLOCK_N, PAGE, BLOCK_K, WALK,
+            )  # fmt: skip
+            is_here = lane // PAGE == piece
+            key = tl.where(is_here, first_key + lane % PAGE, key)
+            page = tl.where(is_here, page_of(first_key, table_ptr, batch, table_width, length, PAGE), page)
+    else:
+        key = first_key_of(
+            i, count, first_sink, sink_tiles, first, pages_ptr, choices, index_ptr, upper_start, upper_count,
+            lower_start, length, capacity, lane, BLOCK_N, PAGE, BLOCK_K, WALK,
+        )  # fmt: skip
+        page = page_of(key, table_ptr, batch, table_width, length, PAGE)
+    return key, page
+
+
 @triton.jit(
     do_not_specialize=[
         "lengths_stride", "starts_stride", "choices", "table_width", "batch_patterns", "head_patterns", "row_blocks",
@@ -94,8 +167,9 @@ def decode_kernel(
     if WALK == PAGES:
         count = (choices * PAGE + BLOCK_N - 1) // BLOCK_N
         pages_ptr += (batch * (heads // kv_group) + kv_head) * choices
+    SUB: tl.constexpr = BLOCK_K // BLOCK_N
+    upper_start, upper_count, lower_start = tl.zeros([], tl.int32), tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     if WALK == MASK:
-        SUB: tl.constexpr = BLOCK_K // BLOCK_N
         WORDS: tl.constexpr = (BLOCK_K + 31) // 32
         upper = tl.maximum(length - q_len, 0) // BLOCK_Q
         lower = tl.maximum(length - 1, 0) // BLOCK_Q  # the queries lie in one block row of the mask, or in two
@@ -112,40 +186,33 @@ def decode_kernel(
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, PADDED_DV], tl.float32)
-    IN_ONE: tl.constexpr = PAGE % BLOCK_N == 0  # a tile of keys lies in one page, so one number says in which
-    onward = 0 if IN_ONE else lane
+    # Where keys lie follows from numbers in memory, which are loaded a tile ahead.
+    next_key, next_page = keys_of(
+        begin, count, first_sink, sink_tiles, first, pages_ptr, choices, index_ptr, upper_start, upper_count,
+        lower_start, length, capacity, table_ptr, batch, table_width, BLOCK_N, PAGE, BLOCK_K, WALK,
+    )  # fmt: skip
     for i in range(begin, end):
-        exists = lane >= 0
-        if WALK == PAGES:
-            place = i * BLOCK_N + onward
-            page = tl.load(pages_ptr + place // PAGE, mask=place < choices * PAGE, other=-1)
-            exists = (page >= 0) & (page < (capacity + PAGE - 1) // PAGE)
-            first_key = tl.where(exists, page, 0).to(tl.int32) * PAGE + place % PAGE
-        elif WALK == MASK:
-            entry = tl.where(i < upper_count * SUB, upper_start + i // SUB, lower_start + i // SUB - upper_count)
-            first_key = tl.load(index_ptr + entry) * BLOCK_K + i % SUB * BLOCK_N + onward
-        else:
-            first_key = tl.where(i < sink_tiles, first_sink + i, first + i - sink_tiles) * BLOCK_N + onward
-        key = first_key + lane if IN_ONE else first_key
-        exists = exists & (key < length) & (key >= start)
+        key, of_page = next_key, next_page
+        next_key, next_page = keys_of(
+            i + 1, count, first_sink, sink_tiles, first, pages_ptr, choices, index_ptr, upper_start, upper_count,
+            lower_start, length, capacity, table_ptr, batch, table_width, BLOCK_N, PAGE, BLOCK_K, WALK,
+        )  # fmt: skip
+        exists = (key < length) & (key >= start)
         live = exists[None, :] & (key[None, :] <= position[:, None])
         if window > 0:
             live = live & ((key[None, :] > position[:, None] - window) | (key < start + sinks)[None, :])
         if WALK == MASK:
             of_block = tl.where(i < upper_count * SUB, upper, lower)
             live = live & (position // BLOCK_Q == of_block)[:, None]
+            entry = entry_of(i, upper_start, upper_count, lower_start, SUB)
             number = tl.load(tile_ptr + entry).to(tl.int64)
             if number > 0:
                 inner, bit = tl.maximum(position, 0) % BLOCK_Q, key % BLOCK_K
                 word = ((number - 1) * BLOCK_Q + inner[:, None]) * WORDS + (bit // 32)[None, :]
                 live = live & (((tl.load(words_ptr + word) >> (bit % 32)[None, :]) & 1) != 0)
 
-        at, of_page = key.to(tl.int64), batch
+        at = key.to(tl.int64)
         if table_ptr is not None:
-            is_written = (first_key < length) if IN_ONE else exists
-            of_page = tl.load(table_ptr + batch * table_width + first_key // PAGE, mask=is_written, other=0).to(
-                tl.int64
-            )
             at = (key % PAGE).to(tl.int64)
         k_at = of_page * k_batch + kv_head.to(tl.int64) * k_head + at * k_token
         k_tile = tl.load(
