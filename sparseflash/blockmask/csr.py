@@ -40,8 +40,10 @@ def columns_of(
         rows = row_of_entry(indptr, len(indices))
         patterns = (len(indptr) - 1) // row_blocks
         column = rows // row_blocks * col_blocks + indices
-        column, order = torch.sort(column, stable=True)
-        starts = torch.arange(patterns * col_blocks + 1, device=indptr.device)
+        # A GPU sorts a byte of the numbers at a time. Unused capacity has numbers of a pattern more.
+        narrow = torch.int16 if (patterns + 1) * col_blocks <= torch.iinfo(torch.int16).max else torch.int64
+        column, order = torch.sort(column.to(narrow), stable=True)
+        starts = torch.arange(patterns * col_blocks + 1, dtype=narrow, device=indptr.device)
         return (
             torch.searchsorted(column, starts).to(torch.int32),
             (rows % row_blocks)[order].to(torch.int32),

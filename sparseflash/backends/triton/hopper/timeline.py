@@ -24,8 +24,9 @@ from sparseflash.backends.triton.hopper.backward_plan import (
     ITEM_PART,
 )
 
-AT_ONCE = tl.constexpr(64)  # entries of a list that are compared with as many others
+AT_ONCE = tl.constexpr(32)  # entries of a list that are compared with as many others
 _LANES = tl.constexpr(32)  # programs that are compared with all at a time
+_MEMBERS = tl.constexpr(16)  # heads of a group that are looked at at a time
 _ORDERS = tl.constexpr(4)
 
 
@@ -108,10 +109,11 @@ def _list_of(pattern_ptr, start_ptr, count_ptr, batch_stride, head_stride, kv_he
     batch = kv_head // kv_heads
     first_head = kv_head % kv_heads * group
     pattern_ptr += batch.to(tl.int64) * batch_stride
-    before = 0  # entries of the heads of the group that come first
-    for other in range(member):
-        pattern = tl.load(pattern_ptr + (first_head + other) * head_stride)
-        before += tl.load(count_ptr + pattern.to(tl.int64) * columns + column)
+    before = tl.zeros([], tl.int32)  # entries of the heads of the group that come first
+    for first in range(0, member, _MEMBERS):
+        other = first + tl.arange(0, _MEMBERS)
+        pattern = tl.load(pattern_ptr + (first_head + other) * head_stride, mask=other < member, other=0)
+        before += tl.sum(tl.load(count_ptr + pattern.to(tl.int64) * columns + column, mask=other < member, other=0), 0)
     number = tl.load(pattern_ptr + (first_head + member) * head_stride).to(tl.int64) * columns + column
     head = batch * (kv_heads * group) + first_head + member
     return item, column, head, tl.load(start_ptr + number), tl.load(count_ptr + number), before
