@@ -43,6 +43,7 @@ class Request(NamedTuple):
     changes: tuple[str, ...] = ()  # the kinds of changes of scores
     learned: tuple[str, ...] = ()  # those whose tensors get a gradient in this pass
     logarithmic: bool = False  # scores decay with the logarithm of the distance
+    patterns: int = 1  # of the mask
 
     @classmethod
     def of(
@@ -55,7 +56,7 @@ class Request(NamedTuple):
         return cls(
             setting.capability, q.dtype, (q.shape[-1], v.shape[-1]), setting.block, setting.lengths, setting.dropout,
             not plan.lists.reusable, tokens, plan.tiles_per_head * block_k / -(-tokens[0] // block_q), backward,
-            *_described(changes, wanted),
+            *_described(changes, wanted), plan.lists.patterns,
         )  # fmt: skip
 
 

@@ -311,6 +311,10 @@ def consumer(
     PART_SIZE: gl.constexpr = BLOCK_M * (D + 2)  # as `combine_rows_kernel` wants it
     # Scores, sums and weights of fp32 do not fit in the registers together; but to convert the weights late costs less.
     IN_HALF: gl.constexpr = D > 64
+    # A product with few keys takes as long as to read both of its factors from shared memory, which values and what is
+    # loaded want, too. So queries are kept in registers.
+    KEEPS_Q: gl.constexpr = BLOCK_N == 64
+    Q: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S, k_width=2)
 
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=S)
     no_maximum = gl.full([ROWS], float("-inf"), gl.float32, layout=S_ROWS)
@@ -320,6 +324,7 @@ def consumer(
     alpha = gl.zeros([ROWS], gl.float32, layout=S_ROWS)
     acc = gl.zeros([ROWS, D], gl.float32, layout=A)
     p = zero.to(dtype) if IN_HALF else zero
+    kept_q = gl.zeros([ROWS, D], dtype, layout=Q)
     goes_on = False  # whether the product of the next step is added to acc; else it is an item's first
     step = 0
     turn = -1
@@ -342,6 +347,8 @@ def consumer(
                 first_position = field(record_s, turn, FIRST_Q) + (C * ROWS + offset)
                 next_block = field(record_s, turn, BLOCK)
             running = left > 0
+            if KEEPS_Q:
+                kept_q = q_s.index((turn & 1) * GROUPS + C).load(Q)
         is_partial = left <= partial_left
         words = gl.zeros([ROWS, BLOCK_N // 32], gl.int32, layout=WORDS)
         if is_partial:
@@ -360,7 +367,7 @@ def consumer(
 
         stage, phase = step % STAGES, (step // STAGES) & 1
         acc = acc * gl.convert_layout(alpha, A_ROWS)[:, None]
-        q = q_s.index((turn & 1) * GROUPS + C)
+        q = kept_q if KEEPS_Q else q_s.index((turn & 1) * GROUPS + C)
         s = warpgroup_mma(q, k_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
         mbarrier.wait(v_full.index(stage), phase)
         weights = gl.convert_layout(p if IN_HALF else p.to(dtype), P)

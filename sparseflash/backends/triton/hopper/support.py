@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from sparseflash.backends.triton.family import Request
+from sparseflash.backends.triton.hopper.backward_plan import ENTRY
 from sparseflash.backends.triton.hopper.changed import KINDS, LEARNED
 from sparseflash.backends.triton.hopper.configs import BLOCK, HEAD_DIMS, LIMITS, SMALL, tile_for
 from sparseflash.backends.triton.launcher import triton_version
@@ -50,32 +51,40 @@ def refuses(request: Request) -> str | None:
 
 def yields(request: Request) -> str | None:
     """Why the portable kernels are as fast or faster; None if these are. See `LIMITS` for the measurement."""
-    (q_len, k_len), backward = request.tokens, request.backward
-    if request.dynamic:
-        return "they have not been measured with masks that are made at every step"
-    if request.block == SMALL and not backward:
-        return "their forward in blocks of {} x {} has not been measured".format(*SMALL)
-    if min(request.block) < min(BLOCK):
+    (q_len, k_len), backward, dim = request.tokens, request.backward, request.dims[0]
+    if min(request.block) < min(BLOCK) and (backward or dim == 64 or request.block != SMALL):
         return "the portable kernels read less, in blocks of {} x {}".format(*request.block)
     if request.lengths and backward:
         return "the portable backward leaves out what lies past the lengths"
     cuts = k_len > SPLITS.longest_whole(BLOCK[0]) or request.keys < k_len  # under a mask, rows of other lengths
     if cuts and k_len > q_len * LIMITS.most_keys_a_query:
         return f"the portable kernels share the keys of few queries out to more programs; got {q_len} and {k_len}"
-    least = LIMITS.least_queries(request.dims[0], backward=backward)
+    least = LIMITS.least_queries(dim, backward=backward, dynamic=request.dynamic)
     if q_len < least:
         direction = "backward" if backward else "forward"
-        return f"the portable {direction} is faster below {least:,} queries at D = {request.dims[0]}; got {q_len:,}"
-    if request.dims[0] == 64 and "softcap" in request.changes:
+        return f"the portable {direction} is faster below {least:,} queries at D = {dim}; got {q_len:,}"
+    if request.dynamic and backward and (room := _room(request)) > LIMITS.most_room:
+        return f"the lists of a backward that waits for nothing would take {room:.2f} of the memory of q"
+    if dim == 64 and "softcap" in request.changes:
         return "the portable kernels are faster at D = 64 under a soft cap"
     if request.logarithmic and not backward:
         return "the portable forward is faster with a decay by the logarithm of the distance"
-    if request.dims[0] == 64 and not backward and request.keys > LIMITS.most_keys:
+    if dim == 64 and not backward and request.keys > LIMITS.most_keys:
         return (
             f"the portable forward is faster at D = 64 where queries see more than {LIMITS.most_keys:,} keys; got "
             f"{request.keys:,.0f}"
         )
     return None
+
+
+def _room(request: Request) -> float:
+    """What the backward's entries take for a mask that is made at every step, as a share of the memory of q: a head may
+    have all tiles of all patterns.
+    """
+    q_len, k_len = request.tokens
+    rows, columns = -(-q_len // BLOCK[0]), -(-k_len // BLOCK[1])
+    room = min(request.keys / BLOCK[1] * rows * request.patterns, rows * columns)
+    return room * 4 * ENTRY.value / (q_len * request.dims[0] * 2)
 
 
 def is_interpreted() -> bool:

@@ -62,8 +62,12 @@ def test_long_sequences_are_theirs(dim, backward):
     [
         ("the portable kernels read less, in blocks of 64 x 128", {"block": (64, 128)}),
         ("the portable kernels read less, in blocks of 64 x 64", {"block": (64, 64), "backward": True}),
-        ("their forward in blocks of 64 x 64 has not been measured", {"block": (64, 64)}),
-        ("they have not been measured with masks that are made at every step", {"dynamic": True}),
+        ("the portable kernels read less, in blocks of 64 x 64", {"block": (64, 64)}),
+        ("the portable kernels read less, in blocks of 64 x 64", {"block": (64, 64), "dynamic": True}),
+        ("the portable backward is faster below 16,384 queries at D = 64; got 8,192",
+         {"dynamic": True, "backward": True}),
+        ("the lists of a backward that waits for nothing would take 0.50 of the memory of q",
+         {"dynamic": True, "backward": True, "tokens": (65536, 65536), "patterns": 64}),
         ("the portable backward leaves out what lies past the lengths", {"lengths": True, "backward": True}),
         ("the portable kernels share the keys of few queries out to more programs; got 128 and 16384",
          {"tokens": (128, 16384), "dims": (128, 128)}),
@@ -120,14 +124,29 @@ def test_each_pass_is_served_by_the_faster_kernels():
 
 
 @pytest.mark.parametrize("block", [128, 64])
-def test_masks_made_at_every_step_are_theirs_where_they_are_asked_for(block):
-    q = torch.empty(1, 4, 4096, 128, dtype=torch.bfloat16, device="meta")
-    mask = masks.top_k_blocks(torch.rand(4096 // block, 4096 // block), k=4, q_len=4096, block=block)
-    assert explain(q, q, q, mask, capability=(9, 0)).forward.family == "portable"
+@pytest.mark.parametrize("tokens", [4096, 16384])
+def test_masks_made_at_every_step_are_theirs(tokens, block):
+    q = torch.empty(1, 4, tokens, 128, dtype=torch.bfloat16, device="meta")
+    mask = masks.top_k_blocks(torch.rand(tokens // block, tokens // block), k=4, q_len=tokens, block=block)
+    found = explain(q, q, q, mask, capability=(9, 0))
+    is_fast = block == 128 and tokens == 16384
+    assert (found.forward.family, found.backward.family) == ("hopper", "hopper" if is_fast else "portable")
     with torch.no_grad():
         found = explain(q, q, q, mask, capability=(9, 0), backend="hopper")
     assert (found.forward.family, found.backward.family) == ("hopper", "hopper" if block == 128 else None)
-    assert found.kernels[0].tiles == 4 * 4 * 4096 // block
+    assert found.kernels[0].tiles == 4 * 4 * tokens // block
+
+
+def test_a_group_that_shares_its_chosen_blocks_needs_little_room():
+    chosen = HALF._replace(dynamic=True, backward=True, dims=(128, 128), tokens=(65536, 65536), keys=2048.0)
+    assert support.yields(chosen._replace(patterns=4)) is None
+    assert support.yields(chosen._replace(patterns=64)).endswith("0.25 of the memory of q")
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dim", [96, 128])
+def test_the_forward_in_blocks_of_64_is_theirs(dim, dynamic):
+    assert support.yields(HALF._replace(dims=(dim, dim), block=(64, 64), dynamic=dynamic)) is None
 
 
 @pytest.mark.parametrize("dim", [64, 96, 128])
