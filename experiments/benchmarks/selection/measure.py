@@ -71,7 +71,7 @@ CASES = (
 class Call:
     """A call to time. flops: of its two (forward) or seven products of live scores, 0 where nothing is computed.
 
-    like: of a peer that knows the blocks, our call that must have the same results.
+    like: the call that must have the same results.
     """
 
     run: Callable[[], Any]
@@ -146,7 +146,7 @@ def calls_of(case: Case, device: torch.device) -> dict[str, Call]:
     add(ours, chosen, live)
     add("SDPA, dense", dense, case.heads * case.tokens**2 // (2 if case.causal else 1), is_peer=True)
     if case.peers and device.type == "cuda":
-        add(f"{ours}, Hopper's kernels", partial(chosen, "hopper"), live, like=ours, is_peer=True)
+        add(f"{ours}, portable kernels", partial(chosen, "triton"), live, like=ours)
         for name, plan in peers_of(case, choice(), q, k, v).items():
             add(f"{name}, blocks known", planned(plan), live, like=ours, is_peer=True)
     return found
@@ -160,7 +160,7 @@ def peers_of(
     as_rows = partial(flashinfer.heads_as_rows, *by_head.args, **by_head.keywords)
     found: dict[str, Callable[[], Callable[[], Tensor]]] = {
         "sparseflash": lambda: partial(attention, q, k, v, mask),
-        "sparseflash, Hopper's kernels": lambda: partial(attention, q, k, v, mask, backend="hopper"),
+        "sparseflash, portable kernels": lambda: partial(attention, q, k, v, mask, backend="triton"),
         "FlexAttention": partial(_flex_attention, case, mask, q, k, v),
         "FlashAttention-4": partial(_flash_attention_4, case, mask, q, k, v),
         "FlashInfer, a mask for each head": by_head,
@@ -220,11 +220,10 @@ def measure(case: Case, device: torch.device, *, round_ms: float = 60.0) -> list
         runs[name] = call
         if call.like is not None and (failure := check.failure_of(call.run, calls[call.like].run)):
             failures[name] = failure
-        if call.is_peer:
-            continue
-        call.run(), call.run()  # compiles
-        if device.type == "cuda":
-            runs[f"{name}, recorded"] = replace(call, run=recorded(call.run))
+        elif not call.is_peer:
+            call.run(), call.run()  # compiles
+            if device.type == "cuda":
+                runs[f"{name}, recorded"] = replace(call, run=recorded(call.run))
     peers = {name for name, call in calls.items() if call.is_peer}
 
     def numbers(name: str, timing: Timing) -> dict[str, float]:

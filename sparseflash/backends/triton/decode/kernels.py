@@ -46,18 +46,21 @@ def entry_of(i, upper_start, upper_count, lower_start, SUB: tl.constexpr):
 
 @triton.jit
 def first_key_of(
-    i, count, first_sink, sink_tiles, first, pages_ptr, choices, index_ptr, upper_start, upper_count, lower_start,
-    length, capacity,
+    i, walked,
     onward,  # 0, or int32 [BLOCK_N] for the keys of the tile instead of its first
     BLOCK_N: tl.constexpr, PAGE: tl.constexpr, BLOCK_K: tl.constexpr, WALK: tl.constexpr,
 ):  # fmt: skip
-    """The first key of the i-th of `count` tiles; `length` if there is none."""
+    """The first key of the i-th tile; the sequence's length if there is none."""
+    span, pages, rows, _ = walked
+    count, first_sink, sink_tiles, first, length, capacity = span
     if WALK == PAGES:
+        pages_ptr, choices = pages
         place = i * BLOCK_N + onward
         page = tl.load(pages_ptr + place // PAGE, mask=place < choices * PAGE, other=-1)
         exists = (page >= 0) & (page < (capacity + PAGE - 1) // PAGE)
         key = tl.where(exists, page.to(tl.int32) * PAGE + place % PAGE, length)
     elif WALK == MASK:
+        index_ptr, upper_start, upper_count, lower_start = rows
         SUB: tl.constexpr = BLOCK_K // BLOCK_N
         entry = entry_of(i, upper_start, upper_count, lower_start, SUB)
         block = tl.load(index_ptr + entry, mask=i < count, other=0)
@@ -68,8 +71,11 @@ def first_key_of(
 
 
 @triton.jit
-def page_of(key, table_ptr, batch, table_width, length, PAGE: tl.constexpr):
-    """In which page of the caches a key of a sequence lies, int64; without pages, in that of the sequence."""
+def page_of(key, walked, PAGE: tl.constexpr):
+    """In which page of the caches a key lies, int64; without pages, in that of the sequence."""
+    span, _, _, table = walked
+    _, _, _, _, length, _ = span
+    table_ptr, table_width, batch = table
     page = batch
     if table_ptr is not None:
         page = tl.load(table_ptr + batch * table_width + key // PAGE, mask=key < length, other=0).to(tl.int64)
@@ -78,36 +84,25 @@ def page_of(key, table_ptr, batch, table_width, length, PAGE: tl.constexpr):
 
 @triton.jit
 def keys_of(
-    i, count, first_sink, sink_tiles, first, pages_ptr, choices, index_ptr, upper_start, upper_count, lower_start,
-    length, capacity, table_ptr, batch, table_width, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, BLOCK_K: tl.constexpr,
-    WALK: tl.constexpr,
+    i, walked, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, BLOCK_K: tl.constexpr, WALK: tl.constexpr
 ):  # fmt: skip
     """The keys of the i-th tile, int32 [BLOCK_N], and the pages they lie in, int64, one number if it is one page."""
     lane = tl.arange(0, BLOCK_N)
-    # Numbers that hold for all keys of a page are loaded once a page, if these are few.
+    # What holds for all keys of a page is loaded once a page, if a tile has few of them.
     FEW: tl.constexpr = BLOCK_N % PAGE == 0 and BLOCK_N // PAGE <= 8
     if PAGE % BLOCK_N == 0:
-        first_key = first_key_of(
-            i, count, first_sink, sink_tiles, first, pages_ptr, choices, index_ptr, upper_start, upper_count,
-            lower_start, length, capacity, 0, BLOCK_N, PAGE, BLOCK_K, WALK,
-        )  # fmt: skip
-        key, page = first_key + lane, page_of(first_key, table_ptr, batch, table_width, length, PAGE)
+        first_key = first_key_of(i, walked, 0, BLOCK_N, PAGE, BLOCK_K, WALK)
+        key, page = first_key + lane, page_of(first_key, walked, PAGE)
     elif FEW:
         key, page = lane, tl.zeros([BLOCK_N], tl.int64)
         for piece in tl.static_range(BLOCK_N // PAGE):
-            first_key = first_key_of(
-                i, count, first_sink, sink_tiles, first, pages_ptr, choices, index_ptr, upper_start, upper_count,
-                lower_start, length, capacity, piece * PAGE, BLOCK_N, PAGE, BLOCK_K, WALK,
-            )  # fmt: skip
+            first_key = first_key_of(i, walked, piece * PAGE, BLOCK_N, PAGE, BLOCK_K, WALK)
             is_here = lane // PAGE == piece
             key = tl.where(is_here, first_key + lane % PAGE, key)
-            page = tl.where(is_here, page_of(first_key, table_ptr, batch, table_width, length, PAGE), page)
+            page = tl.where(is_here, page_of(first_key, walked, PAGE), page)
     else:
-        key = first_key_of(
-            i, count, first_sink, sink_tiles, first, pages_ptr, choices, index_ptr, upper_start, upper_count,
-            lower_start, length, capacity, lane, BLOCK_N, PAGE, BLOCK_K, WALK,
-        )  # fmt: skip
-        page = page_of(key, table_ptr, batch, table_width, length, PAGE)
+        key = first_key_of(i, walked, lane, BLOCK_N, PAGE, BLOCK_K, WALK)
+        page = page_of(key, walked, PAGE)
     return key, page
 
 
@@ -155,7 +150,7 @@ def decode_kernel(
 
     row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     position = length - q_len + row % q_len
-    dims, v_dims, lane = tl.arange(0, PADDED_D), tl.arange(0, PADDED_DV), tl.arange(0, BLOCK_N)
+    dims, v_dims = tl.arange(0, PADDED_D), tl.arange(0, PADDED_DV)
     of_row = (head * group + row // q_len).to(tl.int64) * q_head + (row % q_len).to(tl.int64) * q_token
     q_tile = tl.load(
         q_ptr + batch * q_batch + of_row[:, None] + dims[None, :], mask=(row < rows)[:, None] & (dims < D)[None, :],
@@ -187,16 +182,14 @@ def decode_kernel(
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, PADDED_DV], tl.float32)
     # Where keys lie follows from numbers in memory, which are loaded a tile ahead.
-    next_key, next_page = keys_of(
-        begin, count, first_sink, sink_tiles, first, pages_ptr, choices, index_ptr, upper_start, upper_count,
-        lower_start, length, capacity, table_ptr, batch, table_width, BLOCK_N, PAGE, BLOCK_K, WALK,
+    walked = (
+        (count, first_sink, sink_tiles, first, length, capacity), (pages_ptr, choices),
+        (index_ptr, upper_start, upper_count, lower_start), (table_ptr, table_width, batch),
     )  # fmt: skip
+    next_key, next_page = keys_of(begin, walked, BLOCK_N, PAGE, BLOCK_K, WALK)
     for i in range(begin, end):
         key, of_page = next_key, next_page
-        next_key, next_page = keys_of(
-            i + 1, count, first_sink, sink_tiles, first, pages_ptr, choices, index_ptr, upper_start, upper_count,
-            lower_start, length, capacity, table_ptr, batch, table_width, BLOCK_N, PAGE, BLOCK_K, WALK,
-        )  # fmt: skip
+        next_key, next_page = keys_of(i + 1, walked, BLOCK_N, PAGE, BLOCK_K, WALK)
         exists = (key < length) & (key >= start)
         live = exists[None, :] & (key[None, :] <= position[:, None])
         if window > 0:

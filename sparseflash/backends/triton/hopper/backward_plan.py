@@ -58,6 +58,12 @@ _BAND = 128
 _CLEARLY = 7  # tenths
 
 
+# What an item must have to be taken before all others, in percent of the mean program. Chosen blocks have many items of
+# more than twice the mean, which would come first from all heads, and no head's tiles stay in the L2 cache: at 16,384
+# tokens and 16 heads forward and backward took 2.06 ms on an H200 with all of them first, 1.95 with these.
+LEAST = 25
+
+
 class BackwardItem(NamedTuple):
     """The numbers of an item, in the order in which they are stored."""
 
@@ -195,7 +201,7 @@ def assigned(sizes: Ints, programs: int) -> tuple[Ints, Ints]:
     >>> order.tolist(), [int(sizes.sum()) for sizes in (np.array([3, 1, 9, 2, 1, 3])[program == p] for p in (0, 1))]
     ([2, 0, 5, 3, 1, 4], [10, 9])
     """
-    order = start_order(torch.from_numpy(sizes), programs).numpy()
+    order = start_order(torch.from_numpy(sizes), programs, least=LEAST).numpy()
     cost = sizes + 1  # to begin with an item takes about as long as an entry
     near = float(cost.mean()) / 2
     load, program = np.zeros(min(programs, len(sizes))), np.empty(len(sizes), dtype=np.int64)

@@ -100,8 +100,15 @@ def cut_kernel(
     tl.store(total_ptr + 2, cut)
 
 
-@triton.jit(do_not_specialize=["programs", "room"], do_not_specialize_on_alignment=["size_ptr", "key_ptr"])
-def key_kernel(size_ptr, total_ptr, key_ptr, programs, room, AT_ONCE: tl.constexpr):
+@triton.jit
+def _is_long(size, items, programs, total, least):
+    """Which items come first: see `plan.start_order`."""
+    size = size.to(tl.int64)
+    return (size * items > 2 * total) & (size * (100 * programs) >= least * total)
+
+
+@triton.jit(do_not_specialize=["programs", "room", "least"], do_not_specialize_on_alignment=["size_ptr", "key_ptr"])
+def key_kernel(size_ptr, total_ptr, key_ptr, programs, room, least, AT_ONCE: tl.constexpr):
     """Writes what items are sorted by for `plan.start_order`, and for the rest of the `room` what comes last; one
     program does all."""
     items = tl.load(total_ptr)
@@ -113,12 +120,12 @@ def key_kernel(size_ptr, total_ptr, key_ptr, programs, room, AT_ONCE: tl.constex
     others = tl.zeros([], tl.int32)  # items that are not long
     for first in range(0, items, AT_ONCE):
         size = tl.load(size_ptr + first + lane, mask=first + lane < items, other=0)
-        is_short = (size.to(tl.int64) * items <= 2 * total) & (first + lane < items)
+        is_short = ~_is_long(size, items, programs, total, least) & (first + lane < items)
         others += tl.sum(is_short.to(tl.int32), 0)
     before = tl.zeros([], tl.int32)
     for first in range(0, items, AT_ONCE):
         size = tl.load(size_ptr + first + lane, mask=first + lane < items, other=0)
-        is_long = size.to(tl.int64) * items > 2 * total
+        is_long = _is_long(size, items, programs, total, least)
         is_short = (~is_long & (first + lane < items)).to(tl.int32)
         place = before + tl.cumsum(is_short, 0)
         is_last = ~is_long & (place > others - 3 * programs)

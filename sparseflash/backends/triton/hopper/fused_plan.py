@@ -70,7 +70,7 @@ def backward_plan(
     place = (*pattern.stride(), kv_heads, columns, group)
     kernels.size.start(-(-items // _AT_ONCE), pattern, lists.count, size, *place, items, _AT_ONCE)
     kernels.cut.start(1, size, first, part_size, merged, total, items, programs, *rule, _AT_ONCE)
-    kernels.key.start(1, part_size, total, key, programs, room, _AT_ONCE)
+    kernels.key.start(1, part_size, total, key, programs, room, reference.LEAST, _AT_ONCE)
     order = torch.sort(key, stable=True).indices
     kernels.deal.start(
         1, order, part_size, made[0, -1:], made[1, -1:], dealt, given, total, programs, room, lanes,

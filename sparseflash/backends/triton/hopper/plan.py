@@ -114,8 +114,10 @@ def _work(items: Items, index: Tensor, tile: Tensor, programs: int) -> Tensor:
     return torch.stack(work, dim=-1)[start_order(count, programs)].contiguous()
 
 
-def start_order(lengths: Tensor, programs: int) -> Tensor:
+def start_order(lengths: Tensor, programs: int, *, least: int = 0) -> Tensor:
     """The order in which items of these `lengths [W]`, in tiles, are taken by so many programs: int64 `[W]`.
+
+    least: the percentage of what a program has to do on average that an item must have to count as long.
 
     What is more than twice as long as the mean comes first, longest first, and the last three rounds are longest
     first; the rest stay as they are, head by head, so that the cache holds the keys that are wanted. With all sorted
@@ -124,8 +126,8 @@ def start_order(lengths: Tensor, programs: int) -> Tensor:
     >>> start_order(torch.tensor([3, 1, 9, 2, 1, 3]), programs=1).tolist()
     [2, 0, 1, 5, 3, 4]
     """
-    longest = 1 << 31
-    is_long = lengths * len(lengths) > 2 * lengths.sum()
+    longest, total = 1 << 31, lengths.sum()
+    is_long = (lengths * len(lengths) > 2 * total) & (lengths.long() * (100 * programs) >= least * total)
     place = (~is_long).cumsum(0)
     is_last = ~is_long & (place > place[-1:] - 3 * programs)
     by_length = longest - lengths.long()

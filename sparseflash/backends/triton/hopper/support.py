@@ -84,7 +84,7 @@ def _room(request: Request) -> float:
     q_len, k_len = request.tokens
     rows, columns = -(-q_len // BLOCK[0]), -(-k_len // BLOCK[1])
     room = min(request.keys / BLOCK[1] * rows * request.patterns, rows * columns)
-    return room * 4 * ENTRY.value / (q_len * request.dims[0] * 2)
+    return float(room * 4 * ENTRY.value / (q_len * request.dims[0] * 2))
 
 
 def is_interpreted() -> bool:
