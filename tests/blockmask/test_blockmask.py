@@ -61,6 +61,16 @@ def test_transposing_twice_gives_the_rows_back(mask):
         assert torch.equal(mine, twice)
 
 
+@pytest.mark.parametrize("columns", [16_383, 16_384, 40_000])  # their numbers are sorted in 16 bits up to the first
+@pytest.mark.parametrize("unused", [0, 2])
+def test_columns_of_very_many(columns, unused):
+    indices = torch.tensor([0, columns // 2, columns - 1] + unused * [columns - 1], dtype=torch.int32)
+    indptr, tile = torch.tensor([0, 1, 3], dtype=torch.int32), torch.arange(len(indices), dtype=torch.int32)
+    starts, rows, tiles = csr.columns_of(indptr, indices, tile, 2, columns)
+    assert len(starts) == columns + 1 and starts.diff().nonzero().view(-1).tolist() == indices[:3].tolist()
+    assert rows[:3].tolist() == [0, 1, 1] and tiles.tolist() == tile.tolist()
+
+
 def test_columns_are_derived_once_and_shared_by_masks_that_differ_in_lengths_only():
     mask = window()
     padded = mask.with_lengths(torch.tensor([3, 40]))
