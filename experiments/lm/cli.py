@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +20,7 @@ from experiments.lm.train import saved_run
 from experiments.training import tensorboard
 from experiments.training.cli_errors import short_errors
 from experiments.training.distributed import SINGLE, find_device, process_group, require_single_process
-from experiments.training.environment import environment
+from experiments.training.environment import command_line, environment
 from experiments.training.options import (
     Device,
     Overwrite,
@@ -243,7 +241,7 @@ def compare_command(
         first = next(iter(configs.values()))
         if any(config.steps is None and config.minutes is None for config in configs.values()):
             raise ValueError("the runs must have an end: give --minutes or --steps")
-        command = shlex.join(["python", "-m", "experiments.lm", *sys.argv[1:]])
+        command = command_line("experiments.lm")
         facts = environment(find_device(first.device), command, commit)
         until = deadline(pause_after)
         store = session.find_tokens(first, data, SINGLE, console)
@@ -289,7 +287,7 @@ def bench_command(
         place = find_device(device)
         cases = [each for text in case or DEFAULT for each in parsed(text)]
         options = bench.Options(minutes, tokens, rounds, profiled=profile, chosen=chosen)
-        command = shlex.join(["python", "-m", "experiments.lm", *sys.argv[1:]])
+        command = command_line("experiments.lm")
         facts = environment(place, command, commit)
         rows = bench.measure(cases, options, place, say)
         bench_report.write(out, rows, facts, {"minutes": minutes, "tokens": tokens, "rounds": rounds, **chosen})

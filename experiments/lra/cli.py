@@ -4,8 +4,6 @@ table/.
 
 from __future__ import annotations
 
-import shlex
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +30,7 @@ from experiments.training import series, tensor_files, tensorboard
 from experiments.training.atomic_files import write_json
 from experiments.training.cli_errors import short_errors
 from experiments.training.distributed import find_device, process_group, require_single_process
+from experiments.training.environment import command_line
 from experiments.training.options import (
     Device,
     Overwrite,
@@ -275,19 +274,11 @@ def table_command(
                     f"a test on the CPU must not replace what is in {RESULTS}: name another folder by --out"
                 )
         say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-        results = table.run(options, runs or RUNS, out, repeatable(sys.argv[1:]), commit, say)
+        command = command_line("experiments.lra", without=("--out", "--runs"))
+        results = table.run(options, runs or RUNS, out, command, commit, say)
         print_table(console, summary(results))
         console.print(f"The table, the times and the accuracies: {out / 'table.md'}", soft_wrap=True)
         raise typer.Exit(0 if all_right(results.times) else 1)
-
-
-def repeatable(words: list[str]) -> str:
-    """The command without its folders and files."""
-    kept: list[str] = []
-    for before, word in zip(["", *words], words):
-        if not {before, word} & {"--out", "--runs"} and not word.startswith(("--out=", "--runs=")):
-            kept.append(word)
-    return shlex.join(["python", "-m", "experiments.lra", *kept])
 
 
 def default_name(config: Config, *, series: bool = False) -> str:

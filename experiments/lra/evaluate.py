@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from math import sqrt
@@ -26,7 +24,7 @@ from experiments.lra.model.classifier import Classifier
 from experiments.lra.tasks import TASKS
 from experiments.lra.tasks.task import Data, Kinds
 from experiments.training import tensor_files
-from experiments.training.environment import device_name, versions
+from experiments.training.environment import command_line, device_name, versions
 from experiments.training.fingerprint import check_disjoint, sha256
 from experiments.training.host_threads import single_host_thread
 
@@ -85,7 +83,7 @@ def evaluate(
         "weights": sha256(*tensor_files.files(path)),
         "steps": about["cost"]["steps"],
         "tested_step": about["cost"].get("tested_step", about["cost"]["steps"]),
-        "command": shlex.join(["python", "-m", "experiments.lra", *sys.argv[1:]]),
+        "command": command_line("experiments.lra"),
         "device": device_name(device),
         "versions": versions(),
     }

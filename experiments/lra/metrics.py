@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import shlex
 import statistics
-import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from experiments.lra.baselines import baselines, majority
 from experiments.lra.config import as_dict
 from experiments.lra.denoise import frequency_baseline
-from experiments.training.environment import device_name, versions
+from experiments.training.environment import command_line, device_name, versions
 from experiments.training.run_log import Record
 
 if TYPE_CHECKING:
@@ -52,7 +50,7 @@ def final_metrics(run: Run) -> dict[str, Any]:
         "padding": statistics.fmean(record["padding"] for record in trained),  # as a share of all positions
         "parameters": sum(parameter.numel() for parameter in run.model.parameters()),
         "config": as_dict(run.config),
-        "command": shlex.join(["python", "-m", "experiments.lra", *sys.argv[1:]]),
+        "command": command_line("experiments.lra"),
         "device": device_name(run.device),
         "processes": run.ranks.count,
         "versions": versions(),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import shlex
-import sys
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from math import hypot, sqrt
@@ -14,13 +12,14 @@ from experiments.pathfinder import original
 from experiments.pathfinder.parameters import Parameters
 from experiments.pathfinder.shortcuts import RULES, Shortcut
 from experiments.pathfinder.statistics import COLUMNS, Estimate
+from experiments.training.environment import command_line
 
 
 def about() -> str:
     """The command, the versions and the machine."""
     versions = [f"{name} {version(name)}" for name in ("numpy", "numba", "pillow", "scikit-learn")]
     machine = f"{platform.machine()}, {os.cpu_count()} CPU cores"
-    command = shlex.join(["python", "-m", "experiments.pathfinder", *sys.argv[1:]])
+    command = command_line("experiments.pathfinder")
     return f"    {command}\n\nPython {platform.python_version()}, {', '.join(versions)}; {machine}."
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import platform
+import shlex
 import subprocess
+import sys
+from collections.abc import Iterator, Sequence
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -39,8 +42,25 @@ def versions() -> dict[str, str]:
         "numpy": np.__version__,
         "torch": str(torch.__version__),
         "sparseflash": sparseflash.__version__,
-        "triton": _version("triton", missing="none"),  # some platforms have none
+        "triton": installed_version("triton", missing="none"),  # some platforms have none
     }
+
+
+def command_line(module: str, *, program: Sequence[str] = ("python",), without: Sequence[str] = ("--out",)) -> str:
+    """The command that runs `python -m module` with the arguments of this process.
+
+    without: options that name a folder of this machine, which are left out with their values.
+    """
+    return shlex.join([*program, "-m", module, *_without(sys.argv[1:], without)])
+
+
+def _without(words: Sequence[str], options: Sequence[str]) -> Iterator[str]:
+    rest = iter(words)
+    for word in rest:
+        if word in options:
+            next(rest, None)
+        elif word.partition("=")[0] not in options:
+            yield word
 
 
 def environment(device: torch.device, command: str, commit: str | None) -> dict[str, str]:
@@ -52,9 +72,9 @@ def environment(device: torch.device, command: str, commit: str | None) -> dict[
         driver = driver.splitlines()[0] if driver else "not known"
     now = datetime.now(timezone.utc)
     values = (
-        now.strftime("%Y-%m-%dT%H:%M:%S.%fZ"), name, driver, cudnn, torch.__version__, _version("triton"),
-        _version("flash-attn-4"), platform.python_version(), now.strftime("%Y-%m-%d %H:%M UTC"),
-        _commit() if commit is None else commit, command,
+        now.strftime("%Y-%m-%dT%H:%M:%S.%fZ"), name, driver, cudnn, torch.__version__,
+        installed_version("triton"), installed_version("flash-attn-4"), platform.python_version(),
+        now.strftime("%Y-%m-%d %H:%M UTC"), _commit() if commit is None else commit, command,
     )  # fmt: skip
     return dict(zip(FACTS, values, strict=True))
 
@@ -69,7 +89,8 @@ def _output_of(*command: str) -> str:
     return done.stdout.strip()
 
 
-def _version(package: str, missing: str = "not installed") -> str:
+def installed_version(package: str, missing: str = "not installed") -> str:
+    """The version of a package, or `missing`."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
@@ -37,13 +35,13 @@ def calls(
     from experiments.benchmarks.calls.first_calls import first_calls
     from experiments.benchmarks.calls.ways import IMPLEMENTATIONS_OF, WAYS, Shape, calls_of
     from experiments.benchmarks.timing import Timed, of_single_calls
-    from experiments.training.environment import environment
+    from experiments.training.environment import command_line, environment
 
     if not torch.cuda.is_available():
         raise typer.BadParameter("this measures the host beside a GPU, and there is none here.")
     device = torch.device("cuda")
     shape = Shape(batch, heads, tokens, dim, block)
-    facts = environment(device, shlex.join(["python", "-m", "experiments.benchmarks.calls", *sys.argv[1:]]), commit)
+    facts = environment(device, command_line("experiments.benchmarks.calls"), commit)
     made = {name: calls_of(implementation(shape, device), shape, device)
             for name, implementation in IMPLEMENTATIONS_OF.items()}  # fmt: skip
     rows: list[report.Row] = []

@@ -8,10 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from experiments.benchmarks.decode.measure import CASES, Case, measure
-from experiments.training.atomic_files import write_json, write_text
+from experiments.benchmarks.speed.named_calls import write_rows
 from experiments.training.cli_errors import short_errors
 from experiments.training.distributed import find_device
-from experiments.training.environment import device_name, versions
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 SMALL = (Case(2, 256, heads=4, kv_heads=2, dim=16, pages=2, window=32),)
@@ -31,6 +30,7 @@ def decode(
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("runs/decode"),
     device: Annotated[str, typer.Option(help="cuda, or cpu for a trial.")] = "cuda",
     small: Annotated[bool, typer.Option("--small", help="One small case, to try it.")] = False,
+    commit: Annotated[str | None, typer.Option(help="The commit to note.", show_default="git's")] = None,
 ) -> None:
     """Measure one layer of a decoding step: contiguous and paged caches, windows, chosen pages, SDPA and FlashInfer."""
     with short_errors():
@@ -42,5 +42,4 @@ def decode(
             made = measure(case, place, round_ms=1.0 if small else 30.0)
             rows += made
             print("\n".join(table(made).splitlines()[2:]), flush=True)
-        write_json(out / "decode.json", {"device": device_name(place), **versions(), "rows": rows})
-        write_text(out / "decode.md", table(rows) + "\n")
+        write_rows(rows, table(rows), out, "decode", place, commit)

@@ -10,9 +10,7 @@ writes measured.json and measured.md after every pattern.
 from __future__ import annotations
 
 import os
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -28,7 +26,7 @@ from experiments.benchmarks.distributed.ways import ONE, Setting, Way, way_of
 from experiments.training.atomic_files import write_json, write_text
 from experiments.training.clock import synchronize
 from experiments.training.distributed import find_device
-from experiments.training.environment import environment
+from experiments.training.environment import command_line, environment
 from sparseflash import BlockMask, distributed
 
 ROUNDS, SERIES_MS, MOST_CALLS = 5, 60.0, 20
@@ -179,9 +177,9 @@ def measure(
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    command = f"torchrun --nproc-per-node {dist.get_world_size()} -m experiments.benchmarks.distributed "
+    program = "torchrun", "--nproc-per-node", str(dist.get_world_size())
     facts: dict[str, object] = {
-        **environment(device, command + shlex.join(sys.argv[1:]), commit),
+        **environment(device, command_line("experiments.benchmarks.distributed", program=program), commit),
         "ranks": dist.get_world_size(), "tokens": tokens, "head dim": dim, "dtype": str(dtype).removeprefix("torch."),
     }  # fmt: skip
     rows: list[Row] = []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -186,9 +184,9 @@ def _refuse_unknown(option: str, given: list[str] | None, known: list[str]) -> N
 def _facts(device: torch.device, commit: str | None) -> dict[str, str]:
     import transformers
 
-    from experiments.training.environment import environment
+    from experiments.training.environment import command_line, environment
 
-    command = shlex.join(["python", "-m", "experiments.benchmarks.huggingface", *sys.argv[1:]])
+    command = command_line("experiments.benchmarks.huggingface")
     return environment(device, command, commit) | {"transformers": transformers.__version__}
 
 

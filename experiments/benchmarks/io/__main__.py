@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -105,7 +103,7 @@ def _run(name: str, cases: list[Case], counters: bool, out: Path) -> None:
 
     from experiments.benchmarks.io import report
     from experiments.benchmarks.io.measuring import largest_difference, measure
-    from experiments.training.environment import environment
+    from experiments.training.environment import command_line, environment
     from experiments.training.progress_bar import counting_bar
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -113,7 +111,7 @@ def _run(name: str, cases: list[Case], counters: bool, out: Path) -> None:
         raise typer.BadParameter(
             f"a test on the CPU must not replace what is in {RESULTS}: name another folder by --out"
         )
-    facts = environment(device, shlex.join(["python", "-m", "experiments.benchmarks.io", *sys.argv[1:]]), None)
+    facts = environment(device, command_line("experiments.benchmarks.io"), None)
     if device.type == "cpu":
         facts["note"] = "no GPU: milliseconds are the CPU backend's, bytes the model's"
     facts["largest difference of ours from standard attention"] = (

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -50,7 +48,7 @@ def layer(
     from experiments.training.atomic_files import write_json, write_text
     from experiments.training.cli_errors import short_errors
     from experiments.training.distributed import find_device
-    from experiments.training.environment import environment
+    from experiments.training.environment import command_line, environment
 
     with short_errors():
         place = find_device(device)
@@ -60,7 +58,7 @@ def layer(
         chosen = select(cases)
         if length is not None:
             chosen = [case.shrunk(length, 32) for case in chosen]
-        about = environment(place, shlex.join(["python", "-m", "experiments.benchmarks.layer", *sys.argv[1:]]), commit)
+        about = environment(place, command_line("experiments.benchmarks.layer"), commit)
         out.mkdir(parents=True, exist_ok=True)
         options = Options(place, rounds=rounds, round_ms=1.0 if place.type == "cpu" else 200.0, seed=seed)
         rows: list[measure.Row] = []

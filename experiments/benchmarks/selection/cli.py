@@ -8,10 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from experiments.benchmarks.selection.measure import CASES, Case, measure
-from experiments.training.atomic_files import write_json, write_text
+from experiments.benchmarks.speed.named_calls import write_rows
 from experiments.training.cli_errors import short_errors
 from experiments.training.distributed import find_device
-from experiments.training.environment import device_name, versions
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 SMALL = (
@@ -35,6 +34,7 @@ def selection(
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("runs/selection-cost"),
     device: Annotated[str, typer.Option(help="cuda, or cpu for a trial.")] = "cuda",
     small: Annotated[bool, typer.Option("--small", help="Three small cases, to try it.")] = False,
+    commit: Annotated[str | None, typer.Option(help="The commit to note.", show_default="git's")] = None,
 ) -> None:
     """Measure the choice of blocks, its plan and attention, eager and recorded, and peers with the same blocks."""
     with short_errors():
@@ -46,5 +46,4 @@ def selection(
             found = measure(case, place, round_ms=1.0 if small else 60.0)
             print(*table(found).splitlines()[2:], sep="\n", flush=True)
             rows += found
-        write_json(out / "selection.json", {"device": device_name(place), **versions(), "rows": rows})
-        write_text(out / "selection.md", table(rows) + "\n")
+        write_rows(rows, table(rows), out, "selection", place, commit)

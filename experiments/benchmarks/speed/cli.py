@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +20,7 @@ from experiments.benchmarks.speed.peers import DEFAULT_PEERS, PEERS, named, ours
 from experiments.benchmarks.speed.rows import FAILED, OURS, WRONG, Row, write_csv
 from experiments.benchmarks.speed.run import run_cases
 from experiments.training.cli_errors import short_errors
-from experiments.training.environment import environment
+from experiments.training.environment import command_line, environment
 from sparseflash.blockmask.arguments import BLOCKS
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
@@ -35,18 +33,6 @@ QUICK_MINUTES = 2.7  # a case that begins before this ends within three minutes
 def _names(given: Sequence[str] | None) -> tuple[str, ...]:
     """The values of an option that may be repeated, or have several values separated by commas."""
     return tuple(dict.fromkeys(name.strip() for each in given or () for name in each.split(",") if name.strip()))
-
-
-def command(arguments: Sequence[str]) -> str:
-    """The command to repeat a run, without its output folder."""
-    kept: list[str] = []
-    words = iter(arguments)
-    for word in words:
-        if word == "--out":
-            next(words, None)
-        elif not word.startswith("--out="):
-            kept.append(word)
-    return shlex.join(["python", "-m", "experiments.benchmarks.speed", *kept])
 
 
 def _list() -> None:
@@ -151,7 +137,7 @@ def main(
     if flex_autotune:
         chosen_peers = tuple(dict.fromkeys((*chosen_peers, "flex-autotune")))
         chosen = [replace(case, tuned=True) for case in chosen]
-    facts = environment(where, command(sys.argv[1:]), commit)
+    facts = environment(where, command_line("experiments.benchmarks.speed"), commit)
     print(", ".join(f"{name} {value}" for name, value in facts.items()), flush=True)
     out.mkdir(parents=True, exist_ok=True)
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from experiments.benchmarks.speed.candidate import verdict_of
 from experiments.benchmarks.timing import Timed, Timing, in_turns
+from experiments.training.atomic_files import write_json, write_text
+from experiments.training.environment import command_line, environment, installed_version
 
 
 def timed_rows(
@@ -34,3 +37,14 @@ def timed_rows(
             raise failed
         rows.append(row)
     return rows
+
+
+def write_rows(
+    rows: list[dict[str, Any]], table: str, out: Path, name: str, device: torch.device, commit: str | None
+) -> None:
+    """Writes the rows and their table of the benchmark of this name, with what a reader needs to repeat it."""
+    facts = environment(device, command_line(f"experiments.benchmarks.{name}"), commit)
+    facts["flashinfer"] = installed_version("flashinfer-python")
+    about = ", ".join(f"{fact} {value}" for fact, value in facts.items())
+    write_json(out / f"{name}.json", {**facts, "rows": rows})
+    write_text(out / f"{name}.md", f"{about}\n\n{table}\n")

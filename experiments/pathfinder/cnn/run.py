@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
-import sys
 from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import asdict, dataclass
@@ -23,7 +21,7 @@ from experiments.pathfinder.cnn.train import Training, answers
 from experiments.pathfinder.parameters import Parameters
 from experiments.pathfinder.seeds import TEST_SEED
 from experiments.pathfinder.vectors import Vectors, load
-from experiments.training.environment import device_name, versions
+from experiments.training.environment import command_line, device_name, versions
 from experiments.training.fingerprint import sha256
 from experiments.training.prefetch import Prefetcher
 from experiments.training.run_log import Record
@@ -104,7 +102,7 @@ def tested(training: Training, source: Source, file: Path) -> Figure:
         "device": device_name(training.device),
         "cores": available_cores(),
         "versions": versions() | {name: version(name) for name in ("numba", "pillow", "scikit-learn")},
-        "command": shlex.join(["python", "-m", "experiments.pathfinder", *sys.argv[1:]]),
+        "command": command_line("experiments.pathfinder"),
     }
 
 

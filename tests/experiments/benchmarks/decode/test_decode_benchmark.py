@@ -27,9 +27,13 @@ def test_every_way_to_store_the_cache_gives_what_sdpa_gives():
 def test_the_command_writes_a_table_and_numbers(tmp_path):
     found = CliRunner().invoke(app, ["--small", "--device", "cpu", "--out", str(tmp_path)])
     assert found.exit_code == 0, found.output
-    rows = json.loads((tmp_path / "decode.json").read_text())["rows"]
+    stored = json.loads((tmp_path / "decode.json").read_text())
+    rows = stored["rows"]
     assert len(rows) == 6 and all(row["ms"] > 0 for row in rows)
-    assert (tmp_path / "decode.md").read_text() == table(rows) + "\n"
+    assert {"device", "torch", "triton", "flash-attn-4", "flashinfer", "commit", "command"} <= stored.keys()
+    about, _, written = (tmp_path / "decode.md").read_text().partition("\n\n")
+    assert f"commit {stored['commit']}, command python -m experiments.benchmarks.decode" in about
+    assert written == table(rows) + "\n"
 
 
 def test_a_missing_gpu_is_told(tmp_path):

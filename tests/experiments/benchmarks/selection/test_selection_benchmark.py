@@ -44,10 +44,14 @@ def test_the_host_is_timed_by_the_call():
 def test_the_command_writes_a_table_and_numbers(tmp_path):
     found = CliRunner().invoke(app, ["--small", "--device", "cpu", "--out", str(tmp_path)])
     assert found.exit_code == 0, found.output
-    rows = json.loads((tmp_path / "selection.json").read_text())["rows"]
+    stored = json.loads((tmp_path / "selection.json").read_text())
+    rows = stored["rows"]
     assert [row["call"] for row in rows][:3] == ["choice", "choice", "choice + attention, forward"] and len(rows) == 10
     assert all(row["tflops"] > 0 for row in rows if row["call"] != "choice")
-    assert (tmp_path / "selection.md").read_text() == table(rows) + "\n"
+    assert {"device", "torch", "triton", "flash-attn-4", "flashinfer", "commit", "command"} <= stored.keys()
+    about, _, written = (tmp_path / "selection.md").read_text().partition("\n\n")
+    assert f"commit {stored['commit']}, command python -m experiments.benchmarks.selection" in about
+    assert written == table(rows) + "\n"
 
 
 def test_a_missing_gpu_is_told(tmp_path):

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from experiments.benchmarks import timing
 from experiments.benchmarks.speed import first_call
 from experiments.benchmarks.speed.cases import CASES, FIRST, GROUPS, MEMORY, Case
-from experiments.benchmarks.speed.cli import app, command
+from experiments.benchmarks.speed.cli import app
 from experiments.benchmarks.speed.inputs import Options, make_inputs
 from experiments.benchmarks.speed.patterns import pattern
 from experiments.benchmarks.speed.peers import PEERS, ours
@@ -143,11 +143,6 @@ def test_a_wrong_result_ends_with_1_and_is_not_timed(tmp_path: Path, monkeypatch
     assert {row["status"] for row in rows} == {"WRONG"} and {row["peer"] for row in rows} == {OURS}
     assert all(row["ms"] == "" and "times the yardstick" in row["reason"] for row in rows)
     assert "WRONG" in (tmp_path / "speed.md").read_text()
-
-
-def test_the_command_is_repeated_without_its_folder() -> None:
-    assert command(["--group", "dims", "--out", "/here"]) == "python -m experiments.benchmarks.speed --group dims"
-    assert command(["--out=/here", "--cases", "d*"]) == "python -m experiments.benchmarks.speed --cases 'd*'"
 
 
 def test_first_calls_are_those_of_new_processes() -> None:
