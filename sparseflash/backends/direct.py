@@ -74,10 +74,16 @@ def call_directly(run: Differentiable, q: Tensor, k: Tensor, v: Tensor, *tensors
         q.requires_grad or k.requires_grad or v.requires_grad or any([x.requires_grad for x in tensors])
     ):
         return differentiably(run, q, k, v, *tensors)
-    # A backend prepares the backward of tensors that require a gradient.
-    q, k, v = [x.detach() if x.requires_grad else x for x in (q, k, v)]
-    out, lse, _ = run.forward(q, k, v, *tensors)
+    out, lse, _ = run.forward(*as_recorded(q, k, v), *tensors)
     return out, lse
+
+
+def as_recorded(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v, detached where no graph is recorded: a backend prepares the backward of those that require one."""
+    if torch.is_grad_enabled():
+        return q, k, v
+    q, k, v = [x.detach() if x.requires_grad else x for x in (q, k, v)]
+    return q, k, v
 
 
 def differentiably(run: Differentiable, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:

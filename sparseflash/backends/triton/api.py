@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseflash.backends.direct import is_plain_call
+from sparseflash.backends.direct import as_recorded, is_plain_call
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.registration import Operator, empty_gradient, empty_lse, empty_out
 from sparseflash.backends.saved import Saved
@@ -247,7 +247,7 @@ class Call:
     """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores | None = None) -> None:
-        self.forward = forward_pass(q, k, v, problem, changes)
+        self.forward = forward_pass(*as_recorded(q, k, v), problem, changes)
         self._backwards = BoundedDict(_MOST_LAYOUTS)  # by the layout of the backward's inputs
         self.scale, self.kernels = problem.scale, problem.kernels
 

@@ -67,6 +67,17 @@ def test_a_second_call_prepares_nothing():
     assert len(plan.launches) == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # a call in half precision is cached
+def test_a_call_without_gradients_prepares_no_backward(dtype):
+    q, k, v = (wide(seed=seed).to(dtype).requires_grad_() for seed in range(3))
+    with mock.patch.object(api, "backward_pass", side_effect=AssertionError("a backward")):
+        for without in (torch.no_grad(), torch.inference_mode()):
+            with without:
+                attention(q, k, v, masks.local(40, window=9, block=16), backend="triton")
+        with pytest.raises(AssertionError, match="a backward"):
+            attention(q, k, v, masks.local(40, window=9, block=16), backend="triton")
+
+
 def test_another_mask_of_the_same_kind_is_bound_to_the_same_variants():
     q, k, v = (wide(seed=seed).half().requires_grad_() for seed in range(3))
     with override():

@@ -1,9 +1,13 @@
 """What the kernels for Hopper do not take, and the words that say so."""
 
+from unittest import mock
+
 import pytest
 import torch
 
 from sparseflash import attention, explain, masks
+from sparseflash.backends.triton import api
+from sparseflash.backends.triton import device as gpu
 from sparseflash.backends.triton.family import Request
 from sparseflash.backends.triton.hopper import support
 
@@ -135,6 +139,17 @@ def test_masks_made_at_every_step_are_theirs(tokens, block):
         found = explain(q, q, q, mask, capability=(9, 0), backend="hopper")
     assert (found.forward.family, found.backward.family) == ("hopper", "hopper" if block == 128 else None)
     assert found.kernels[0].tiles == 4 * 4 * tokens // block
+
+
+def test_who_insists_on_them_learns_before_the_forward_that_there_is_no_backward(monkeypatch):
+    monkeypatch.setattr(gpu, "capability_of", lambda device: (9, 0))
+    q = torch.zeros(1, 1, 256, 64, dtype=torch.float16, requires_grad=True)
+    mask = masks.top_k_blocks(torch.rand(4, 4), k=2, q_len=256, block=64)
+    with mock.patch.object(api, "attention", side_effect=AssertionError("the forward")):
+        with pytest.raises(ValueError, match=r"the hopper kernels cannot .*: .* blocks of 128 x 128; got 64 x 64"):
+            attention(q, q, q, mask, backend="hopper")
+        with torch.no_grad(), pytest.raises(AssertionError, match="the forward"):
+            attention(q, q, q, mask, backend="hopper")
 
 
 def test_a_group_that_shares_its_chosen_blocks_needs_little_room():
