@@ -106,9 +106,9 @@ def attention_with_cache(
             what row p of the mask says. Nothing is cropped or built for a new token. Its heads: 1, Hkv or Hq.
         scale: factor of the scores, `1 / sqrt(D)` by default.
         return_lse: also return `lse [B, Hq, Nq]`, natural, fp32.
-        splits: among how many programs the keys of a sequence are split; by default as many as its capacity (or window,
-            or chosen pages) keeps busy, at most 64, whatever the batch, so that a sequence has the same bits in a
-            batch as alone.
+        splits: among how many programs the keys of a sequence are split; by default 16, or fewer or more so that each
+            has 128 to 1,024 keys of the capacity (or window, or chosen pages), at most 128, whatever the batch, so that
+            a sequence has the same bits in a batch as alone.
         backend: `"triton"`, the default for CUDA tensors, or `"reference"`, plain PyTorch, for all others.
 
     Returns:

@@ -120,7 +120,7 @@ class Case:
 
 @st.composite
 def cases(draw):
-    page, paged = draw(st.sampled_from([16, 32, 12, 64, 128])), draw(st.booleans())
+    page, paged = draw(st.sampled_from([16, 32, 12, 8, 64, 128])), draw(st.booleans())
     room = draw(st.integers(1, 150))
     if paged:
         room = -(-room // page) * page

@@ -128,7 +128,7 @@ class Family(NamedTuple):
 
     name: str
     refuses: Callable[[Request], str | None]  # why it cannot serve a request, or None
-    # Why another family is faster, or None. It must not depend on how many sequences and heads there are: a row has the
-    # same bits whatever else is in its batch.
+    # Why another family is to run, or None. Of a forward it must not depend on how many sequences and heads there are:
+    # a row has the same bits whatever else is in its batch.
     yields: Callable[[Request], str | None]
     passes: Callable[[], tuple[Callable[..., ForwardPass], Callable[..., BackwardPass]]]  # imports what prepares them

@@ -18,7 +18,7 @@ from sparseflash.blockmask.cache import bounded
 BLOCK_N = 32  # keys at a time; with three stages four programs fit on a multiprocessor, at D = 128 in bf16
 STAGES = 3
 MOST_ROWS = 64  # of a tile of queries
-SPLITS = 16  # programs for the keys of a sequence, but with at least and at most so many keys each
+SPLITS = 16  # programs for the keys of a sequence; fewer or more, so that each has a number of keys between these
 FEWEST_KEYS, MOST_KEYS = 128, 1024
 MOST_SPLITS = 128
 

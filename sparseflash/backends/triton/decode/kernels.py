@@ -47,10 +47,12 @@ def entry_of(i, upper_start, upper_count, lower_start, SUB: tl.constexpr):
 @triton.jit
 def first_key_of(
     i, walked,
-    onward,  # 0, or int32 [BLOCK_N] for the keys of the tile instead of its first
+    onward,  # how many keys further, a number or int32 [BLOCK_N]
     BLOCK_N: tl.constexpr, PAGE: tl.constexpr, BLOCK_K: tl.constexpr, WALK: tl.constexpr,
 ):  # fmt: skip
-    """The first key of the i-th tile; the sequence's length if there is none."""
+    """The key `onward` keys after the first of the i-th tile; the sequence's length if a choice names no page there.
+    After the last tile any key, which nothing uses, but which can be looked up in the table.
+    """
     span, pages, rows, _ = walked
     count, first_sink, sink_tiles, first, length, capacity = span
     if WALK == PAGES:

@@ -44,7 +44,8 @@ class BackwardConfig(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Where these kernels are faster than the portable ones. Of one head, so that no row's bits depend on its batch.
+    """Where these kernels are faster than the portable ones. Of one head, so that no row's bits depend on its batch;
+    but for `most_room`, as gradients depend on it in any case.
 
     Measured on an H200 with 4 and 32 heads of 256 to 16,384 tokens, bf16, under causal, dense, local and butterfly
     masks. Time of the portable kernels over that of these: forward D=128 1.03 to 1.96 everywhere; D=64 0.69 to 0.92 at

@@ -125,6 +125,8 @@ def start_order(lengths: Tensor, programs: int, *, least: int = 0) -> Tensor:
 
     >>> start_order(torch.tensor([3, 1, 9, 2, 1, 3]), programs=1).tolist()
     [2, 0, 1, 5, 3, 4]
+    >>> start_order(torch.tensor([3, 1, 9, 2, 1, 3]), programs=1, least=50).tolist()
+    [0, 1, 2, 5, 3, 4]
     """
     longest, total = 1 << 31, lengths.sum()
     is_long = (lengths * len(lengths) > 2 * total) & (lengths.long() * (100 * programs) >= least * total)

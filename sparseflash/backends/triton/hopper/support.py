@@ -50,7 +50,9 @@ def refuses(request: Request) -> str | None:
 
 
 def yields(request: Request) -> str | None:
-    """Why the portable kernels are as fast or faster; None if these are. See `LIMITS` for the measurement."""
+    """Why the portable kernels are as fast or faster, or need far less memory; None if these are to run. See `LIMITS`
+    for the measurement.
+    """
     (q_len, k_len), backward, dim = request.tokens, request.backward, request.dims[0]
     if min(request.block) < min(BLOCK) and (backward or dim == 64 or request.block != SMALL):
         return "the portable kernels read less, in blocks of {} x {}".format(*request.block)
