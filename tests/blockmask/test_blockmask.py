@@ -61,7 +61,7 @@ def test_transposing_twice_gives_the_rows_back(mask):
         assert torch.equal(mine, twice)
 
 
-@pytest.mark.parametrize("columns", [16_383, 16_384, 40_000])  # their numbers are sorted in 16 bits up to the first
+@pytest.mark.parametrize("columns", [16_383, 20_000, 40_000])  # the first are sorted in 16 bits
 @pytest.mark.parametrize("unused", [0, 2])
 def test_columns_of_very_many(columns, unused):
     indices = torch.tensor([0, columns // 2, columns - 1] + unused * [columns - 1], dtype=torch.int32)

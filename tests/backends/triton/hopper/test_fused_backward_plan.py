@@ -143,6 +143,15 @@ def test_more_items_than_are_sorted_by_one_program_at_a_time():
             assert_mask_is_planned_alike(mask, heads=2, kv_heads=2, programs=7)
 
 
+@pytest.mark.parametrize(("least", "first"), [(backward_plan.LEAST, [0, 1]), (0, [20, 40])])
+def test_long_items_that_are_little_of_the_work_of_a_program_do_not_come_first(monkeypatch, least, first):
+    monkeypatch.setattr(backward_plan, "LEAST", least)
+    layout = torch.eye(64, dtype=torch.bool)
+    layout[:5, (20, 40)] = True
+    made = assert_mask_is_planned_alike(BlockMask.from_layout(layout, block=16), programs=2)
+    assert (made.work[made.start[:2].long(), 1] // 16).tolist() == first
+
+
 def test_lists_that_columns_share():
     """Those of dense attention, where all columns but the last have one list."""
     made = dense_plan((2, 4), 2, (300, 420), (128, 128), torch.device("cpu"))
