@@ -250,6 +250,27 @@ print(*(kernel.asm["ptx"].count("ld.global") for name, kernel in compiled if nam
     assert [count - contiguous for count in paged] == [3 * api.BLOCK_N // 16, 3]
 
 
+def test_every_tile_fits_into_the_shared_memory_of_small_gpus():
+    source = """
+from unittest import mock
+import torch
+from experiments.benchmarks.compile.without_gpu import compiling_for
+from sparseflash.backends.cached import Cached
+from sparseflash.backends.triton.decode import api
+lengths = torch.tensor([1024])
+with mock.patch.object(api, "check_runs"), compiling_for(86) as compiled:
+    for dtype, dim, heads in ((torch.bfloat16, 128, 64), (torch.bfloat16, 256, 64), (torch.float32, 128, 64),
+                              (torch.float32, 256, 1), (torch.float32, 256, 64)):
+        q, cache = torch.zeros(1, heads, 1, dim, dtype=dtype), torch.zeros(1, 1, 1024, dim, dtype=dtype)
+        api.Call(q, cache, cache, Cached(lengths), 1.0)(q, cache, cache, lengths, None, None, None)
+print(*(kernel.metadata.shared for name, kernel in compiled if name == "decode_kernel"))
+"""
+    done = python("-c", source)
+    assert done.returncode == 0, done.stderr
+    shared = list(map(int, done.stdout.split()))
+    assert len(shared) == 5 and max(shared) <= api.SHARED_MEMORY
+
+
 @pytest.mark.parametrize("paged", [False, True])
 def test_a_step_waits_for_nothing_and_starts_few_kernels(paged):
     q = torch.randn(2, 4, 1, 16)

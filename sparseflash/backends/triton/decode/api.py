@@ -21,6 +21,7 @@ MOST_ROWS = 64  # of a tile of queries
 SPLITS = 16  # programs for the keys of a sequence; fewer or more, so that each has a number of keys between these
 FEWEST_KEYS, MOST_KEYS = 128, 1024
 MOST_SPLITS = 128
+SHARED_MEMORY = 99 * 1024  # bytes of a program that all GPUs have, those of compute capability 8.6 and 8.9 no more
 
 
 class Call:
@@ -40,11 +41,12 @@ class Call:
         apart = mask is not None and mask.pattern.shape[1] not in (1, kv_heads)
         heads = q_heads if apart else kv_heads
         rows = q_heads // heads * q_len
-        block_m = min(MOST_ROWS, max(16, _power(rows)))
+        padded_d, padded_v = max(16, _power(dim)), max(16, _power(v_dim))
+        block_n = BLOCK_N if mask is None else min(BLOCK_N, mask.block_k)
+        block_m, stages = fitting(min(MOST_ROWS, max(16, _power(rows))), block_n, padded_d, padded_v, q.dtype.itemsize)
         row_tiles = -(-rows // block_m)
         capacity = of.capacity(k_cache)
         splits = splits_of(of, capacity, q_len) if splits is None else splits
-        padded_d, padded_v = max(16, _power(dim)), max(16, _power(v_dim))
         parts = batch * q_heads * q_len * splits
         self.out, self.lse = (batch, q_heads, q_len, v_dim), (batch, q_heads, q_len)
         self.workspace = parts * (padded_v + 2)  # numbers of fp32
@@ -53,14 +55,13 @@ class Call:
         keep = q.dtype == torch.float32
         precision = "tf32" if keep and multiplies_in_tf32() else "ieee"
         self.arrays: tuple[Any, ...] = (None,) * 5
-        numbers, block, walk, block_n = (0, 0, 0), (16, 16), "range", BLOCK_N
+        numbers, block, walk = (0, 0, 0), (16, 16), "range"
         if mask is not None:
             self.arrays = (mask.indptr, mask.indices, mask.tile, mask.words, mask.pattern)
             of_batch, of_head = (
                 stride if size > 1 else 0 for size, stride in zip(mask.pattern.shape, mask.pattern.stride())
             )
             numbers, block, walk = (of_batch, of_head, mask.blocks[0]), (mask.block_q, mask.block_k), "mask"
-            block_n = min(block_n, mask.block_k)
         if of.pages is not None:
             walk = "pages"
         strides = (*q.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3])
@@ -71,7 +72,7 @@ class Call:
         self._decoding, self._combining = _kernels(
             constants, _power(splits), tuple(None if x is None else x.dtype for x in tensors),
             tuple(x.data_ptr() % 16 == 0 for x in (q, k_cache, v_cache)), tuple(map(_kind, strides)),
-            q.device,
+            stages, q.device,
         )  # fmt: skip
         qk_scale = scale * LOG2E.value
         sizes = (
@@ -116,6 +117,21 @@ def splits_of(of: Cached, capacity: int, q_len: int) -> int:
     return min(MOST_SPLITS, max(1, walked // keys))
 
 
+def fitting(block_m: int, block_n: int, dim: int, v_dim: int, size: int) -> tuple[int, int]:
+    """Rows of a tile, at most so many, and stages that fit into SHARED_MEMORY. dim, v_dim: padded; size: of a number.
+
+    >>> fitting(64, 32, 128, 128, 2), fitting(64, 32, 256, 256, 2), fitting(64, 32, 256, 256, 4)
+    ((64, 3), (64, 2), (16, 2))
+    """
+    rows, stages = block_m, STAGES
+    while (rows, stages) != (16, 2):
+        stored = (stages - 1) * block_n * (dim + v_dim) + rows * (dim + block_n)  # keys and values; queries, weights
+        if stored * size < SHARED_MEMORY:
+            break
+        rows, stages = rows if stages > 2 else rows // 2, 2
+    return rows, stages
+
+
 def _power(number: int) -> int:
     """The least power of two that is not less."""
     return 1 << (number - 1).bit_length()
@@ -130,9 +146,9 @@ def _kind(stride: int) -> tuple[bool, bool, bool]:
 @bounded(maxsize=128)
 def _kernels(
     constants: tuple[Any, ...], splits: int, dtypes: tuple[Any, ...], aligned: tuple[bool, ...],
-    strides: tuple[tuple[bool, bool, bool], ...], device: torch.device,
+    strides: tuple[tuple[bool, bool, bool], ...], stages: int, device: torch.device,
 ) -> tuple[Launch, Launch]:  # fmt: skip
     return (
-        Launch.of_all_arguments(decode_kernel, device, num_warps=4, num_stages=STAGES),
+        Launch.of_all_arguments(decode_kernel, device, num_warps=4, num_stages=stages),
         Launch.of_all_arguments(combine_kernel, device, num_warps=4, num_stages=1),
     )

@@ -53,26 +53,30 @@ class Limits(NamedTuple):
     256 tokens, 0.86 to 1.19 at 1,024, 0.94 to 1.50 from 4,096 on. Forward of 64 queries and 4,096 keys, D=128, 32
     heads: 2.8, as the portable kernels do not cut the keys.
 
-    In blocks of 64 the forward takes 0.81 to 0.92 of the time of the portable one at D=96 and 128, 1.02 to 1.18 at D=64
-    (16,384 and 40,768 tokens, H200, masks made once and chosen blocks). Under a mask of blocks of 128 that is made at
-    every step it takes 0.77 to 0.97 of it, plan included. The plan of the backward is 14 launches more, which are worth
-    it from about 16,384 tokens on.
+    On an H200 with 16,384 tokens and more, in blocks of 64 the forward takes 0.80 to 0.90 of the time of the portable
+    one at D=96 and 128, 1.03 to 1.16 at D=64. Under a mask of blocks of 128 that is made at every step it takes 0.72 to
+    0.79 of it at D=128, 0.76 at D=96 and 0.97 at D=64, plan included; with the backward 0.87 to 0.90 at D=128. That is
+    for the GPU, as with a CUDA graph: the backward's plan is 14 launches more, for which a slow host took longer than
+    was gained at 16,384 tokens. Fewer tokens have not been measured with either.
 
     With changed scores, on an H100 under causal and local masks of 8,192 tokens, the portable kernels were faster under
     a soft cap at D=64, and forward with a logarithmic decay.
     """
 
     forward_queries_64: int = 4096
+    forward_queries_other: int = 4096  # in blocks of 64, or of a mask that is made at every step
     backward_queries: int = 1024
     most_keys: int = 5120  # of a query, for the forward at D=64
     most_keys_a_query: int = 4  # times the queries; more are worth being cut, as the portable kernels do
     backward_queries_dynamic: int = 16_384  # of a mask that is made at every step
     most_room: float = 1 / 8  # of the memory of q, for the backward's lists of such a mask
 
-    def least_queries(self, dim: int, *, backward: bool, dynamic: bool) -> int:
+    def least_queries(self, dim: int, block: tuple[int, int], *, backward: bool, dynamic: bool) -> int:
         """The fewest queries of a head."""
         if backward:
             return self.backward_queries_dynamic if dynamic else self.backward_queries
+        if dynamic or block == SMALL:
+            return self.forward_queries_other
         return self.forward_queries_64 if dim == 64 else 1
 
 

@@ -61,7 +61,7 @@ def yields(request: Request) -> str | None:
     cuts = k_len > SPLITS.longest_whole(BLOCK[0]) or request.keys < k_len  # under a mask, rows of other lengths
     if cuts and k_len > q_len * LIMITS.most_keys_a_query:
         return f"the portable kernels share the keys of few queries out to more programs; got {q_len} and {k_len}"
-    least = LIMITS.least_queries(dim, backward=backward, dynamic=request.dynamic)
+    least = LIMITS.least_queries(dim, request.block, backward=backward, dynamic=request.dynamic)
     if q_len < least:
         direction = "backward" if backward else "forward"
         return f"the portable {direction} is faster below {least:,} queries at D = {dim}; got {q_len:,}"
