@@ -39,7 +39,7 @@ def derive_types_once(monkeypatch):
     check_handle = interpreter.TensorHandle.__post_init__
     unwrapped = {}  # members of the language, by where they are
     joined = {}  # of two shapes: that to which both are broadcast
-    leaves = {tensor, int, bool, float, str, type(None), interpreter.TensorHandle}
+    leaves = {tensor, int, bool, float, str, type(None), interpreter.TensorHandle, dtype, block_type, tl.pointer_type}
 
     def make_known_block(self, element_ty, shape):
         if type(shape) is tuple and (known := element_ty.__dict__.get("_blocks", {}).get(shape)) is not None:
@@ -205,6 +205,25 @@ def derive_types_once(monkeypatch):
             return lambda a, _: operation(number, a)
         return lambda a, _: operation(a, number)
 
+    def known_places(slow):
+        """`slow`; new dimensions of size one, as in x[:, None], are NumPy's where such were made before."""
+        every = slice(None)
+
+        def take(self, places):
+            if type(places) is not tuple or not self.type.is_block():
+                return slow(self, places)
+            if not all([place is None or place == every for place in places]):
+                return slow(self, places)
+            computed, key = self.type._computed, tuple([place is None for place in places])
+            if key not in computed:
+                result = slow(self, places)
+                computed[key] = result.type
+                return result
+            result_type = computed[key]
+            return tensor(handle_of(self.handle.data[places], result_type.scalar), result_type)
+
+        return take
+
     def make_checked_handle(self, data, dtype, attr=None):
         if "_most_bytes" not in dtype.__dict__:
             dtype._most_bytes = 8 if dtype.is_ptr() else max(1, dtype.primitive_bitwidth // 8)
@@ -231,6 +250,8 @@ def derive_types_once(monkeypatch):
 
         if obj is tensor and (name in _OPERATORS or name in _SWAPPED):
             return known_operator(name, new_member)
+        if obj is tensor and name == "__getitem__":
+            return known_places(new_member)
         return new_member
 
     monkeypatch.setattr(block_type, "__init__", make_known_block)
