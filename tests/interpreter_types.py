@@ -7,6 +7,8 @@ one type are taken as they are, and a function of the language is called without
 computes in Triton's way once for each pair of types, which tells the type of its results, and calls NumPy from then on.
 """
 
+from functools import cache
+
 import numpy as np
 import triton.language as tl
 from triton.language.semantic import TritonSemantic
@@ -36,6 +38,7 @@ def derive_types_once(monkeypatch):
         getattr(TritonSemantic, name) for name in ("broadcast_impl_value", "binary_op_type_checking_impl", "cast")
     )
     semantic, unwrap = interpreter.interpreter_semantic, tl.core._unwrap_if_constexpr
+    generic_reduce = interpreter.ReduceOps.generic_reduce
     check_handle = interpreter.TensorHandle.__post_init__
     unwrapped = {}  # members of the language, by where they are
     joined = {}  # of two shapes: that to which both are broadcast
@@ -162,14 +165,15 @@ def derive_types_once(monkeypatch):
             right = other.handle.data if type(other) is tensor else None
             key = (name, type(other), other) if right is None else (name, id(other.type))
             computed = self.type._computed
-            if key not in computed:
+            way = computed.get(key)
+            if way is None:
                 result = slow(self, other)
                 if len(computed) == 128:  # literals of kernels are few, scales are not
                     computed.clear()
                 kept = other if right is None else other.type  # else another type may get its id
                 computed[key] = by_numpy(name, self, other), result.type, kept
                 return result
-            compute, result_type, _ = computed[key]
+            compute, result_type, _ = way
             if compute is None:
                 return slow(self, other)
             return tensor(handle_of(compute(self.handle.data, right), result_type.scalar), result_type)
@@ -215,14 +219,22 @@ def derive_types_once(monkeypatch):
             if not all([place is None or place == every for place in places]):
                 return slow(self, places)
             computed, key = self.type._computed, tuple([place is None for place in places])
-            if key not in computed:
+            result_type = computed.get(key)
+            if result_type is None:
                 result = slow(self, places)
                 computed[key] = result.type
                 return result
-            result_type = computed[key]
             return tensor(handle_of(self.handle.data[places], result_type.scalar), result_type)
 
         return take
+
+    def reduce_at_once(self, input):
+        """Sorting takes sums by xor, for which the interpreter would call a function for each number."""
+        if self.combine_fn is not tl.standard._xor_combine:
+            return generic_reduce(self, input)
+        (x,) = input
+        found = np.bitwise_xor.reduce(x.handle.data, axis=self.axis, keepdims=self.keep_dims)
+        return [self.to_tensor(found, x.dtype)]
 
     def make_checked_handle(self, data, dtype, attr=None):
         if "_most_bytes" not in dtype.__dict__:
@@ -268,6 +280,10 @@ def derive_types_once(monkeypatch):
     monkeypatch.setattr(TritonSemantic, "broadcast_impl_value", broadcast_different_shapes)
     monkeypatch.setattr(TritonSemantic, "binary_op_type_checking_impl", known_operands)
     monkeypatch.setattr(TritonSemantic, "cast", cast_to_another)
+    monkeypatch.setattr(TritonSemantic, "arange", cache(TritonSemantic.arange))  # no kernel writes to a value
+    if hasattr(tl.core, "_normalize_cache_policy"):  # from Triton 3.8 on
+        monkeypatch.setattr(tl.core, "_normalize_cache_policy", cache(tl.core._normalize_cache_policy))
+    monkeypatch.setattr(interpreter.ReduceOps, "generic_reduce", reduce_at_once)
     # Triton computes whether integers overflow, by five operations for each sum and product of a kernel, for an
     # assertion that it makes in debug mode only.
     if not interpreter.InterpreterOptions().debug:
