@@ -4,9 +4,13 @@ A GPU stops at an address that is nobody's, and only there: a page further on it
 interpreter reads the host's memory, where nearly every address is somebody's. So every address is looked up.
 """
 
+from bisect import bisect_right
+
 import numpy as np
 import torch
 from triton.runtime import interpreter
+
+least, most = np.minimum.reduce, np.maximum.reduce
 
 
 def watch_addresses(monkeypatch):
@@ -44,18 +48,22 @@ class Extents:
         self._start = np.array([start for start, _ in found], dtype=np.uint64)
         # Of all that start no later: views of one buffer lie inside each other.
         self._stop = np.maximum.accumulate(np.array([stop for _, stop in found], dtype=np.uint64))
+        self._starts, self._stops = self._start.tolist(), self._stop.tolist()
 
     def check(self, pointers, mask, does):
         """Raises IndexError if an address that the mask lets through is not inside."""
         # Descriptors of Triton 3.7 pass an array, whose `data` is its memory.
         live = mask if isinstance(mask, np.ndarray) else mask.data
-        at = pointers.data[np.broadcast_to(live.astype(bool), pointers.data.shape)].astype(np.uint64)
-        if at.size == 0:
-            return
-        size = np.uint64(pointers.get_element_ty().primitive_bitwidth // 8)
-        first = np.searchsorted(self._start, at.min(), side="right")
-        if first > 0 and at.max() + size <= self._stop[first - 1]:
+        at = pointers.data
+        if not live.all():
+            at = at[np.broadcast_to(live.astype(bool), at.shape)]
+            if at.size == 0:
+                return
+        size = pointers.get_element_ty().primitive_bitwidth // 8
+        first = bisect_right(self._starts, least(at, None).item())
+        if first > 0 and most(at, None).item() + size <= self._stops[first - 1]:
             return  # all in one tensor, as nearly always
+        at, size = at.astype(np.uint64), np.uint64(size)
         before = np.searchsorted(self._start, at, side="right")
         inside = before > 0
         inside[inside] = at[inside] + size <= self._stop[before[inside] - 1]

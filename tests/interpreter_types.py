@@ -3,8 +3,11 @@
 A kernel makes a value for every operation, and most of the time of the interpreter goes into its type: the shape is
 unwrapped, checked, formatted and wrapped again, the dtype of NumPy is taken from a table that is built for it, and the
 types of two operands are compared in many steps. Here Triton does so once for each element type and shape, operands of
-one type are taken as they are, and a function of the language is called without the functions that wrap it.
+one type are taken as they are, and a function of the language is called without the functions that wrap it. An operator
+computes in Triton's way once for each pair of types, which tells the type of its results, and calls NumPy from then on.
 """
+
+from functools import cache
 
 import numpy as np
 import triton.language as tl
@@ -13,6 +16,14 @@ from triton.runtime import interpreter
 
 # Of elements whose casts are those of NumPy. bf16, which NumPy lacks, and casts to booleans have rules of their own.
 _NUMBERS = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)} | {"fp16", "fp32", "fp64"}
+# Operators that are those of NumPy, once the operands are of one type.
+_OPERATORS = {
+    "__add__": np.add, "__sub__": np.subtract, "__mul__": np.multiply, "__and__": np.bitwise_and,
+    "__or__": np.bitwise_or, "__lt__": np.less, "__le__": np.less_equal, "__gt__": np.greater,
+    "__ge__": np.greater_equal, "__eq__": np.equal, "__ne__": np.not_equal,
+}  # fmt: skip
+_SWAPPED = {"__radd__": "__add__", "__rsub__": "__sub__", "__rmul__": "__mul__"}
+_OF_BOOLEANS = (np.bitwise_and, np.bitwise_or)
 
 
 def derive_types_once(monkeypatch):
@@ -27,9 +38,11 @@ def derive_types_once(monkeypatch):
         getattr(TritonSemantic, name) for name in ("broadcast_impl_value", "binary_op_type_checking_impl", "cast")
     )
     semantic, unwrap = interpreter.interpreter_semantic, tl.core._unwrap_if_constexpr
+    generic_reduce = interpreter.ReduceOps.generic_reduce
     check_handle = interpreter.TensorHandle.__post_init__
+    unwrapped = {}  # members of the language, by where they are
     joined = {}  # of two shapes: that to which both are broadcast
-    leaves = {tensor, int, bool, float, str, type(None), interpreter.TensorHandle}
+    leaves = {tensor, int, bool, float, str, type(None), interpreter.TensorHandle, dtype, block_type, tl.pointer_type}
 
     def make_known_block(self, element_ty, shape):
         if type(shape) is tuple and (known := element_ty.__dict__.get("_blocks", {}).get(shape)) is not None:
@@ -44,7 +57,7 @@ def derive_types_once(monkeypatch):
         known = element_ty.__dict__.setdefault("_blocks", {})  # of this very type, so it lives as long
         if sizes not in known:
             make_block(self, element_ty, shape)
-            self._of_tensors, self._numbers, self._sizes = {}, {}, sizes
+            self._of_tensors, self._numbers, self._computed, self._sizes = [], {}, {}, sizes
             known[sizes] = self
         self.__dict__.update(known[sizes].__dict__)
 
@@ -53,12 +66,15 @@ def derive_types_once(monkeypatch):
         return with_element(self, element_ty) if known is None else known
 
     def make_known_tensor(self, handle, type):
-        shared = type.__dict__.setdefault("_of_tensors", {})
+        self.handle = handle
+        shared = type.__dict__.get("_of_tensors")
         if not shared:
             make_tensor(self, handle, type)
-            shared.update((name, value) for name, value in self.__dict__.items() if name not in ("handle", "type"))
-        self.__dict__.update(shared)
-        self.handle, self.type = handle, type
+            if shared is None:
+                shared = type._of_tensors = []
+                type._computed = {}
+            shared += type, self.dtype, self.shape, self.numel
+        self.type, self.dtype, self.shape, self.numel = shared  # equal types are one
 
     def known_numpy_dtype(tt_dtype):
         scalar = tt_dtype.scalar
@@ -102,7 +118,7 @@ def derive_types_once(monkeypatch):
         if left and right:
             if rhs.dtype.is_ptr() or len(allowed) > 2:  # division promotes numbers below fp32
                 return operands(self, lhs, rhs, *allowed)
-            if lhs.type.__dict__["_of_tensors"] is rhs.type.__dict__["_of_tensors"]:
+            if lhs.type is rhs.type:
                 return lhs, rhs
             common = known_computation_type(self, lhs.dtype, False, rhs.dtype, False, False)
             return broadcast_different_shapes(
@@ -140,6 +156,86 @@ def derive_types_once(monkeypatch):
             output = output.astype(expected)
         return handle_of(output, element)
 
+    def known_operator(name, slow):
+        """`slow`; where it was called with operands of these types before, or with this number, NumPy computes it."""
+
+        def operate(self, other):
+            if type(other) is tl.constexpr:
+                other = other.value
+            right = other.handle.data if type(other) is tensor else None
+            key = (name, type(other), other) if right is None else (name, id(other.type))
+            computed = self.type._computed
+            way = computed.get(key)
+            if way is None:
+                result = slow(self, other)
+                if len(computed) == 128:  # literals of kernels are few, scales are not
+                    computed.clear()
+                kept = other if right is None else other.type  # else another type may get its id
+                computed[key] = by_numpy(name, self, other), result.type, kept
+                return result
+            compute, result_type, _ = way
+            if compute is None:
+                return slow(self, other)
+            return tensor(handle_of(compute(self.handle.data, right), result_type.scalar), result_type)
+
+        return operate
+
+    def by_numpy(name, x, other):
+        """A function of two arrays, the second of which is None for a number; None if only Triton can compute it."""
+        operation, own = _OPERATORS[_SWAPPED.get(name, name)], x.dtype
+        kind = other.dtype if type(other) is tensor else semantic.to_tensor_type(other)
+        if own.is_ptr():
+            if name != "__add__" or kind.name not in _NUMBERS:
+                return None
+            size = np.uint64(max(1, own.element_ty.primitive_bitwidth // 8))
+            if type(other) is tensor:
+                return lambda pointers, offsets: pointers + size * offsets.astype(np.uint64)
+            step = size * np.array([other], np.int64).astype(np.uint64)
+            return lambda pointers, _: pointers + step
+        if type(other) is tensor:
+            if own is kind and (own.name in _NUMBERS or (own.is_int1() and operation in _OF_BOOLEANS)):
+                return operation
+            if not {own.name, kind.name} <= _NUMBERS:
+                return None
+            common = known_numpy_dtype(known_computation_type(semantic, own, False, kind, False, False))
+            return lambda a, b: operation(a.astype(common, copy=False), b.astype(common, copy=False))
+        # 0.0 would find what -0.0 has left, which equals it. And a number may be cast to the tensor's type alone.
+        if not {own.name, kind.name} <= _NUMBERS or (type(other) is float and other == 0):
+            return None
+        if known_computation_type(semantic, own, False, kind, True, False) is not own:
+            return None
+        number = semantic._cast_to_computation_type(other, own).handle.data
+        if name in _SWAPPED:
+            return lambda a, _: operation(number, a)
+        return lambda a, _: operation(a, number)
+
+    def known_places(slow):
+        """`slow`; new dimensions of size one, as in x[:, None], are NumPy's where such were made before."""
+        every = slice(None)
+
+        def take(self, places):
+            if type(places) is not tuple or not self.type.is_block():
+                return slow(self, places)
+            if not all([place is None or place == every for place in places]):
+                return slow(self, places)
+            computed, key = self.type._computed, tuple([place is None for place in places])
+            result_type = computed.get(key)
+            if result_type is None:
+                result = slow(self, places)
+                computed[key] = result.type
+                return result
+            return tensor(handle_of(self.handle.data[places], result_type.scalar), result_type)
+
+        return take
+
+    def reduce_at_once(self, input):
+        """Sorting takes sums by xor, for which the interpreter would call a function for each number."""
+        if self.combine_fn is not tl.standard._xor_combine:
+            return generic_reduce(self, input)
+        (x,) = input
+        found = np.bitwise_xor.reduce(x.handle.data, axis=self.axis, keepdims=self.keep_dims)
+        return [self.to_tensor(found, x.dtype)]
+
     def make_checked_handle(self, data, dtype, attr=None):
         if "_most_bytes" not in dtype.__dict__:
             dtype._most_bytes = 8 if dtype.is_ptr() else max(1, dtype.primitive_bitwidth // 8)
@@ -153,13 +249,22 @@ def derive_types_once(monkeypatch):
         return o if type(o) in leaves else unwrap(o)
 
     def set_unwrapped(obj, name, member, builder, scope):
+        if (obj, name) not in unwrapped:
+            unwrapped[obj, name] = unwrap_member(obj, name, member)
+        scope.set_attr(obj, name, unwrapped[obj, name])
+
+    def unwrap_member(obj, name, member):
         wrapped = getattr(member, "__wrapped__", member)  # a method wraps a function that is wrapped itself
 
         def new_member(*args, **kwargs):
             kwargs["_semantic"] = semantic
             return wrapped(*args, **kwargs)
 
-        scope.set_attr(obj, name, new_member)
+        if obj is tensor and (name in _OPERATORS or name in _SWAPPED):
+            return known_operator(name, new_member)
+        if obj is tensor and name == "__getitem__":
+            return known_places(new_member)
+        return new_member
 
     monkeypatch.setattr(block_type, "__init__", make_known_block)
     monkeypatch.setattr(block_type, "with_element_ty", known_with_element)
@@ -175,6 +280,10 @@ def derive_types_once(monkeypatch):
     monkeypatch.setattr(TritonSemantic, "broadcast_impl_value", broadcast_different_shapes)
     monkeypatch.setattr(TritonSemantic, "binary_op_type_checking_impl", known_operands)
     monkeypatch.setattr(TritonSemantic, "cast", cast_to_another)
+    monkeypatch.setattr(TritonSemantic, "arange", cache(TritonSemantic.arange))  # no kernel writes to a value
+    if hasattr(tl.core, "_normalize_cache_policy"):  # from Triton 3.8 on
+        monkeypatch.setattr(tl.core, "_normalize_cache_policy", cache(tl.core._normalize_cache_policy))
+    monkeypatch.setattr(interpreter.ReduceOps, "generic_reduce", reduce_at_once)
     # Triton computes whether integers overflow, by five operations for each sum and product of a kernel, for an
     # assertion that it makes in debug mode only.
     if not interpreter.InterpreterOptions().debug:

@@ -4,6 +4,8 @@ It would look through the whole language at each such call, which takes a millis
 takes to run a kernel of this package. What it finds is replaced already.
 """
 
+import inspect
+
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -11,6 +13,7 @@ from triton.runtime import interpreter
 def patch_once_a_launch(monkeypatch):
     """From now on a device function finds the language as the kernel that calls it left it."""
     call, patch = interpreter.GridExecutor.__call__, interpreter._patch_lang
+    builtins = {}  # of each part of the language: the functions that the interpreter replaces
     patched = set()  # names of the modules that were patched since the launch began
     seen_by = {}  # of each function: the names of those that it can see
 
@@ -27,5 +30,13 @@ def patch_once_a_launch(monkeypatch):
         patched.update(seen)
         return patch(fn)
 
+    def patch_known(package, builder, scope):
+        if package not in builtins:
+            members = inspect.getmembers(package)
+            builtins[package] = [(name, member) for name, member in members if tl.core.is_builtin(member)]
+        for name, member in builtins[package]:
+            interpreter._patch_attr(package, name, member, builder, scope)
+
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch)
+    monkeypatch.setattr(interpreter, "_patch_builtin", patch_known)
     monkeypatch.setattr(interpreter, "_patch_lang", patch_the_rest)

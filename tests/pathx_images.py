@@ -42,15 +42,14 @@ def expected(packed, relation, row=0):
     owner = {}
     for number, blocks in enumerate(packed.blocks.tolist()):
         owner |= {block: number for block in blocks if block < packed.ids.size // packed.block}
-    live = torch.zeros(len(ids), len(ids), dtype=torch.bool)
-    for q in range(len(ids)):
-        for k in range(len(ids)):
-            blocks = [owner.get(row * rows_blocks + token // packed.block) for token in (q, k)]
-            if ids[q] < 0 or ids[k] < 0 or blocks[0] != blocks[1]:
-                continue
-            register = ids[q] >= LEVELS or ids[k] >= LEVELS
-            live[q, k] = register or pairs_live(relation, y[q], x[q], y[k], x[k])
-    return live
+    of_token = [owner.get(row * rows_blocks + token // packed.block) for token in range(len(ids))]
+
+    def is_live(q, k):
+        if ids[q] < 0 or ids[k] < 0 or of_token[q] != of_token[k]:
+            return False
+        return ids[q] >= LEVELS or ids[k] >= LEVELS or pairs_live(relation, y[q], x[q], y[k], x[k])
+
+    return torch.tensor([[is_live(q, k) for k in range(len(ids))] for q in range(len(ids))])
 
 
 def in_stored_order(batch, layer):

@@ -1,8 +1,11 @@
 """What is shared between values of one type in the interpreter is what Triton derives for each of them."""
 
+import numpy as np
+import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.interpreter import interpreter_semantic
 
 
 @triton.jit
@@ -81,3 +84,64 @@ def test_casts_and_broadcast_operands_are_those_of_pytorch():
         cast_and_broadcast[1,](out, number, SIZE=4)
         for found, wanted in zip(out, expected, strict=True):
             assert torch.equal(found, wanted.float())
+
+
+def as_triton_computes(name, x, y):
+    semantic = interpreter_semantic
+    if name in ("add", "sub", "mul"):
+        return getattr(semantic, name)(x, y, sanitize_overflow=False)
+    if name in ("radd", "rsub", "rmul"):
+        return getattr(semantic, name[1:])(y, x, sanitize_overflow=False)
+    if name in ("and", "or"):
+        return getattr(semantic, f"{name}_")(x, y)
+    ways = {"lt": "less_than", "le": "less_equal", "gt": "greater_than", "ge": "greater_equal"}
+    return getattr(semantic, {**ways, "eq": "equal", "ne": "not_equal"}[name])(x, y)
+
+
+def assert_computed_alike(name, x, y):
+    """Twice: the first time, Triton's own way is taken."""
+    try:
+        wanted = as_triton_computes(name, x, y)
+    except (ValueError, TypeError, triton.language.semantic.IncompatibleTypeErrorImpl) as error:
+        for _ in range(2):
+            with pytest.raises(type(error)):
+                getattr(x, f"__{name}__")(y)
+        return
+    for _ in range(2):
+        found = getattr(x, f"__{name}__")(y)
+        assert (found.type, found.dtype) == (wanted.type, wanted.dtype)
+        ours, theirs = found.handle.data, wanted.handle.data
+        assert (ours.dtype, ours.shape, ours.tobytes()) == (theirs.dtype, theirs.shape, theirs.tobytes())
+
+
+def check_operators(x, others):
+    for name in ("add", "sub", "mul", "and", "or", "lt", "le", "gt", "ge", "eq", "ne"):
+        for other in others:
+            assert_computed_alike(name, x, other)
+    for name in ("radd", "rsub", "rmul"):
+        for other in others:
+            if not isinstance(other, tl.tensor):
+                assert_computed_alike(name, x, other)
+
+
+@triton.jit
+def compute_everything(x_ptr, y_ptr, numbers: tl.constexpr, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    x, y = tl.load(x_ptr + at), tl.load(y_ptr + at)
+    check_operators(x, (y, y[:, None], y[None, :], tl.load(y_ptr), *numbers))
+    check_operators(x[:, None], (y, y[:, None], y[None, :], tl.load(y_ptr), *numbers))
+    check_operators(tl.load(x_ptr), (y, y[:, None], tl.load(y_ptr), *numbers))
+    check_operators(x_ptr, (at, y, tl.load(y_ptr), *numbers))
+    check_operators(y_ptr + at, (x, x[:, None], tl.load(x_ptr), *numbers))
+
+
+DTYPES = (torch.bool, torch.int8, torch.uint8, torch.int32, torch.int64, torch.bfloat16, torch.float16, torch.float32)
+
+
+@pytest.mark.parametrize("y_dtype", DTYPES)
+@pytest.mark.parametrize("x_dtype", DTYPES)
+def test_operators_compute_what_triton_computes(x_dtype, y_dtype):
+    numbers = (0, 1, 2, -3, 2.5, 0.0, -0.0, -1e-3, 2**31, 2**40, True) if x_dtype is y_dtype else ()
+    x, y = torch.tensor([0, 1, 3, 5]).to(x_dtype), torch.tensor([3, 1, 0, 2]).to(y_dtype)
+    with np.errstate(over="ignore", invalid="ignore"):
+        compute_everything[1,](x, y, numbers, SIZE=4)

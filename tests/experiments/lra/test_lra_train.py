@@ -197,17 +197,24 @@ def test_the_best_validation_is_what_is_tested_and_kept(data, tmp_path):
     assert same_bits(load_file(tmp_path / "best/model.safetensors"), weights(straight))
 
 
+@pytest.fixture(scope="module")
+def whole_that_keeps_best(data, tmp_path_factory):
+    """A run without a pause: its metrics and its stored weights."""
+    folder = tmp_path_factory.mktemp("whole_that_keeps_best") / "run"
+    metrics = Run(replace(KEEPS_BEST, average=0.5), data, folder).train()
+    return metrics, load_file(folder / "model.safetensors")
+
+
 @pytest.mark.parametrize("stop", [2, 3, 5, 10])
-def test_the_best_validation_survives_a_pause(data, tmp_path, stop):
-    expected = Run(replace(KEEPS_BEST, average=0.5), data, tmp_path / "whole").train()
+def test_the_best_validation_survives_a_pause(whole_that_keeps_best, data, tmp_path, stop):
+    expected, weights_of_whole = whole_that_keeps_best
     assert Run(replace(KEEPS_BEST, average=0.5), data, tmp_path / "run").train(pause=lambda step: step == stop) is None
     resumed = Run(replace(KEEPS_BEST, average=0.5), data, tmp_path / "run", resume=True)
     assert (resumed.best.step > 0) == (stop >= 3)
     metrics = resumed.train()
     for name in ("tested_step", "validation_accuracy", "test_loss"):
         assert metrics[name] == expected[name]
-    kept, others = (load_file(tmp_path / name / "model.safetensors") for name in ("run", "whole"))
-    assert same_bits(kept, others)
+    assert same_bits(load_file(tmp_path / "run" / "model.safetensors"), weights_of_whole)
 
 
 def test_a_run_that_keeps_its_best_is_validated_alike_to_its_end():

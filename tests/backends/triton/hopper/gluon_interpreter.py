@@ -21,6 +21,7 @@ import itertools
 import random
 import sys
 import threading
+from functools import lru_cache
 from types import SimpleNamespace
 
 import torch
@@ -236,9 +237,9 @@ class _Product:
 
 class _Actor:
     def __init__(self, world, run, program, programs):
-        self.program, self.programs, self.ready, self.done, self.error = program, programs, lambda: True, False, None
+        self.program, self.programs, self.ready, self.done = program, programs, lambda: True, False
         self.products, self.stores, self.unseen, self.speed = [], [], [], world.speed()
-        self.turn, self.world = threading.Semaphore(0), world
+        self.turn, self.world = _passed(), world
         self.thread = threading.Thread(target=self._main, args=(run,), daemon=True)
         self.thread.actor = self
         self.thread.start()
@@ -251,12 +252,13 @@ class _Actor:
             assert not self.products and not self.stores, "a partition ends before what it has begun"
             for write in self.unseen:
                 write()
+            self.done = True
+            self.world.go_on()
         except _Stopped:
-            pass
+            self.done = True
         except BaseException as error:
-            self.error = error
-        self.done = True
-        self.world.baton.release()
+            self.done = True
+            self.world.end(error)
 
     def whereabouts(self):
         """The lines of the kernel that the actor is at, and its numbers there."""
@@ -273,11 +275,18 @@ class _Stopped(BaseException):
     pass
 
 
+def _passed():
+    """A lock that another thread releases: a semaphore of one, which Python's own is in many steps."""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
 class _World:
     """The actors, and the copies under way."""
 
     def __init__(self, draw, threads):
-        self.draw, self.actors, self.copies, self.baton, self.stopped = draw, [], [], threading.Semaphore(0), False
+        self.draw, self.actors, self.copies, self.ended, self.error, self.stopped = draw, [], [], _passed(), None, False
         self.threads = threads  # of a partition that multiplies
 
     def add(self, run, program, programs):
@@ -287,27 +296,37 @@ class _World:
 
     def run(self):
         try:
-            while not all(actor.done for actor in self.actors):
-                choices = [a for a in self.actors if not a.done and a.ready()] + self.copies
-                if not choices:
-                    raise Deadlock(
-                        "\n".join(["all wait for ever:", *(a.whereabouts() for a in self.actors if not a.done)])
-                    )
-                (chosen,) = self.draw.choices(choices, [each.speed for each in choices])
-                if isinstance(chosen, _Actor):
-                    chosen.turn.release()
-                    self.baton.acquire()
-                    if chosen.error is not None:
-                        raise chosen.error
-                else:
-                    self.copies.remove(chosen)
-                    chosen.arrive()
+            self.go_on()
+            self.ended.acquire()
+            if self.error is not None:
+                raise self.error
             assert not self.copies, "a program ends before its copies"
         finally:
             self.stopped = True
             for actor in self.actors:
                 if not actor.done:
                     actor.turn.release()
+
+    def go_on(self, me=None):
+        """Draws whose turn is next, and returns whether it is mine; so threads change where actors do."""
+        while not all(actor.done for actor in self.actors):
+            choices = [a for a in self.actors if not a.done and a.ready()] + self.copies
+            if not choices:
+                raise Deadlock("\n".join(["all wait for ever:", *(a.whereabouts() for a in self.actors if not a.done)]))
+            (chosen,) = self.draw.choices(choices, [each.speed for each in choices])
+            if isinstance(chosen, _Actor):
+                if chosen is not me:
+                    chosen.turn.release()
+                return chosen is me
+            self.copies.remove(chosen)
+            chosen.arrive()
+        self.end()
+        return False
+
+    def end(self, error=None):
+        if not self.stopped:
+            self.error = error
+            self.ended.release()
 
     def speed(self):
         """Some run far ahead of others, and some copies take long: how often one is drawn."""
@@ -317,7 +336,8 @@ class _World:
         """Lets others run, and goes on when `ready()`."""
         actor = self.me()
         actor.ready = ready
-        self.baton.release()
+        if self.go_on(actor):
+            return
         actor.turn.acquire()
         if self.stopped:
             raise _Stopped
@@ -343,12 +363,19 @@ def _ours(imports, world):
 
 def _functions(source, path, world):
     """The functions of a module, with what they import from Triton replaced."""
+    imports, code = _compiled(source, path)
+    names = {**_ours(imports, world), **_replacements(world)}
+    exec(code, names)
+    return names
+
+
+@lru_cache(32)
+def _compiled(source, path):
+    """The imports of a module, and the code of the rest."""
     tree = ast.parse(source)
     imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
     tree.body = [node for node in tree.body if node not in imports]
-    names = {**_ours(imports, world), **_replacements(world)}
-    exec(compile(tree, path, "exec"), names)
-    return names
+    return imports, compile(tree, path, "exec")
 
 
 def _replacements(world):
