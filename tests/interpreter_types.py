@@ -183,7 +183,7 @@ def derive_types_once(monkeypatch):
     def by_numpy(name, x, other):
         """A function of two arrays, the second of which is None for a number; None if only Triton can compute it."""
         operation, own = _OPERATORS[_SWAPPED.get(name, name)], x.dtype
-        kind = other.dtype if type(other) is tensor else semantic.to_tensor_type(other)
+        kind = other.dtype if type(other) is tensor else semantic.to_tensor(other).dtype
         if own.is_ptr():
             if name != "__add__" or kind.name not in _NUMBERS:
                 return None
@@ -204,7 +204,7 @@ def derive_types_once(monkeypatch):
             return None
         if known_computation_type(semantic, own, False, kind, True, False) is not own:
             return None
-        number = semantic._cast_to_computation_type(other, own).handle.data
+        number = semantic.scalar_constant(other, dtype=own).handle.data  # `slow` has checked that it fits
         if name in _SWAPPED:
             return lambda a, _: operation(number, a)
         return lambda a, _: operation(a, number)

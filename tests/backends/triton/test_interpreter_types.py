@@ -98,13 +98,17 @@ def as_triton_computes(name, x, y):
     return getattr(semantic, {**ways, "eq": "equal", "ne": "not_equal"}[name])(x, y)
 
 
+# Of what Triton does not compute. In 3.6 NumPy finds that a number does not fit.
+REFUSALS = (ValueError, TypeError, OverflowError, triton.language.semantic.IncompatibleTypeErrorImpl)
+
+
 def assert_computed_alike(name, x, y):
     """Twice: the first time, Triton's own way is taken."""
     try:
         wanted = as_triton_computes(name, x, y)
-    except (ValueError, TypeError, triton.language.semantic.IncompatibleTypeErrorImpl) as error:
+    except REFUSALS:
         for _ in range(2):
-            with pytest.raises(type(error)):
+            with pytest.raises(REFUSALS):
                 getattr(x, f"__{name}__")(y)
         return
     for _ in range(2):
@@ -141,7 +145,9 @@ DTYPES = (torch.bool, torch.int8, torch.uint8, torch.int32, torch.int64, torch.b
 @pytest.mark.parametrize("y_dtype", DTYPES)
 @pytest.mark.parametrize("x_dtype", DTYPES)
 def test_operators_compute_what_triton_computes(x_dtype, y_dtype):
-    numbers = (0, 1, 2, -3, 2.5, 0.0, -0.0, -1e-3, 2**31, 2**40, True) if x_dtype is y_dtype else ()
+    numbers = (0, 1, 2, -3, 2.5, 0.0, -0.0, -1e-3, 2**31, 2**40, True)
+    if x_dtype is not y_dtype or x_dtype is torch.bfloat16:  # of which Triton's interpreter knows no numbers before 3.9
+        numbers = ()
     x, y = torch.tensor([0, 1, 3, 5]).to(x_dtype), torch.tensor([3, 1, 0, 2]).to(y_dtype)
     with np.errstate(over="ignore", invalid="ignore"):
         compute_everything[1,](x, y, numbers, SIZE=4)
