@@ -102,7 +102,7 @@ def forward_pass(q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Sco
         if changes is not None:
             return made
         follows = q.requires_grad or k.requires_grad or v.requires_grad  # unless it is called without gradients
-        if follows and _decision(q, k, v, problem, None, backward=True)[1].family is not None:
+        if follows and decide(Request.of(setting, q, v, backward=True), problem.kernels).family is not None:
             out = empty_out(like(q), like(v))
             compile_side_by_side([*made.launches(), *backward_pass(q, k, v, out, out, problem, dlse=False).launches()])
     return made
@@ -135,16 +135,9 @@ def _decided(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores | None, wanted: Sequence[bool] = (), *,
     backward: bool,
 ) -> tuple[Setting, Family]:  # fmt: skip
-    setting, decision = _decision(q, k, v, problem, changes, wanted, backward=backward)
-    return setting, decision.serving()
-
-
-def _decision(
-    q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores | None, wanted: Sequence[bool] = (), *,
-    backward: bool,
-) -> tuple[Setting, Decision]:  # fmt: skip
     setting = setting_of(q, k, problem, gpu.capability_of(q.device))
-    return setting, decide(Request.of(setting, q, v, changes, wanted, backward=backward), problem.kernels)
+    request = Request.of(setting, q, v, changes, wanted, backward=backward)
+    return setting, decide(request, problem.kernels).serving()
 
 
 def check_gradients(q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores | None = None) -> None:
