@@ -6,7 +6,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -77,6 +77,11 @@ def environment(device: torch.device, command: str, commit: str | None) -> dict[
         now.strftime("%Y-%m-%d %H:%M UTC"), _commit() if commit is None else commit, command,
     )  # fmt: skip
     return dict(zip(FACTS, values, strict=True))
+
+
+def in_a_line(facts: Mapping[str, object]) -> str:
+    """The names of facts and their values, as they stand above a table."""
+    return ", ".join(f"{name} {value}" for name, value in facts.items())
 
 
 def _output_of(*command: str) -> str:

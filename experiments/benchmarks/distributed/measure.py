@@ -26,7 +26,7 @@ from experiments.benchmarks.distributed.ways import ONE, Setting, Way, way_of
 from experiments.training.atomic_files import write_json, write_text
 from experiments.training.clock import synchronize
 from experiments.training.distributed import find_device
-from experiments.training.environment import command_line, environment
+from experiments.training.environment import command_line, environment, in_a_line
 from sparseflash import BlockMask, distributed
 
 ROUNDS, SERIES_MS, MOST_CALLS = 5, 60.0, 20
@@ -134,7 +134,7 @@ def planned(name: str, tokens: int) -> tuple[BlockMask, distributed.ShardPlan, f
 
 def markdown(rows: Sequence[Row], plans: dict[str, float], facts: dict[str, object]) -> str:
     """A table for each number of heads."""
-    lines = [", ".join(f"{name} {value}" for name, value in facts.items()), ""]
+    lines = [in_a_line(facts), ""]
     head = "| pattern | way | forward, ms | times one rank | forward and backward, ms | times one rank | error |"
     for heads in dict.fromkeys(row.heads for row in rows):
         some = [row for row in rows if row.heads == heads]

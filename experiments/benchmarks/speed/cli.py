@@ -20,7 +20,7 @@ from experiments.benchmarks.speed.peers import DEFAULT_PEERS, PEERS, named, ours
 from experiments.benchmarks.speed.rows import FAILED, OURS, WRONG, Row, write_csv
 from experiments.benchmarks.speed.run import run_cases
 from experiments.training.cli_errors import short_errors
-from experiments.training.environment import command_line, environment
+from experiments.training.environment import command_line, environment, in_a_line
 from sparseflash.blockmask.arguments import BLOCKS
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
@@ -138,7 +138,7 @@ def main(
         chosen_peers = tuple(dict.fromkeys((*chosen_peers, "flex-autotune")))
         chosen = [replace(case, tuned=True) for case in chosen]
     facts = environment(where, command_line("experiments.benchmarks.speed"), commit)
-    print(", ".join(f"{name} {value}" for name, value in facts.items()), flush=True)
+    print(in_a_line(facts), flush=True)
     out.mkdir(parents=True, exist_ok=True)
 
     def write(rows: list[Row]) -> None:

@@ -12,7 +12,7 @@ import torch
 from experiments.benchmarks.speed.candidate import verdict_of
 from experiments.benchmarks.timing import Timed, Timing, in_turns
 from experiments.training.atomic_files import write_json, write_text
-from experiments.training.environment import command_line, environment, installed_version
+from experiments.training.environment import command_line, environment, in_a_line, installed_version
 
 
 def timed_rows(
@@ -45,6 +45,5 @@ def write_rows(
     """Writes the rows and their table of the benchmark of this name, with what a reader needs to repeat it."""
     facts = environment(device, command_line(f"experiments.benchmarks.{name}"), commit)
     facts["flashinfer"] = installed_version("flashinfer-python")
-    about = ", ".join(f"{fact} {value}" for fact, value in facts.items())
     write_json(out / f"{name}.json", {**facts, "rows": rows})
-    write_text(out / f"{name}.md", f"{about}\n\n{table}\n")
+    write_text(out / f"{name}.md", f"{in_a_line(facts)}\n\n{table}\n")

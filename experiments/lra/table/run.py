@@ -13,7 +13,7 @@ from experiments.lra.table import accuracy, report
 from experiments.lra.table.measure import NOT_RUN, Row, measure, new_row
 from experiments.lra.table.plot import draw
 from experiments.lra.table.shapes import FIVE, REFERENCE, VARIANTS, settings
-from experiments.training.environment import environment
+from experiments.training.environment import environment, in_a_line
 
 PRESETS = ("lra", "nystromformer", "modern")  # those with all five tasks
 
@@ -68,7 +68,7 @@ def run(
         results.facts["steps"] = f"{how}{more}, those of all variants alike"
         if options.device.type == "cpu":
             results.facts["note"] = "everything is shrunk: a test of the command, and no measurement"
-        say(", ".join(f"{name} {value}" for name, value in results.facts.items()))
+        say(in_a_line(results.facts))
         begin = time.monotonic()
         for task in options.tasks:
             results.times += _task(task, options, late=time.monotonic() - begin > 60 * options.minutes, say=say)
