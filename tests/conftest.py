@@ -26,6 +26,8 @@ settings.register_profile(
 # CI draws the same examples every time: what turns it red is the change, not the draw.
 settings.register_profile("ci", parent=settings.get_profile("dev"), derandomize=True)
 settings.register_profile("long", parent=settings.get_profile("dev"), max_examples=1000)
+# With it, tests/backends/test_exactness.py draws more than 20,000 cases with -m gpu.
+settings.register_profile("many", parent=settings.get_profile("dev"), max_examples=125)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 
