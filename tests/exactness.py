@@ -5,6 +5,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from hypothesis import settings
 
 from closeness import Results, assert_exact
 from sparseflash import BlockMask, attention, testing
@@ -13,6 +14,11 @@ from strategies import Problem, Recipe
 
 HALF = (torch.float16, torch.bfloat16)
 LARGE_SCORES = (1e3, 1e4, 1e5, 1e6)  # as far as `attention` says how far off gradients are in half precision
+
+
+def time_for_examples(seconds):
+    """The time limit of a test that takes at most so many seconds with 25 examples, the fewest of a profile."""
+    return seconds * max(1.0, settings().max_examples / 25)
 
 
 def results(problem, backend, device, dtype=None):
@@ -62,12 +68,14 @@ def plain_draws(problem, device, arithmetic, truth=None):
     errors are multiplied by. truth: that of the problem, if it is known.
     """
     dtype, factor = testing.plain_dtype(problem.dtype)
-    queries = problem.batch * problem.heads * problem.q_len
+    if truth is None:
+        truth = results(problem, "reference", device, torch.float64)
+    queries = testing.live_queries(truth.out)
     count = max(4, testing.draws_for(queries, queries * problem.k_len))
     draws = [replace(problem, seed=problem.seed + number, dtype=dtype) for number in range(count)]
 
     def true(draw):
-        return truth if truth is not None and draw == problem else results(draw, "reference", device, torch.float64)
+        return truth if draw == problem else results(draw, "reference", device, torch.float64)
 
     return ((plain_results(draw, device, arithmetic)._asdict(), true(draw)._asdict()) for draw in draws), factor
 

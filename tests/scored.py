@@ -175,7 +175,7 @@ def plain_draws(case, device, truth):
     """
     problem = case.problem
     dtype, factor = testing.plain_dtype(problem.dtype)
-    queries = problem.batch * problem.heads * problem.q_len
+    queries = testing.live_queries(truth["out"])
     count = testing.draws_for(queries, queries * problem.k_len, learned=True)
     draws = [replace(case, problem=replace(problem, seed=problem.seed + n, dtype=dtype)) for n in range(count)]
 

@@ -38,6 +38,7 @@ from sparseflash.testing.yardstick import Error as Error
 from sparseflash.testing.yardstick import draws_for as draws_for
 from sparseflash.testing.yardstick import error_of as error_of
 from sparseflash.testing.yardstick import largest_error as largest_error
+from sparseflash.testing.yardstick import live_queries as live_queries
 from sparseflash.testing.yardstick import plain_dtype as plain_dtype
 
 __all__ = [
@@ -54,6 +55,7 @@ __all__ = [
     "error_of",
     "largest_error",
     "largest_score",
+    "live_queries",
     "plain_dtype",
     "plain_errors",
     "results_of",

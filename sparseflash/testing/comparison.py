@@ -13,7 +13,7 @@ from sparseflash.blockmask import BlockMask
 from sparseflash.scores.change import Change, Scores, scores_of
 from sparseflash.testing.definition import Attention, Changes, Inputs, by_definition, largest_score, results_of
 from sparseflash.testing.sampling import Part, sampled_heads, sampled_part
-from sparseflash.testing.yardstick import Error, draws_for, error_of, largest_error, plain_dtype
+from sparseflash.testing.yardstick import Error, draws_for, error_of, largest_error, live_queries, plain_dtype
 from sparseflash.validation import check_mask, check_tensors
 
 _FP32 = torch.finfo(torch.float32).eps
@@ -153,7 +153,7 @@ def compare(
     compared = _joined([{name: head.of(name, result) for name, result in got.items()} for head in chosen])
     truth = _joined([head.computed(torch.float64) for head in chosen])
     dtype, factor = plain_dtype(q.dtype)
-    queries = sum(head.inputs.q[..., 0].numel() for head in chosen)
+    queries = live_queries(truth["out"].reshape(-1, v.shape[-1]))
 
     def draws() -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
         for number in range(draws_for(queries, queries * k.shape[2], learned=bool(learned))):

@@ -79,13 +79,22 @@ def draws_for(queries: int, scores: int, *, learned: bool = False) -> int:
     >>> draws_for(queries=100, scores=10_000), draws_for(queries=4096, scores=1 << 24)
     (16, 1)
 
-    `queries`, `scores`: their numbers over all heads. With few values the error of a single draw varies a lot: a plain
-    result is sometimes exact by luck. `learned`: whether gradients of the tensors of changes of scores are judged, too,
-    which may be one number a head, whatever the number of queries.
+    `queries`: those of all heads that see a key (`live_queries`); `scores`: those of these queries. With few values the
+    error of a single draw varies a lot: a plain result is sometimes exact by luck. `learned`: whether gradients of the
+    tensors of changes of scores are judged, too, which may be one number a head, whatever the number of queries.
     """
     if learned:
         return 24
     return 16 if queries < _FEW_QUERIES else 4 if scores <= _FEW_SCORES else 1
+
+
+def live_queries(out: Tensor) -> int:
+    """The number of queries that see a key, from the true `out [..., Nq, Dv]`: all others have zeros.
+
+    >>> live_queries(torch.tensor([[0.5, 0.0], [0.0, 0.0], [1.0, 2.0]]))
+    2
+    """
+    return int(out.any(-1).sum())
 
 
 def plain_dtype(dtype: torch.dtype) -> tuple[torch.dtype, float]:

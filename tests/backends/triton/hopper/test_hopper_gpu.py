@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exactness import LARGE_SCORES, check, check_weights_of_one, gradients_by
+from exactness import LARGE_SCORES, check, check_weights_of_one, gradients_by, time_for_examples
 from plans import plan
 from scored import Scored
 from scored import check as check_changed
@@ -16,7 +16,7 @@ from sparseflash.backends.triton.hopper.plan import programs_of
 from strategies import problems
 from waiting import assert_replays_as_called
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120, method="thread")]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(time_for_examples(120), method="thread")]
 HALF = (torch.float16, torch.bfloat16)
 FIXED = ("alibi", "log_decay")  # they give these no gradient
 
