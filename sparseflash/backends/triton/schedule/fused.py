@@ -1,7 +1,8 @@
 """Lists and work lists as Triton kernels, for masks that are made at every step.
 
-`full_first` and the work of a plan, written with PyTorch's operations, are some forty kernel launches, each of which
-costs the host 6 to 10 us. Here the lists are one launch, and the work is two and a sort, with the same result.
+`full_first`, `columns_of` and the work of a plan, written with PyTorch's operations, are some fifty kernel launches,
+each of which costs the host 6 to 10 us. Here the lists are one launch, over rows as over columns, and the work is two
+and a sort, with the same result.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ from sparseflash.backends.triton.schedule.worklists import TileLists
 from sparseflash.blockmask.cache import bounded
 
 _AT_ONCE = 128  # entries of a row, or work items
+_ROWS, _COLUMNS = 128, 8  # that are searched at a time
+# Every row is searched for every column. In a longer and thinner mask most columns are in no row, and sorting the
+# entries takes less. 65,536 tokens in blocks of 128 with 64 patterns are a quarter of this.
+_MOST_PAIRS = 1 << 26
 
 
 def full_first(indptr: Tensor, index: Tensor, tile: Tensor, words: Tensor, tiling: Tiling) -> TileLists:
@@ -40,6 +45,32 @@ def full_first(indptr: Tensor, index: Tensor, tile: Tensor, words: Tensor, tilin
         rows, indptr, index, tile, full, count, listed, kinds, len(index), room, -(-room // rows), _AT_ONCE
     )
     return TileLists(indptr[:-1], full, count, listed, kinds, words, tiling)
+
+
+def can_search(patterns: int, blocks: tuple[int, int]) -> bool:
+    """Whether `columns_full_first` is the faster way for so many patterns and block rows and columns."""
+    return patterns * blocks[0] * blocks[1] <= _MOST_PAIRS
+
+
+def columns_full_first(
+    indptr: Tensor, index: Tensor, tile: Tensor, words: Tensor, blocks: tuple[int, int], tiling: Tiling
+) -> TileLists:
+    """`full_first` of `csr.columns_of` in one launch, with a program for some columns of a pattern.
+
+    indptr, index, tile: of a mask with so many block rows and columns. Nothing is sorted: where a column stands in a
+    row, or would stand, says how many entries of that row come before it, and the sum over the rows is where its list
+    starts.
+    """
+    (rows, columns), device = blocks, index.device
+    lists, room = (len(indptr) - 1) // rows * columns, len(index) + 1
+    programs = lists // columns * -(-columns // _COLUMNS)
+    start, full, count = torch.empty(3, lists, dtype=torch.int32, device=device).unbind()
+    listed, kinds = (torch.empty(room, dtype=torch.int32, device=device) for _ in range(2))
+    _searching(device).start(
+        programs, indptr, index, tile, start, full, count, listed, kinds, rows, columns, room, -(-room // programs),
+        _ROWS, _COLUMNS,
+    )  # fmt: skip
+    return TileLists(start, full, count, listed, kinds, words, tiling)
 
 
 def work_in_start_order(
@@ -71,6 +102,11 @@ def work_in_start_order(
 @bounded(maxsize=32)
 def _listing(device: torch.device) -> Launch:
     return Launch.of_all_arguments(list_kernel, device, num_warps=1, num_stages=1)
+
+
+@bounded(maxsize=32)
+def _searching(device: torch.device) -> Launch:
+    return Launch.of_all_arguments(column_kernel, device, num_warps=4, num_stages=1)
 
 
 @bounded(maxsize=128)
@@ -120,6 +156,78 @@ def list_kernel(
         unused = first + lane
         tl.store(listed_ptr + unused, tl.load(index_ptr + unused, mask=unused < entries, other=0), mask=unused < end)
         tl.store(kinds_ptr + unused, tl.load(tile_ptr + unused, mask=unused < entries, other=0), mask=unused < end)
+
+
+@triton.jit
+def _find(indptr_ptr, index_ptr, row, stop_row, column):
+    """Of some rows and columns: the entry of each column in each row, or the first entry of the row after it; how many
+    entries of the row come before; and whether the column is there. Rows from `stop_row` on have none."""
+    is_row = row < stop_row
+    start = tl.load(indptr_ptr + row, mask=is_row, other=0)
+    stop = tl.load(indptr_ptr + row + 1, mask=is_row, other=0)
+    column = column[None, :]
+    low, high = start[:, None] + 0 * column, stop[:, None] + 0 * column
+    left = tl.max(stop - start, 0)
+    while left > 0:
+        middle = low + (high - low) // 2
+        is_open = low < high
+        is_before = is_open & (tl.load(index_ptr + middle, mask=is_open, other=0) < column)
+        low, high = tl.where(is_before, middle + 1, low), tl.where(is_before, high, middle)
+        left //= 2
+    found = tl.load(index_ptr + low, mask=low < stop[:, None], other=-1)
+    return low, low - start[:, None], found == column
+
+
+@triton.jit(
+    do_not_specialize=["rows", "columns", "room", "share"],
+    do_not_specialize_on_alignment=["indptr_ptr", "index_ptr", "tile_ptr", "start_ptr", "full_ptr", "count_ptr"],
+)
+def column_kernel(
+    indptr_ptr, index_ptr, tile_ptr,  # int32 [P * rows + 1], [room - 1] twice
+    start_ptr, full_ptr, count_ptr, listed_ptr, kinds_ptr,  # int32 [P * columns] thrice, [room] twice
+    rows, columns, room, share,  # the part of the room that a program clears where it is unused
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Lists the tiles of some columns of a pattern: the full ones, then the partial ones, both by their rows."""
+    program = tl.program_id(0)
+    parts = tl.cdiv(columns, COLUMNS)
+    first_row, column = program // parts * rows, program % parts * COLUMNS + tl.arange(0, COLUMNS)
+    stop_row = first_row + rows
+    start = tl.zeros([COLUMNS], tl.int32) + tl.load(indptr_ptr + first_row)
+    full, count = tl.zeros([COLUMNS], tl.int32), tl.zeros([COLUMNS], tl.int32)
+    for first in range(first_row, stop_row, ROWS):
+        entry, before, is_there = _find(indptr_ptr, index_ptr, first + tl.arange(0, ROWS), stop_row, column)
+        kind = tl.load(tile_ptr + entry, mask=is_there, other=1)
+        start += tl.sum(before, 0)
+        full += tl.sum((kind <= 0).to(tl.int32), 0)
+        count += tl.sum(is_there.to(tl.int32), 0)
+    number, is_column = program // parts * columns + column, column < columns
+    tl.store(start_ptr + number, start, mask=is_column)
+    tl.store(full_ptr + number, full, mask=is_column)
+    tl.store(count_ptr + number, count, mask=is_column)
+
+    partial = start + full  # where the next tile of either kind goes
+    for first in range(first_row, stop_row, ROWS):
+        row = first + tl.arange(0, ROWS)
+        entry, _, is_there = _find(indptr_ptr, index_ptr, row, stop_row, column)
+        kind = tl.load(tile_ptr + entry, mask=is_there, other=0)
+        is_full = (is_there & (kind <= 0)).to(tl.int32)
+        is_partial = (is_there & (kind > 0)).to(tl.int32)
+        place = (
+            tl.where(kind <= 0, start[None, :] + tl.cumsum(is_full, 0), partial[None, :] + tl.cumsum(is_partial, 0)) - 1
+        )
+        tl.store(listed_ptr + place, (row - first_row)[:, None], mask=is_there)
+        tl.store(kinds_ptr + place, kind, mask=is_there)
+        start += tl.sum(is_full, 0)
+        partial += tl.sum(is_partial, 0)
+
+    used = tl.load(indptr_ptr + tl.num_programs(0) // parts * rows)
+    own = program.to(tl.int64) * share
+    end = tl.minimum(own + share, room)
+    for first in range(tl.maximum(own, used), end, ROWS):
+        unused = first + tl.arange(0, ROWS)
+        tl.store(listed_ptr + unused, tl.zeros([ROWS], tl.int32), mask=unused < end)
+        tl.store(kinds_ptr + unused, tl.zeros([ROWS], tl.int32), mask=unused < end)
 
 
 @triton.jit
