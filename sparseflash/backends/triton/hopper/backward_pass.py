@@ -211,10 +211,12 @@ def planned_backward(plan: Plan, programs: int) -> BackwardPlan:
     def make() -> BackwardPlan:
         lists = plan.lists.get(1, Tiling(*reversed(BLOCK))).to(plan.device)  # small masks are planned on the host
         lists.ready.wait()
-        by_kernels = plan.device.type == "cuda" and fused_plan.can_plan(lists, plan.pattern, programs)
-        make_plan = fused_plan.backward_plan if by_kernels else backward_plan
-        return make_plan(
-            lists, plan.pattern, plan.kv_heads, *plan.lists.tokens, programs=programs, may_wait=plan.lists.reusable
-        )
+        sizes = plan.pattern, plan.kv_heads, *plan.lists.tokens
+        how = {"programs": programs, "may_wait": plan.lists.reusable}
+        if plan.device.type == "cuda" and fused_plan.can_plan(lists, plan.pattern, programs):
+            rows = plan.lists.get(0, Tiling(*BLOCK)).to(plan.device)
+            rows.ready.wait()
+            return fused_plan.backward_plan(lists, rows.count, *sizes, **how)
+        return backward_plan(lists, *sizes, **how)
 
     return once(plan.derived, ("hopper backward", programs), make)
