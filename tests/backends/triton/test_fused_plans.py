@@ -100,7 +100,7 @@ def long_rows():
 
 def test_rows_longer_than_a_program_reads_at_a_time():
     mask = made_dynamic(long_rows(), seed=0)
-    assert int(mask.indptr.diff().max()) > 2 * fused._AT_ONCE
+    assert int(mask.indptr.diff().max()) > 2 * fused.AT_ONCE
     assert_planned_alike(mask)
 
 
@@ -115,7 +115,7 @@ def test_more_unused_room_than_a_program_looks_after_at_a_time():
     scores = torch.rand(1, 4, 600, generator=torch.Generator().manual_seed(0))
     mask = masks.mass_blocks(scores, mass=0.1, q_len=64, k_len=9600, block=16)
     room = len(mask.indices) - int(mask.indptr[-1])
-    assert room > 4 * 2 * fused._AT_ONCE
+    assert room > 4 * 2 * fused.AT_ONCE
     mask.indices[-room:] = torch.arange(room) % 600
     mask.tile[-room:] = torch.arange(room) % 2
     assert_planned_alike(mask)

@@ -151,10 +151,10 @@ def planned_forward(plan: Plan, tile: tuple[int, int], programs: int) -> Worklis
     """What the forward walks in such tiles, from the plan's cache. programs: as many as run items at a time."""
 
     def make() -> Worklist:
-        if not plan.lists.reusable:
-            return dynamic_forward_plan(plan.worklist(0, tile[0]))
         lists = plan.lists.get(0, Tiling(*tile))
         lists.ready.wait()
+        if not plan.lists.reusable:
+            return dynamic_forward_plan(lists, plan.pattern, plan.lists.tokens[0])
         pattern, (q_len, k_len) = plan.pattern, plan.lists.tokens
         if plan.lists.pattern is not None:
             pattern = plan.lists.pattern.expand(plan.pattern.shape)

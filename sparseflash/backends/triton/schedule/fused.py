@@ -29,7 +29,7 @@ from sparseflash.backends.triton.schedule.work_item import (
 from sparseflash.backends.triton.schedule.worklists import TileLists
 from sparseflash.blockmask.cache import bounded
 
-_AT_ONCE = 128  # entries of a row, or work items
+AT_ONCE = 128  # entries of a row, or work items
 _ROWS, _COLUMNS = 128, 8  # that are searched at a time
 # Every row is searched for every column. In a longer and thinner mask most columns are in no row, and sorting the
 # entries takes less. 65,536 tokens in blocks of 128 with 64 patterns are a quarter of this.
@@ -42,7 +42,7 @@ def full_first(indptr: Tensor, index: Tensor, tile: Tensor, words: Tensor, tilin
     full, count = torch.empty(2, rows, dtype=torch.int32, device=device).unbind()
     listed, kinds = (torch.empty(room, dtype=torch.int32, device=device) for _ in range(2))
     _listing(device).start(
-        rows, indptr, index, tile, full, count, listed, kinds, len(index), room, -(-room // rows), _AT_ONCE
+        rows, indptr, index, tile, full, count, listed, kinds, len(index), room, -(-room // rows), AT_ONCE
     )
     return TileLists(indptr[:-1], full, count, listed, kinds, words, tiling)
 
@@ -76,7 +76,22 @@ def columns_full_first(
 def work_in_start_order(
     lists: TileLists, pattern: Tensor, shape: tuple[int, int, int], length: int, tile: int
 ) -> Tensor:
-    """The work of a plan, int32 `[W, group, ITEM]`, with `pattern [B, Hq]` and `shape = (B, H, group)`.
+    """The work of a plan, int32 `[W, group, ITEM]`; the arguments are those of `order_of_work`."""
+    order, place = order_of_work(lists, pattern, shape, length, tile)
+    items, group, device = len(order), shape[2], pattern.device
+    work = torch.empty(items, group, ITEM.value, dtype=torch.int32, device=device)
+    _writing(device, group).start(
+        -(-items // AT_ONCE), pattern, lists.start, lists.full, lists.count, lists.index, lists.tile, order, work,
+        *place, group, AT_ONCE,
+    )  # fmt: skip
+    return work
+
+
+def order_of_work(
+    lists: TileLists, pattern: Tensor, shape: tuple[int, int, int], length: int, tile: int
+) -> tuple[Tensor, tuple[int, ...]]:
+    """The order in which the items of a plan with `pattern [B, Hq]` and `shape = (B, H, group)` start, int64 `[W]`; and
+    the arguments with which `row_of` finds their lists.
 
     The tiles of the lists must be those of the mask, and none is cut.
     """
@@ -84,18 +99,10 @@ def work_in_start_order(
     tiles, blocks = -(-length // tile), -(-length // held)
     items = batch * heads * tiles
     exact = is_exact(items)
-    sizing, writing = _working(device, group, exact)
-    programs = -(-items // _AT_ONCE)
     keys = torch.empty(items, dtype=torch.int32 if exact else torch.int8, device=device)
-    work = torch.empty(items, group, ITEM.value, dtype=torch.int32, device=device)
     place = (*pattern.stride(), items, heads, tiles, blocks, tile, held)
-    sizing.start(programs, pattern, lists.count, keys, *place, exact, group, _AT_ONCE)
-    order = torch.sort(keys, stable=True, descending=True).indices
-    writing.start(
-        programs, pattern, lists.start, lists.full, lists.count, lists.index, lists.tile, order, work, *place, group,
-        _AT_ONCE,
-    )  # fmt: skip
-    return work
+    _sizing(device, group, exact).start(-(-items // AT_ONCE), pattern, lists.count, keys, *place, exact, group, AT_ONCE)
+    return torch.sort(keys, stable=True, descending=True).indices, place
 
 
 # Here and below the arguments are all that differs in what Triton specialises on: see `Launch.of_all_arguments`.
@@ -110,11 +117,13 @@ def _searching(device: torch.device) -> Launch:
 
 
 @bounded(maxsize=128)
-def _working(device: torch.device, group: int, exact: bool) -> tuple[Launch, Launch]:
-    return (
-        Launch.of_all_arguments(size_kernel, device, num_warps=4, num_stages=1),
-        Launch.of_all_arguments(work_kernel, device, num_warps=4, num_stages=1),
-    )
+def _sizing(device: torch.device, group: int, exact: bool) -> Launch:
+    return Launch.of_all_arguments(size_kernel, device, num_warps=4, num_stages=1)
+
+
+@bounded(maxsize=128)
+def _writing(device: torch.device, group: int) -> Launch:
+    return Launch.of_all_arguments(work_kernel, device, num_warps=4, num_stages=1)
 
 
 # Addresses of a mask's arrays may be any; no load here gains from one that is a multiple of 16.
@@ -231,7 +240,7 @@ def column_kernel(
 
 
 @triton.jit
-def _row_of(
+def row_of(
     number, member, pattern_ptr, batch_stride, head_stride, items, heads, tiles, blocks, tile, held,
     GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -256,7 +265,7 @@ def size_kernel(
     number = tl.program_id(0).to(tl.int64) * AT_ONCE + tl.arange(0, AT_ONCE)
     size = tl.zeros([AT_ONCE], tl.int64)
     for member in tl.static_range(GROUP):
-        row = _row_of(
+        row = row_of(
             number, member, pattern_ptr, batch_stride, head_stride, items, heads, tiles, blocks, tile, held, GROUP
         )
         size += tl.load(count_ptr + row)
@@ -283,7 +292,7 @@ def work_kernel(
     here = place < items
     number = tl.load(order_ptr + place, mask=here, other=items)
     for member in tl.static_range(GROUP):
-        row = _row_of(
+        row = row_of(
             number, member, pattern_ptr, batch_stride, head_stride, items, heads, tiles, blocks, tile, held, GROUP
         )
         start, full = tl.load(start_ptr + row), tl.load(full_ptr + row)
