@@ -92,7 +92,7 @@ class Plan:
         self._worklists: dict[tuple[int, int, Tiling | None, int], Worklist] = {}
         self.tiles_per_head = tiles_per_head  # live tiles, mean over the patterns; capacity of a dynamic mask
         self.launches = BoundedDict(_MOST_LAUNCHES)
-        self.derived: dict[Any, Any] = {}  # the work in other forms than a worklist, one entry a kind
+        self.derived: dict[Any, Any] = {}  # the work in other forms, one entry a kind, with a `ReadyEvent` of its own
 
     @property
     def device(self) -> torch.device:
