@@ -169,8 +169,8 @@ def list_kernel(
 
 @triton.jit
 def _find(indptr_ptr, index_ptr, row, stop_row, column):
-    """Of some rows and columns: the entry of each column in each row, or the first entry of the row after it; how many
-    entries of the row come before; and whether the column is there. Rows from `stop_row` on have none."""
+    """Of some rows, whose entries increase, and columns: the entry of each column in each row, or where it would be;
+    how many entries of the row come before; and whether the column is there. Rows from `stop_row` on have none."""
     is_row = row < stop_row
     start = tl.load(indptr_ptr + row, mask=is_row, other=0)
     stop = tl.load(indptr_ptr + row + 1, mask=is_row, other=0)
@@ -222,9 +222,8 @@ def column_kernel(
         kind = tl.load(tile_ptr + entry, mask=is_there, other=0)
         is_full = (is_there & (kind <= 0)).to(tl.int32)
         is_partial = (is_there & (kind > 0)).to(tl.int32)
-        place = (
-            tl.where(kind <= 0, start[None, :] + tl.cumsum(is_full, 0), partial[None, :] + tl.cumsum(is_partial, 0)) - 1
-        )
+        full_place, partial_place = start[None, :] + tl.cumsum(is_full, 0), partial[None, :] + tl.cumsum(is_partial, 0)
+        place = tl.where(kind <= 0, full_place, partial_place) - 1
         tl.store(listed_ptr + place, (row - first_row)[:, None], mask=is_there)
         tl.store(kinds_ptr + place, kind, mask=is_there)
         start += tl.sum(is_full, 0)
