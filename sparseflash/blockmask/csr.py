@@ -34,7 +34,7 @@ def stored_tiles(mask: BlockMask) -> tuple[Tensor, Tensor, Tensor]:
 def columns_of(
     indptr: Tensor, indices: Tensor, tile: Tensor, row_blocks: int, col_blocks: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`BlockMask.columns` from the arrays, cached with the indices."""
+    """`BlockMask.columns` from the arrays, cached with the indices. Unused capacity of a dynamic mask is 0 in them."""
 
     def transposed() -> tuple[Tensor, Tensor, Tensor]:
         rows = row_of_entry(indptr, len(indices))
@@ -47,7 +47,7 @@ def columns_of(
         return (
             torch.searchsorted(column, starts).to(torch.int32),
             (rows % row_blocks)[order].to(torch.int32),
-            tile[order],
+            torch.where(rows < len(indptr) - 1, tile, 0)[order],
         )
 
     return once(mask_cache(indices), "columns", transposed)

@@ -1,6 +1,7 @@
 """The plans of dynamic masks that kernels make: the same as PyTorch's operations make, in fewer launches."""
 
 import dataclasses
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -17,7 +18,9 @@ from sparseflash.backends.triton.launcher import Launch
 from sparseflash.backends.triton.schedule import fused, launch_order
 from sparseflash.backends.triton.schedule import plan as planning
 from sparseflash.backends.triton.schedule.launch_order import start_order
-from sparseflash.blockmask import streams
+from sparseflash.backends.triton.schedule.tilings import Tiling
+from sparseflash.backends.triton.schedule.worklists import full_first
+from sparseflash.blockmask import csr, streams
 from strategies import SEEDS, block_masks
 from uninterpreted import python
 from waiting import NoWaiting
@@ -59,6 +62,32 @@ def test_kernels_plan_what_operations_plan(few, mask, seed, kv_heads):
         assert_planned_alike(made_dynamic(mask, seed), batch=2, kv_heads=kv_heads)
 
 
+@given(
+    block_masks(130, blocks=(16, 32), batch=2, heads=HEADS), SEEDS,
+    st.sampled_from([(16, 2), (32, 4), (fused._ROWS, fused._COLUMNS)]),
+)  # fmt: skip
+def test_one_kernel_lists_the_columns_that_operations_sort(mask, seed, at_once):
+    mask = made_dynamic(mask, seed)
+    arrays, tiling = (mask.indptr, mask.indices, mask.tile), Tiling(mask.block_k, mask.block_q)
+    with mock.patch.object(fused, "_ROWS", at_once[0]), mock.patch.object(fused, "_COLUMNS", at_once[1]):
+        ours = fused.columns_full_first(*arrays, mask.words, mask.blocks, tiling)
+    theirs = full_first(*csr.columns_of(*arrays, *mask.blocks), mask.words, tiling)
+    for name in ("start", "full", "count", "index", "tile", "words"):
+        x, y = getattr(ours, name), getattr(theirs, name)
+        assert x.dtype == y.dtype and torch.equal(x, y), name
+
+
+@pytest.mark.parametrize("most", [fused._MOST_PAIRS, 1])
+def test_columns_of_very_thin_masks_are_sorted(most):
+    mask = made_dynamic(masks.local(100, window=30, block=16), seed=0)
+    sorts = mock.patch.object(planning, "columns_of", side_effect=AssertionError("sorted"))
+    with mock.patch.object(fused, "_MOST_PAIRS", most):
+        assert_planned_alike(mask)
+        mask = made_dynamic(masks.local(100, window=30, block=16), seed=1)
+        with by("kernels"), sorts, nullcontext() if most > 1 else pytest.raises(AssertionError, match="sorted"):
+            plan(mask).worklist(1, 16)
+
+
 def long_rows():
     """Rows of more tiles than a program reads at a time, with full and partial tiles in turn, and an empty row."""
     live = torch.rand(64, 16 * 300, generator=torch.Generator().manual_seed(0)) < 0.9
@@ -71,8 +100,14 @@ def long_rows():
 
 def test_rows_longer_than_a_program_reads_at_a_time():
     mask = made_dynamic(long_rows(), seed=0)
-    assert int(mask.indptr.diff().max()) > 2 * fused._AT_ONCE
-    assert_planned_alike(mask, axes=(0,))
+    assert int(mask.indptr.diff().max()) > 2 * fused.AT_ONCE
+    assert_planned_alike(mask)
+
+
+def test_columns_of_more_rows_than_a_program_searches_at_a_time():
+    mask = made_dynamic(masks.causal(16 * 150, 16 * 20, block=16, offset=0), seed=0)
+    assert int(mask.columns[0].diff().max()) > fused._ROWS
+    assert_planned_alike(mask)
 
 
 def test_more_unused_room_than_a_program_looks_after_at_a_time():
@@ -80,10 +115,10 @@ def test_more_unused_room_than_a_program_looks_after_at_a_time():
     scores = torch.rand(1, 4, 600, generator=torch.Generator().manual_seed(0))
     mask = masks.mass_blocks(scores, mass=0.1, q_len=64, k_len=9600, block=16)
     room = len(mask.indices) - int(mask.indptr[-1])
-    assert room > 4 * 2 * fused._AT_ONCE
+    assert room > 4 * 2 * fused.AT_ONCE
     mask.indices[-room:] = torch.arange(room) % 600
     mask.tile[-room:] = torch.arange(room) % 2
-    assert_planned_alike(mask, axes=(0,))
+    assert_planned_alike(mask)
 
 
 @pytest.mark.parametrize("block", [16, 32])  # items of 16 queries
@@ -130,10 +165,11 @@ def test_attention_with_these_plans_has_the_same_bits_and_is_exact(problem):
         assert torch.equal(getattr(got, name), getattr(want, name)), name
 
 
-def test_rows_are_planned_in_three_launches_and_a_sort():
+@pytest.mark.parametrize("axis", [0, 1])
+def test_rows_and_columns_are_planned_in_three_launches_and_a_sort(axis):
     mask = made_dynamic(masks.local(100, window=30, block=16), seed=0)
     with by("kernels"), mock.patch.object(Launch, "start") as started, NoWaiting() as seen:
-        plan(mask, 1, HEADS).worklist(0, 16)
+        plan(mask, 1, HEADS).worklist(axis, 16)
     assert (started.call_count, seen.started) == (3, 1)
 
 
@@ -194,7 +230,7 @@ print(*sorted({name for name, _ in compiled}), len({kernel.hash for _, kernel in
     done = python("-c", source)
     assert done.returncode == 0, done.stderr
     # Alone and in groups of two; what is sorted by octaves is written in int8.
-    assert done.stdout.split() == ["list_kernel", "size_kernel", "work_kernel", str(1 + 4 + 2)]
+    assert done.stdout.split() == ["column_kernel", "list_kernel", "size_kernel", "work_kernel", str(1 + 1 + 4 + 2)]
 
 
 # ---------------------------------------------------------------------- on a GPU

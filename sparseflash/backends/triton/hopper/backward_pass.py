@@ -29,7 +29,6 @@ from sparseflash.backends.triton.portable.merging import bind_merge, merge_launc
 from sparseflash.backends.triton.portable.passes import like, one_number_of
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
-from sparseflash.blockmask.cache import once
 from sparseflash.dropout import Dropout
 from sparseflash.scores.change import Scores
 
@@ -207,14 +206,20 @@ def planned_backward(plan: Plan, programs: int) -> BackwardPlan:
     """What the backward walks, from the plan's cache. Waits for the device, once, unless the mask is made at every
     step.
     """
+    key = "hopper backward", programs
+    found: BackwardPlan | None = plan.derived.get(key)
+    if found is None:
+        found = plan.derived[key] = _planned(plan, programs)
+    return found
 
-    def make() -> BackwardPlan:
-        lists = plan.lists.get(1, Tiling(*reversed(BLOCK))).to(plan.device)  # small masks are planned on the host
-        lists.ready.wait()
-        by_kernels = plan.device.type == "cuda" and fused_plan.can_plan(lists, plan.pattern, programs)
-        make_plan = fused_plan.backward_plan if by_kernels else backward_plan
-        return make_plan(
-            lists, plan.pattern, plan.kv_heads, *plan.lists.tokens, programs=programs, may_wait=plan.lists.reusable
-        )
 
-    return once(plan.derived, ("hopper backward", programs), make)
+def _planned(plan: Plan, programs: int) -> BackwardPlan:
+    lists = plan.lists.get(1, Tiling(*reversed(BLOCK))).to(plan.device)  # small masks are planned on the host
+    lists.ready.wait()
+    sizes = plan.pattern, plan.kv_heads, *plan.lists.tokens
+    may_wait = plan.lists.reusable
+    if plan.device.type != "cuda" or not fused_plan.can_plan(lists, plan.pattern, programs):
+        return backward_plan(lists, *sizes, programs=programs, may_wait=may_wait)
+    rows = plan.lists.get(0, Tiling(*BLOCK)).to(plan.device)
+    rows.ready.wait()
+    return fused_plan.backward_plan(lists, rows.count, *sizes, programs=programs, may_wait=may_wait)

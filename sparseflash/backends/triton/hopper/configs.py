@@ -56,8 +56,8 @@ class Limits(NamedTuple):
     On an H200 with 16,384 tokens and more, in blocks of 64 the forward takes 0.80 to 0.90 of the time of the portable
     one at D=96 and 128, 1.03 to 1.16 at D=64. Under a mask of blocks of 128 that is made at every step it takes 0.72 to
     0.79 of it at D=128, 0.76 at D=96 and 0.97 at D=64, plan included; with the backward 0.87 to 0.90 at D=128. That is
-    for the GPU, as with a CUDA graph: the backward's plan is 14 launches more, for which a slow host took longer than
-    was gained at 16,384 tokens. Fewer tokens have not been measured with either.
+    for the GPU, as with a CUDA graph: the backward's plan was 14 launches more, for which a slow host took longer than
+    was gained at 16,384 tokens. Now it is 6 more, which has not been measured, nor have fewer tokens with either.
 
     With changed scores, on an H100 under causal and local masks of 8,192 tokens, the portable kernels were faster under
     a soft cap at D=64, and forward with a logarithmic decay.

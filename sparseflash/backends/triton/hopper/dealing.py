@@ -22,6 +22,7 @@ from sparseflash.backends.triton.schedule.work_item import (
 COUNT_BITS = tl.constexpr(24)
 _MASK = tl.constexpr((1 << 24) - 1)
 _LARGEST = tl.constexpr(1 << 31)  # no item has as much work
+_NUMBER_SHIFT = tl.constexpr(24 + 31)  # of the program's number, before its work and its items
 _NEVER = tl.constexpr((1 << 63) - 1)  # comes last
 
 
@@ -48,18 +49,20 @@ def size_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["items", "programs", "far", "worth", "worth_alike", "parts", "shortest"],
-    do_not_specialize_on_alignment=["part_size_ptr"],
-)
+    do_not_specialize=[
+        "items", "programs", "far", "worth", "worth_alike", "parts", "shortest", "room", "least",
+    ],
+)  # fmt: skip
 def cut_kernel(
     size_ptr,  # int32 [items]
     first_ptr,  # int32 [2, items + 1]: the first part of each item; those of all items before it that are cut
     part_size_ptr,  # int32 [most_items]: of every part, also the only one of an item
     merged_ptr, total_ptr,  # int32 [items, CUT_ITEM]; [6]: parts, those of cut items, cut items
-    items, programs, far, worth, worth_alike, parts, shortest,  # the last five: see `cuts.Rule`
+    key_ptr,  # int32 [room]: what items are sorted by for `plan.start_order`
+    items, programs, far, worth, worth_alike, parts, shortest, room, least,  # from `far` on five: see `cuts.Rule`
     AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Cuts items into parts. One program does all."""
+    """Cuts items into parts, and writes the keys of their order. One program does all."""
     lane = tl.arange(0, AT_ONCE)
     total, most = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
     for first in range(0, items, AT_ONCE):
@@ -68,13 +71,13 @@ def cut_kernel(
         most = tl.maximum(most, tl.max(size, 0))
     mean = tl.cdiv(total + items, programs)
     longest = tl.maximum(tl.cdiv(mean, parts), shortest)
-    least = mean * tl.where(most * items > far * total, worth, worth_alike)
+    enough = mean * tl.where(most * items > far * total, worth, worth_alike)
     made, partial, cut = tl.zeros([], tl.int32), tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     for first in range(0, items, AT_ONCE):
         item = first + lane
         here = item < items
         size = tl.load(size_ptr + item, mask=here, other=0).to(tl.int64)
-        is_cut = (4 * size > least) & (2 * size > 3 * longest)
+        is_cut = (4 * size > enough) & (2 * size > 3 * longest)
         count = tl.where(is_cut, tl.cdiv(size, longest), here.to(tl.int64)).to(tl.int32)
         count_cut = tl.where(is_cut, count, 0)
         first_part = made + tl.cumsum(count, 0) - count
@@ -98,6 +101,8 @@ def cut_kernel(
     tl.store(total_ptr, made)
     tl.store(total_ptr + 1, partial)
     tl.store(total_ptr + 2, cut)
+    tl.debug_barrier()  # the sizes of the parts were written by other threads
+    _write_keys(part_size_ptr, key_ptr, made, total, programs, room, least, AT_ONCE)
 
 
 @triton.jit
@@ -107,16 +112,10 @@ def _is_long(size, items, programs, total, least):
     return (size * items > 2 * total) & (size * (100 * programs) >= least * total)
 
 
-@triton.jit(do_not_specialize=["programs", "room", "least"], do_not_specialize_on_alignment=["size_ptr", "key_ptr"])
-def key_kernel(size_ptr, total_ptr, key_ptr, programs, room, least, AT_ONCE: tl.constexpr):
-    """Writes what items are sorted by for `plan.start_order`, and for the rest of the `room` what comes last; one
-    program does all."""
-    items = tl.load(total_ptr)
+@triton.jit
+def _write_keys(size_ptr, key_ptr, items, total, programs, room, least, AT_ONCE: tl.constexpr):
+    """Writes the keys of items of `total` entries together, and for the rest of the `room` what comes last."""
     lane = tl.arange(0, AT_ONCE)
-    total = tl.zeros([], tl.int64)
-    for first in range(0, items, AT_ONCE):
-        size = tl.load(size_ptr + first + lane, mask=first + lane < items, other=0)
-        total += tl.sum(size.to(tl.int64), 0)
     others = tl.zeros([], tl.int32)  # items that are not long
     for first in range(0, items, AT_ONCE):
         size = tl.load(size_ptr + first + lane, mask=first + lane < items, other=0)
@@ -137,23 +136,21 @@ def key_kernel(size_ptr, total_ptr, key_ptr, programs, room, least, AT_ONCE: tl.
         tl.store(key_ptr + first + lane, tl.full([AT_ONCE], 2147483647, tl.int32), mask=is_unused)
 
 
-@triton.jit(
-    do_not_specialize=["programs", "room"],
-    do_not_specialize_on_alignment=["size_ptr", "entry_ptr", "chain_ptr", "given_ptr"],
-)
+@triton.jit(do_not_specialize=["tiles", "programs", "room"])
 def deal_kernel(
     order_ptr, size_ptr,  # int64, int32 [room]
-    entry_ptr, chain_ptr,  # int32: the number of all entries, and of all chains
+    made_ptr,  # int32 [2, tiles + 1]: the last are the numbers of all entries and of all chains
     dealt_ptr,  # int32 [3, room]: program, time, how many items the program has before
-    given_ptr, total_ptr,  # int32 [2, programs + 1]: after a zero, items and entries of each; [6]: the items, read
-    programs, room,
+    start_ptr, first_entry_ptr,  # int32 [programs + 1]: the first item and the first entry of every program
+    total_ptr,  # int32 [6]: the items, read; from the fourth on written
+    tiles, programs, room,
     PADDED: tl.constexpr, PROGRAM_BITS: tl.constexpr,
 ):  # fmt: skip
     """Gives every item to a program, and writes how many entries, chains and times there are. One program does all."""
     SHIFT: tl.constexpr = PROGRAM_BITS + COUNT_BITS
     items = tl.load(total_ptr)
     lane = tl.arange(0, PADDED).to(tl.int64)
-    entries = tl.load(entry_ptr).to(tl.int64)
+    entries = tl.load(made_ptr + tiles).to(tl.int64)
     total = entries + items
     state = tl.where(lane < tl.minimum(programs, items), lane << COUNT_BITS, _NEVER)
     at = 0
@@ -177,13 +174,16 @@ def deal_kernel(
         state += tl.where(is_given, (cost << SHIFT) + 1, 0)
         at += free
 
-    is_program = state < _NEVER
-    load, count = state >> SHIFT, state & _MASK
-    number = (state >> COUNT_BITS) & (PADDED - 1)
-    tl.store(given_ptr + number + 1, count.to(tl.int32), mask=is_program)
-    tl.store(given_ptr + (programs + 1) + number + 1, (load - count).to(tl.int32), mask=is_program)
-    tl.store(given_ptr, 0)
-    tl.store(given_ptr + programs + 1, 0)
+    # By the numbers of the programs. Where there are more than items, those without any come last.
+    number, load, count = (state >> COUNT_BITS) & (PADDED - 1), state >> SHIFT, state & _MASK
+    state = tl.sort(tl.where(state < _NEVER, (number << _NUMBER_SHIFT) | (load << COUNT_BITS) | count, _NEVER))
+    has_items = state < _NEVER
+    load = tl.where(has_items, (state >> COUNT_BITS) & (_LARGEST - 1), 0)
+    count = tl.where(has_items, state & _MASK, 0)
+    tl.store(start_ptr + 1 + lane, tl.cumsum(count, 0).to(tl.int32), mask=lane < programs)
+    tl.store(first_entry_ptr + 1 + lane, tl.cumsum(load - count, 0).to(tl.int32), mask=lane < programs)
+    tl.store(start_ptr, 0)
+    tl.store(first_entry_ptr, 0)
     tl.store(total_ptr + 3, entries.to(tl.int32))
-    tl.store(total_ptr + 4, tl.load(chain_ptr))
-    tl.store(total_ptr + 5, tl.max(tl.where(is_program, load, 0), 0).to(tl.int32))
+    tl.store(total_ptr + 4, tl.load(made_ptr + 2 * tiles + 1))
+    tl.store(total_ptr + 5, tl.max(load, 0).to(tl.int32))

@@ -1,7 +1,7 @@
 """The forward's plan for a mask that is made at every step.
 
-The portable kernels plan such a mask without waiting for the device (`schedule/fused.py`). Their work list serves here
-as well, in other numbers, which is one launch more. No row is cut, and the order is theirs.
+It waits for nothing: no row is cut, and the order is that in which the portable kernels plan such a mask
+(`schedule/fused.py`).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from sparseflash.backends.triton.hopper.plan import (
     ITEM,
@@ -22,36 +23,33 @@ from sparseflash.backends.triton.hopper.plan import (
     ITEM_UNUSED,
 )
 from sparseflash.backends.triton.launcher import Launch
-from sparseflash.backends.triton.schedule import work_item
-from sparseflash.backends.triton.schedule.worklists import Worklist, with_trailing_zero
+from sparseflash.backends.triton.schedule import fused
+from sparseflash.backends.triton.schedule.worklists import (
+    TileLists,
+    Worklist,
+    check_number_of_items,
+    with_trailing_zero,
+)
 from sparseflash.blockmask.cache import bounded
 
-_AT_ONCE = 128  # items of a program
 
-# Where the numbers of the portable kernels' items are.
-LISTED = work_item.ITEM
-LISTED_NUMBER = work_item.ITEM_NUMBER
-LISTED_START = work_item.ITEM_START
-LISTED_FULL = work_item.ITEM_FULL
-LISTED_COUNT = work_item.ITEM_COUNT
-LISTED_FULL_BLOCK = work_item.ITEM_FULL_BLOCK
-LISTED_PARTIAL_BLOCK = work_item.ITEM_PARTIAL_BLOCK
-LISTED_PARTIAL_TILE = work_item.ITEM_PARTIAL_TILE
-LISTED_PART = work_item.ITEM_PART
-
-
-def dynamic_forward_plan(listed: Worklist) -> Worklist:
-    """The plan, with items `[W, ITEM]`, for what the portable kernels would walk over tiles of as many queries.
+def dynamic_forward_plan(lists: TileLists, pattern: Tensor, q_len: int) -> Worklist:
+    """The plan, with items `[W, ITEM]`, for `pattern [B, Hq]`; `lists`: over rows, in the forward's tiles.
 
     A row without tiles has one of which no score is live, tile number -1.
     """
-    items, device = len(listed.work), listed.work.device
-    work = torch.empty(items, ITEM.value, dtype=torch.int32, device=device)
-    _launch(device).start(-(-items // _AT_ONCE), listed.work, work, items, _AT_ONCE)
-    index, tile = listed.index, listed.tile
+    (batch, heads), device, held = pattern.shape, pattern.device, lists.tiling.held
+    check_number_of_items(batch, heads, -(-q_len // held))
+    order, place = fused.order_of_work(lists, pattern, (batch, heads, 1), q_len, held)
+    work = torch.empty(len(order), ITEM.value, dtype=torch.int32, device=device)
+    index, tile = lists.index, lists.tile
     if len(index) < 2:  # of a mask without room for a tile; the kernel reads one ahead of a row without tiles, too
         index, tile = with_trailing_zero(index), with_trailing_zero(tile)
-    return Worklist(work, index, tile, listed.words, listed.parts, listed.merged)
+    _launch(device).start(
+        -(-len(order) // fused.AT_ONCE), pattern, lists.start, lists.full, lists.count, index, tile, order, work,
+        *place, fused.AT_ONCE,
+    )  # fmt: skip
+    return Worklist(work, index, tile, lists.words)
 
 
 # The arguments are all that differs in what Triton specialises on: see `Launch.of_all_arguments`.
@@ -60,26 +58,32 @@ def _launch(device: torch.device) -> Launch:
     return Launch.of_all_arguments(items_kernel, device, num_warps=4, num_stages=1)
 
 
-@triton.jit(do_not_specialize=["items"])
+@triton.jit(
+    do_not_specialize=["batch_stride", "head_stride", "items", "heads", "tiles", "blocks", "tile", "held"],
+    do_not_specialize_on_alignment=["pattern_ptr", "start_ptr", "full_ptr", "count_ptr"],
+)
 def items_kernel(
-    listed_ptr, work_ptr,  # int32 [items, LISTED], [items, ITEM]
-    items,
+    pattern_ptr, start_ptr, full_ptr, count_ptr, index_ptr, tile_ptr,  # int32 [B, Hq], [rows] thrice, [room] twice
+    order_ptr, work_ptr,  # int64 [items], int32 [items, ITEM]
+    batch_stride, head_stride, items, heads, tiles, blocks, tile, held,
     AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Writes some items as the forward reads them."""
-    item = tl.program_id(0).to(tl.int64) * AT_ONCE + tl.arange(0, AT_ONCE)
-    here = item < items
-    from_ptr, to_ptr = listed_ptr + item * LISTED, work_ptr + item * ITEM
-    full, count = tl.load(from_ptr + LISTED_FULL, mask=here), tl.load(from_ptr + LISTED_COUNT, mask=here)
-    begins_full = full > 0
-    block = tl.load(from_ptr + tl.where(begins_full, LISTED_FULL_BLOCK, LISTED_PARTIAL_BLOCK), mask=here)
-    tile = tl.where(begins_full, 0, tl.load(from_ptr + LISTED_PARTIAL_TILE, mask=here))
+    """Writes the items that are at some places of the order."""
+    place = tl.program_id(0).to(tl.int64) * AT_ONCE + tl.arange(0, AT_ONCE)
+    here = place < items
+    number = tl.load(order_ptr + place, mask=here, other=items)
+    row = fused.row_of(
+        number, 0, pattern_ptr, batch_stride, head_stride, items, heads, tiles, blocks, tile, held, 1
+    )  # fmt: skip
+    count = tl.load(count_ptr + row)
     is_empty = count == 0
-    tl.store(to_ptr + ITEM_NUMBER, tl.load(from_ptr + LISTED_NUMBER, mask=here), mask=here)
-    tl.store(to_ptr + ITEM_START, tl.where(is_empty, 0, tl.load(from_ptr + LISTED_START, mask=here)), mask=here)
-    tl.store(to_ptr + ITEM_FULL, full, mask=here)
-    tl.store(to_ptr + ITEM_COUNT, tl.maximum(count, 1), mask=here)
-    tl.store(to_ptr + ITEM_BLOCK, tl.where(is_empty, 0, block), mask=here)
-    tl.store(to_ptr + ITEM_TILE, tl.where(is_empty, -1, tile), mask=here)
-    tl.store(to_ptr + ITEM_PART, tl.load(from_ptr + LISTED_PART, mask=here), mask=here)
-    tl.store(to_ptr + ITEM_UNUSED, tl.zeros([AT_ONCE], tl.int32), mask=here)
+    start = tl.where(is_empty, 0, tl.load(start_ptr + row))
+    item_ptr = work_ptr + place * ITEM
+    tl.store(item_ptr + ITEM_NUMBER, number.to(tl.int32), mask=here)
+    tl.store(item_ptr + ITEM_START, start, mask=here)
+    tl.store(item_ptr + ITEM_FULL, tl.load(full_ptr + row), mask=here)
+    tl.store(item_ptr + ITEM_COUNT, tl.maximum(count, 1), mask=here)
+    tl.store(item_ptr + ITEM_BLOCK, tl.where(is_empty, 0, tl.load(index_ptr + start)), mask=here)
+    tl.store(item_ptr + ITEM_TILE, tl.where(is_empty, -1, tl.load(tile_ptr + start)), mask=here)
+    tl.store(item_ptr + ITEM_PART, tl.zeros([AT_ONCE], tl.int32), mask=here)
+    tl.store(item_ptr + ITEM_UNUSED, tl.zeros([AT_ONCE], tl.int32), mask=here)

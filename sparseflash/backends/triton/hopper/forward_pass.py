@@ -27,7 +27,7 @@ from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.backends.triton.schedule.worklists import Worklist
 from sparseflash.blockmask import streams
-from sparseflash.blockmask.cache import BoundedDict, once
+from sparseflash.blockmask.cache import BoundedDict
 from sparseflash.dropout import Dropout
 from sparseflash.scores.change import Scores
 
@@ -149,20 +149,24 @@ class Forward:
 
 def planned_forward(plan: Plan, tile: tuple[int, int], programs: int) -> Worklist:
     """What the forward walks in such tiles, from the plan's cache. programs: as many as run items at a time."""
+    key = "hopper forward", tile, programs
+    found: Worklist | None = plan.derived.get(key)
+    if found is None:
+        found = plan.derived[key] = _planned(plan, tile, programs)
+    return found
 
-    def make() -> Worklist:
-        if not plan.lists.reusable:
-            return dynamic_forward_plan(plan.worklist(0, tile[0]))
-        lists = plan.lists.get(0, Tiling(*tile))
-        lists.ready.wait()
-        pattern, (q_len, k_len) = plan.pattern, plan.lists.tokens
-        if plan.lists.pattern is not None:
-            pattern = plan.lists.pattern.expand(plan.pattern.shape)
-        pattern = pattern.to(lists.index.device)
-        made = forward_plan(lists, pattern, q_len, k_len, programs=programs)
-        return made.to(plan.device)
 
-    return once(plan.derived, ("hopper forward", tile, programs), make)
+def _planned(plan: Plan, tile: tuple[int, int], programs: int) -> Worklist:
+    lists = plan.lists.get(0, Tiling(*tile))
+    lists.ready.wait()
+    pattern, (q_len, k_len) = plan.pattern, plan.lists.tokens
+    if not plan.lists.reusable:
+        return dynamic_forward_plan(lists, pattern, q_len)
+    if plan.lists.pattern is not None:
+        pattern = plan.lists.pattern.expand(plan.pattern.shape)
+    pattern = pattern.to(lists.index.device)
+    made = forward_plan(lists, pattern, q_len, k_len, programs=programs)
+    return made.to(plan.device)
 
 
 def counter(device: torch.device) -> Tensor:

@@ -1,9 +1,9 @@
 """The plan of the backward on a GPU: that of `backward_plan.backward_plan`, number for number, by kernels.
 
 Written with PyTorch's operations, a plan is 215 operations, for each of which the host takes 6 to 10 us, three of them
-sorts of entries, and a loop on the host. Here it is eleven launches, a sort of the items and four small operations of
+sorts of entries, and a loop on the host. Here it is nine launches, a sort of the items and two small operations of
 PyTorch. The host waits once, for the numbers of entries and chains and for the end of the timeline; or, for a mask that
-is made at every step, not at all, in nine launches.
+is made at every step, not at all, in seven launches, the sort and one operation.
 """
 
 from __future__ import annotations
@@ -35,10 +35,13 @@ def can_plan(lists: TileLists, pattern: Tensor, programs: int) -> bool:
 
 
 def backward_plan(
-    lists: TileLists, pattern: Tensor, kv_heads: int, q_len: int, k_len: int, *, programs: int, may_wait: bool = True
-) -> BackwardPlan:
-    """The plan for `pattern [B, Hq]`, on its device; `lists`: over columns. may_wait: the host may wait for the device,
-    once. Otherwise the plan has room for as many entries as any heads with patterns of the mask can have.
+    lists: TileLists, counted: Tensor, pattern: Tensor, kv_heads: int, q_len: int, k_len: int, *, programs: int,
+    may_wait: bool = True,
+) -> BackwardPlan:  # fmt: skip
+    """The plan for `pattern [B, Hq]`, on its device.
+
+    lists: over columns. counted: int32 `[P * rows]`, how many entries every row has. may_wait: the host may wait for
+    the device, once. Otherwise the plan has room for as many entries as any heads with patterns of the mask can have.
     """
     device, (batch, query_heads) = pattern.device, pattern.shape
     keys, queries, _ = lists.tiling
@@ -46,37 +49,33 @@ def backward_plan(
     group, heads = query_heads // kv_heads, batch * query_heads
     items, tiles = batch * kv_heads * columns, heads * rows
     lanes = max(triton.next_power_of_2(programs), _FEWEST_LANES)
-    room = cuts.most_items(items, programs)
+    room = cuts.most_items(items, programs) if may_wait else items
     kernels = _kernels(device, lanes, queries, keys)
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    # Some programs may have nothing, where there are more than items.
-    sizes = len(lists.count) // columns * rows, tiles, _ORDERS * heads, 2 * (programs + 1)
-    counted, cursor, meeting, given = torch.zeros(sum(sizes), dtype=torch.int32, device=device).split(sizes)
-    kernels.count_rows.start(len(lists.count), lists.start, lists.count, lists.index, counted, rows, columns)
-    made = empty(2, tiles + 1)
+    made, cursor, meeting = empty(2, tiles + 1), empty(tiles), empty(_ORDERS, heads)
     kernels.chain.start(
-        heads, pattern, counted, made, *pattern.stride(), query_heads, rows, tiles,
+        heads, pattern, counted, made, cursor, meeting, *pattern.stride(), query_heads, rows, tiles,
         reference._SHORTEST_CHAIN if may_wait else reference.ONE_CHAIN, reference._LONG_CHAIN,
     )  # fmt: skip
     made = made.cumsum(1, dtype=torch.int32)
 
     size, first, merged = empty(items), empty(2, items + 1), empty(items, CUT_ITEM.value)
-    part_size, key = empty(2, room).unbind()
-    dealt, total, given = empty(3, room), empty(6), given.view(2, -1)
+    part_size, key, dealt, total = empty(room), empty(room), empty(3, room), empty(6)
+    start, first_entry = empty(programs + 1), empty(programs + 1)
     rule = cuts.RULE if may_wait else cuts.NEVER
     place = (*pattern.stride(), kv_heads, columns, group)
     kernels.size.start(-(-items // _AT_ONCE), pattern, lists.count, size, *place, items, _AT_ONCE)
-    kernels.cut.start(1, size, first, part_size, merged, total, items, programs, *rule, _AT_ONCE)
-    kernels.key.start(1, part_size, total, key, programs, room, reference.LEAST, _AT_ONCE)
+    kernels.cut.start(
+        1, size, first, part_size, merged, total, key, items, programs, *rule, room, reference.LEAST, _AT_ONCE
+    )
     order = torch.sort(key, stable=True).indices
     kernels.deal.start(
-        1, order, part_size, made[0, -1:], made[1, -1:], dealt, given, total, programs, room, lanes,
+        1, order, part_size, made, dealt, start, first_entry, total, tiles, programs, room, lanes,
         lanes.bit_length() - 1,
     )  # fmt: skip
-    start, first_entry = given.cumsum(1, dtype=torch.int32).unbind()
     distinct = lists.words.numel() // (queries * words_per_row(keys))
     words = empty(distinct * keys * words_per_row(queries))
     kernels.transpose.start(distinct * words_per_row(queries), lists.words, words, queries, keys)
@@ -103,11 +102,9 @@ def backward_plan(
 
 
 class _Kernels(NamedTuple):
-    count_rows: Launch
     chain: Launch
     size: Launch
     cut: Launch
-    key: Launch
     deal: Launch
     transpose: Launch
     timeline: Launch
@@ -126,9 +123,8 @@ _WARPS = {"timeline": 1, "entry": 1, "rank": 2, "deal": 8}
 @bounded(maxsize=32)
 def _kernels(device: torch.device, lanes: int, queries: int, keys: int) -> _Kernels:
     functions = (
-        timeline.count_kernel, timeline.chain_kernel, dealing.size_kernel, dealing.cut_kernel, dealing.key_kernel,
-        dealing.deal_kernel, timeline.transpose_kernel, timeline.timeline_kernel, timeline.meet_kernel,
-        timeline.entry_kernel, timeline.rank_kernel,
+        timeline.chain_kernel, dealing.size_kernel, dealing.cut_kernel, dealing.deal_kernel, timeline.transpose_kernel,
+        timeline.timeline_kernel, timeline.meet_kernel, timeline.entry_kernel, timeline.rank_kernel,
     )  # fmt: skip
     warps = (_WARPS.get(name, 4) for name in _Kernels._fields)
     return _Kernels(

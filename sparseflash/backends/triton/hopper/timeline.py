@@ -31,28 +31,18 @@ _ORDERS = tl.constexpr(4)
 
 
 @triton.jit(
-    do_not_specialize=["rows", "columns"], do_not_specialize_on_alignment=["start_ptr", "count_ptr", "index_ptr"]
-)
-def count_kernel(start_ptr, count_ptr, index_ptr, counted_ptr, rows, columns):
-    """Counts the entries of every row of tiles, int32 `[P * rows]`, from the list of one column."""
-    number = tl.program_id(0)
-    start, count = tl.load(start_ptr + number), tl.load(count_ptr + number)
-    for first in range(0, count, AT_ONCE):
-        place = first + tl.arange(0, AT_ONCE)
-        row = tl.load(index_ptr + start + place, mask=place < count, other=0)
-        tl.atomic_add(counted_ptr + number // columns * rows + row, 1, mask=place < count)
-
-
-@triton.jit(
     do_not_specialize=["batch_stride", "head_stride", "heads", "rows", "tiles", "shortest", "quarters"],
-    do_not_specialize_on_alignment=["pattern_ptr"],
+    do_not_specialize_on_alignment=["pattern_ptr", "counted_ptr"],
 )
 def chain_kernel(
     pattern_ptr, counted_ptr, made_ptr,  # int32 [B, Hq], [P * rows], [2, tiles + 1]
+    cursor_ptr, meeting_ptr,  # int32 [tiles], [orders, heads of all batch elements], cleared
     batch_stride, head_stride, heads, rows, tiles, shortest, quarters,
 ):  # fmt: skip
     """Writes how many additions and how many chains every tile of queries of a head has, after a zero."""
     number = tl.program_id(0)
+    for order in tl.static_range(_ORDERS):
+        tl.store(meeting_ptr + order * tl.num_programs(0) + number, 0)
     pattern = tl.load(pattern_ptr + (number // heads).to(tl.int64) * batch_stride + number % heads * head_stride)
     counted_ptr += pattern.to(tl.int64) * rows
     total, live = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
@@ -68,6 +58,7 @@ def chain_kernel(
         count = tl.load(counted_ptr + place, mask=place < rows, other=0)
         tl.store(target_ptr + place, count, mask=place < rows)
         tl.store(target_ptr + (tiles + 1) + place, tl.cdiv(count, longest).to(tl.int32), mask=place < rows)
+        tl.store(cursor_ptr + number.to(tl.int64) * rows + place, tl.zeros([AT_ONCE], tl.int32), mask=place < rows)
     if number == 0:
         tl.store(made_ptr, 0)
         tl.store(made_ptr + tiles + 1, 0)
@@ -164,8 +155,8 @@ def timeline_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["rows", "heads", "span", "programs"], do_not_specialize_on_alignment=["meeting_ptr"],
-)  # fmt: skip
+    do_not_specialize=["rows", "heads", "span", "programs"],
+)
 def meet_kernel(cell_ptr, meeting_ptr, rows, heads, span, programs, PADDED: tl.constexpr):
     """Counts for every order and head, int32 `[orders, heads]`, the entries that meet others at one time."""
     lane = tl.arange(0, PADDED)
@@ -187,8 +178,7 @@ def meet_kernel(cell_ptr, meeting_ptr, rows, heads, span, programs, PADDED: tl.c
         "programs", "heads", "held", "tenths",
     ],
     do_not_specialize_on_alignment=[
-        "pattern_ptr", "start_ptr", "count_ptr", "index_ptr", "tile_ptr", "first_ptr", "part_size_ptr",
-        "program_entry_ptr", "meeting_ptr", "cursor_ptr",
+        "pattern_ptr", "start_ptr", "count_ptr", "index_ptr", "tile_ptr", "first_ptr",
     ],
 )  # fmt: skip
 def entry_kernel(

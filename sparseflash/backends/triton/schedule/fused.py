@@ -1,7 +1,8 @@
 """Lists and work lists as Triton kernels, for masks that are made at every step.
 
-`full_first` and the work of a plan, written with PyTorch's operations, are some forty kernel launches, each of which
-costs the host 6 to 10 us. Here the lists are one launch, and the work is two and a sort, with the same result.
+`full_first`, `columns_of` and the work of a plan, written with PyTorch's operations, are some fifty kernel launches,
+each of which costs the host 6 to 10 us. Here the lists are one launch, over rows as over columns, and the work is two
+and a sort, with the same result.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ from sparseflash.backends.triton.schedule.work_item import (
 from sparseflash.backends.triton.schedule.worklists import TileLists
 from sparseflash.blockmask.cache import bounded
 
-_AT_ONCE = 128  # entries of a row, or work items
+AT_ONCE = 128  # entries of a row, or work items
+_ROWS, _COLUMNS = 128, 8  # that are searched at a time
+# Every row is searched for every column. In a longer and thinner mask most columns are in no row, and sorting the
+# entries takes less. 65,536 tokens in blocks of 128 with 64 patterns are a quarter of this.
+_MOST_PAIRS = 1 << 26
 
 
 def full_first(indptr: Tensor, index: Tensor, tile: Tensor, words: Tensor, tiling: Tiling) -> TileLists:
@@ -37,15 +42,56 @@ def full_first(indptr: Tensor, index: Tensor, tile: Tensor, words: Tensor, tilin
     full, count = torch.empty(2, rows, dtype=torch.int32, device=device).unbind()
     listed, kinds = (torch.empty(room, dtype=torch.int32, device=device) for _ in range(2))
     _listing(device).start(
-        rows, indptr, index, tile, full, count, listed, kinds, len(index), room, -(-room // rows), _AT_ONCE
+        rows, indptr, index, tile, full, count, listed, kinds, len(index), room, -(-room // rows), AT_ONCE
     )
     return TileLists(indptr[:-1], full, count, listed, kinds, words, tiling)
+
+
+def can_search(patterns: int, blocks: tuple[int, int]) -> bool:
+    """Whether `columns_full_first` is the faster way for so many patterns and block rows and columns."""
+    return patterns * blocks[0] * blocks[1] <= _MOST_PAIRS
+
+
+def columns_full_first(
+    indptr: Tensor, index: Tensor, tile: Tensor, words: Tensor, blocks: tuple[int, int], tiling: Tiling
+) -> TileLists:
+    """`full_first` of `csr.columns_of` in one launch, with a program for some columns of a pattern.
+
+    indptr, index, tile: of a mask with so many block rows and columns. Nothing is sorted: where a column stands in a
+    row, or would stand, says how many entries of that row come before it, and the sum over the rows is where its list
+    starts.
+    """
+    (rows, columns), device = blocks, index.device
+    lists, room = (len(indptr) - 1) // rows * columns, len(index) + 1
+    programs = lists // columns * -(-columns // _COLUMNS)
+    start, full, count = torch.empty(3, lists, dtype=torch.int32, device=device).unbind()
+    listed, kinds = (torch.empty(room, dtype=torch.int32, device=device) for _ in range(2))
+    _searching(device).start(
+        programs, indptr, index, tile, start, full, count, listed, kinds, rows, columns, room, -(-room // programs),
+        _ROWS, _COLUMNS,
+    )  # fmt: skip
+    return TileLists(start, full, count, listed, kinds, words, tiling)
 
 
 def work_in_start_order(
     lists: TileLists, pattern: Tensor, shape: tuple[int, int, int], length: int, tile: int
 ) -> Tensor:
-    """The work of a plan, int32 `[W, group, ITEM]`, with `pattern [B, Hq]` and `shape = (B, H, group)`.
+    """The work of a plan, int32 `[W, group, ITEM]`; the arguments are those of `order_of_work`."""
+    order, place = order_of_work(lists, pattern, shape, length, tile)
+    items, group, device = len(order), shape[2], pattern.device
+    work = torch.empty(items, group, ITEM.value, dtype=torch.int32, device=device)
+    _writing(device, group).start(
+        -(-items // AT_ONCE), pattern, lists.start, lists.full, lists.count, lists.index, lists.tile, order, work,
+        *place, group, AT_ONCE,
+    )  # fmt: skip
+    return work
+
+
+def order_of_work(
+    lists: TileLists, pattern: Tensor, shape: tuple[int, int, int], length: int, tile: int
+) -> tuple[Tensor, tuple[int, ...]]:
+    """The order in which the items of a plan with `pattern [B, Hq]` and `shape = (B, H, group)` start, int64 `[W]`; and
+    the arguments with which `row_of` finds their lists.
 
     The tiles of the lists must be those of the mask, and none is cut.
     """
@@ -53,18 +99,10 @@ def work_in_start_order(
     tiles, blocks = -(-length // tile), -(-length // held)
     items = batch * heads * tiles
     exact = is_exact(items)
-    sizing, writing = _working(device, group, exact)
-    programs = -(-items // _AT_ONCE)
     keys = torch.empty(items, dtype=torch.int32 if exact else torch.int8, device=device)
-    work = torch.empty(items, group, ITEM.value, dtype=torch.int32, device=device)
     place = (*pattern.stride(), items, heads, tiles, blocks, tile, held)
-    sizing.start(programs, pattern, lists.count, keys, *place, exact, group, _AT_ONCE)
-    order = torch.sort(keys, stable=True, descending=True).indices
-    writing.start(
-        programs, pattern, lists.start, lists.full, lists.count, lists.index, lists.tile, order, work, *place, group,
-        _AT_ONCE,
-    )  # fmt: skip
-    return work
+    _sizing(device, group, exact).start(-(-items // AT_ONCE), pattern, lists.count, keys, *place, exact, group, AT_ONCE)
+    return torch.sort(keys, stable=True, descending=True).indices, place
 
 
 # Here and below the arguments are all that differs in what Triton specialises on: see `Launch.of_all_arguments`.
@@ -73,12 +111,19 @@ def _listing(device: torch.device) -> Launch:
     return Launch.of_all_arguments(list_kernel, device, num_warps=1, num_stages=1)
 
 
+@bounded(maxsize=32)
+def _searching(device: torch.device) -> Launch:
+    return Launch.of_all_arguments(column_kernel, device, num_warps=4, num_stages=1)
+
+
 @bounded(maxsize=128)
-def _working(device: torch.device, group: int, exact: bool) -> tuple[Launch, Launch]:
-    return (
-        Launch.of_all_arguments(size_kernel, device, num_warps=4, num_stages=1),
-        Launch.of_all_arguments(work_kernel, device, num_warps=4, num_stages=1),
-    )
+def _sizing(device: torch.device, group: int, exact: bool) -> Launch:
+    return Launch.of_all_arguments(size_kernel, device, num_warps=4, num_stages=1)
+
+
+@bounded(maxsize=128)
+def _writing(device: torch.device, group: int) -> Launch:
+    return Launch.of_all_arguments(work_kernel, device, num_warps=4, num_stages=1)
 
 
 # Addresses of a mask's arrays may be any; no load here gains from one that is a multiple of 16.
@@ -123,7 +168,78 @@ def list_kernel(
 
 
 @triton.jit
-def _row_of(
+def _find(indptr_ptr, index_ptr, row, stop_row, column):
+    """Of some rows, whose entries increase, and columns: the entry of each column in each row, or where it would be;
+    how many entries of the row come before; and whether the column is there. Rows from `stop_row` on have none."""
+    is_row = row < stop_row
+    start = tl.load(indptr_ptr + row, mask=is_row, other=0)
+    stop = tl.load(indptr_ptr + row + 1, mask=is_row, other=0)
+    column = column[None, :]
+    low, high = start[:, None] + 0 * column, stop[:, None] + 0 * column
+    left = tl.max(stop - start, 0)
+    while left > 0:
+        middle = low + (high - low) // 2
+        is_open = low < high
+        is_before = is_open & (tl.load(index_ptr + middle, mask=is_open, other=0) < column)
+        low, high = tl.where(is_before, middle + 1, low), tl.where(is_before, high, middle)
+        left //= 2
+    found = tl.load(index_ptr + low, mask=low < stop[:, None], other=-1)
+    return low, low - start[:, None], found == column
+
+
+@triton.jit(
+    do_not_specialize=["rows", "columns", "room", "share"],
+    do_not_specialize_on_alignment=["indptr_ptr", "index_ptr", "tile_ptr", "start_ptr", "full_ptr", "count_ptr"],
+)
+def column_kernel(
+    indptr_ptr, index_ptr, tile_ptr,  # int32 [P * rows + 1], [room - 1] twice
+    start_ptr, full_ptr, count_ptr, listed_ptr, kinds_ptr,  # int32 [P * columns] thrice, [room] twice
+    rows, columns, room, share,  # the part of the room that a program clears where it is unused
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Lists the tiles of some columns of a pattern: the full ones, then the partial ones, both by their rows."""
+    program = tl.program_id(0)
+    parts = tl.cdiv(columns, COLUMNS)
+    first_row, column = program // parts * rows, program % parts * COLUMNS + tl.arange(0, COLUMNS)
+    stop_row = first_row + rows
+    start = tl.zeros([COLUMNS], tl.int32) + tl.load(indptr_ptr + first_row)
+    full, count = tl.zeros([COLUMNS], tl.int32), tl.zeros([COLUMNS], tl.int32)
+    for first in range(first_row, stop_row, ROWS):
+        entry, before, is_there = _find(indptr_ptr, index_ptr, first + tl.arange(0, ROWS), stop_row, column)
+        kind = tl.load(tile_ptr + entry, mask=is_there, other=1)
+        start += tl.sum(before, 0)
+        full += tl.sum((kind <= 0).to(tl.int32), 0)
+        count += tl.sum(is_there.to(tl.int32), 0)
+    number, is_column = program // parts * columns + column, column < columns
+    tl.store(start_ptr + number, start, mask=is_column)
+    tl.store(full_ptr + number, full, mask=is_column)
+    tl.store(count_ptr + number, count, mask=is_column)
+
+    partial = start + full  # where the next tile of either kind goes
+    for first in range(first_row, stop_row, ROWS):
+        row = first + tl.arange(0, ROWS)
+        entry, _, is_there = _find(indptr_ptr, index_ptr, row, stop_row, column)
+        kind = tl.load(tile_ptr + entry, mask=is_there, other=0)
+        is_full = (is_there & (kind <= 0)).to(tl.int32)
+        is_partial = (is_there & (kind > 0)).to(tl.int32)
+        full_place, partial_place = start[None, :] + tl.cumsum(is_full, 0), partial[None, :] + tl.cumsum(is_partial, 0)
+        place = tl.where(kind <= 0, full_place, partial_place) - 1
+        tl.store(listed_ptr + place, (row - first_row)[:, None], mask=is_there)
+        tl.store(kinds_ptr + place, kind, mask=is_there)
+        start += tl.sum(is_full, 0)
+        partial += tl.sum(is_partial, 0)
+
+    used = tl.load(indptr_ptr + tl.num_programs(0) // parts * rows)
+    own = program.to(tl.int64) * share
+    end = tl.minimum(own + share, room)
+    for first in range(tl.maximum(own, used), end, ROWS):
+        unused = first + tl.arange(0, ROWS)
+        tl.store(listed_ptr + unused, tl.zeros([ROWS], tl.int32), mask=unused < end)
+        tl.store(kinds_ptr + unused, tl.zeros([ROWS], tl.int32), mask=unused < end)
+
+
+@triton.jit
+def row_of(
     number, member, pattern_ptr, batch_stride, head_stride, items, heads, tiles, blocks, tile, held,
     GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -148,7 +264,7 @@ def size_kernel(
     number = tl.program_id(0).to(tl.int64) * AT_ONCE + tl.arange(0, AT_ONCE)
     size = tl.zeros([AT_ONCE], tl.int64)
     for member in tl.static_range(GROUP):
-        row = _row_of(
+        row = row_of(
             number, member, pattern_ptr, batch_stride, head_stride, items, heads, tiles, blocks, tile, held, GROUP
         )
         size += tl.load(count_ptr + row)
@@ -175,7 +291,7 @@ def work_kernel(
     here = place < items
     number = tl.load(order_ptr + place, mask=here, other=items)
     for member in tl.static_range(GROUP):
-        row = _row_of(
+        row = row_of(
             number, member, pattern_ptr, batch_stride, head_stride, items, heads, tiles, blocks, tile, held, GROUP
         )
         start, full = tl.load(start_ptr + row), tl.load(full_ptr + row)

@@ -92,7 +92,7 @@ class Plan:
         self._worklists: dict[tuple[int, int, Tiling | None, int], Worklist] = {}
         self.tiles_per_head = tiles_per_head  # live tiles, mean over the patterns; capacity of a dynamic mask
         self.launches = BoundedDict(_MOST_LAUNCHES)
-        self.derived: dict[Any, Any] = {}  # the work in other forms than a worklist, one entry a kind
+        self.derived: dict[Any, Any] = {}  # the work in other forms, one entry a kind, with a `ReadyEvent` of its own
 
     @property
     def device(self) -> torch.device:
@@ -199,15 +199,20 @@ def _mask_lists(problem: Problem, tokens: tuple[int, int], cache: MaskCache) -> 
     own_words = aligned_start(words if problem.words is None else problem.words)
     by_kernels = not may_wait and device.type in _DEVICES and len(indices) < _MOST_ENTRIES and runs_kernels(device)
     list_tiles = fused.full_first if by_kernels else full_first
+    patterns, both = (len(indptr) - 1) // row_blocks, (row_blocks, col_blocks)
 
     def make(axis: int) -> TileLists:
         if may_wait:
             refuse_to_record(device)
-        arrays = (indptr, indices, tile) if axis == 0 else columns_of(indptr, indices, tile, row_blocks, col_blocks)
-        return list_tiles(*arrays, own_words, Tiling(*(blocks if axis == 0 else blocks[::-1])))
+        arrays, tiling = (indptr, indices, tile), Tiling(*(blocks if axis == 0 else blocks[::-1]))
+        if axis == 0:
+            return list_tiles(*arrays, own_words, tiling)
+        if by_kernels and fused.can_search(patterns, both):
+            return fused.columns_full_first(*arrays, own_words, both, tiling)
+        return list_tiles(*columns_of(*arrays, *both), own_words, tiling)
 
     return MaskLists(
-        make, (len(indptr) - 1) // row_blocks, tokens, may_wait=may_wait, reusable=may_wait,
+        make, patterns, tokens, may_wait=may_wait, reusable=may_wait,
         device=device, pattern=None if host is None else pattern,
         retiling=Retiling(indptr, indices, tile, words, pattern, tokens, blocks) if may_wait else None,
         fused=by_kernels,

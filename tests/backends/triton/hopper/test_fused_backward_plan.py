@@ -33,6 +33,16 @@ def columns_of(mask, device="cpu"):
     return full_first(*mask.columns, mask.words, Tiling(mask.block_k, mask.block_q)).to(torch.device(device))
 
 
+def of_rows(lists, q_len, k_len):
+    """How many entries the lists of columns have in every row of every pattern."""
+    keys, queries, _ = lists.tiling
+    rows, columns = -(-q_len // queries), -(-k_len // keys)
+    counted = torch.zeros(len(lists.count) // columns, rows, dtype=torch.int32)
+    for number, (start, count) in enumerate(zip(lists.start.tolist(), lists.count.tolist(), strict=True)):
+        counted[number // columns, lists.index[start : start + count].long()] += 1
+    return counted.view(-1).to(lists.count.device)
+
+
 def assert_same(ours, theirs):
     """But for entries that are not used."""
     for name in ARRAYS:
@@ -45,9 +55,9 @@ def assert_same(ours, theirs):
 
 
 def assert_planned_alike(lists, pattern, kv_heads, q_len, k_len, programs, **how):
-    arguments = lists, pattern, kv_heads, q_len, k_len
-    ours = fused_plan.backward_plan(*arguments, programs=programs, **how)
-    theirs = backward_plan.backward_plan(*arguments, programs=programs, **how)
+    sizes = pattern, kv_heads, q_len, k_len
+    ours = fused_plan.backward_plan(lists, of_rows(lists, q_len, k_len), *sizes, programs=programs, **how)
+    theirs = backward_plan.backward_plan(lists, *sizes, programs=programs, **how)
     assert_same(ours, theirs)
     assert how or len(ours.entries) == len(theirs.entries)
     return ours
@@ -164,24 +174,24 @@ def test_all_programs_of_a_gpu_in_every_order(name):
     assert_mask_is_planned_alike(mask, heads=2, kv_heads=2, programs=132)
 
 
-def test_it_takes_eleven_launches_and_five_operations_and_waits_once():
+def test_it_takes_nine_launches_and_three_operations_and_waits_once():
     mask = masks.causal(400, block=128)
-    lists = columns_of(mask)
+    lists, counted = columns_of(mask), mask.indptr.diff()
     with (
         mock.patch.object(Launch, "start") as started,
         mock.patch.object(torch.Tensor, "tolist", return_value=[4, 0, 0, 10, 4, 5]) as waited,
         NoWaiting() as seen,
     ):
-        fused_plan.backward_plan(lists, mask.pattern, 1, 400, 400, programs=132)
-    assert (started.call_count, seen.started, waited.call_count) == (11, 5, 1)
+        fused_plan.backward_plan(lists, counted, mask.pattern, 1, 400, 400, programs=132)
+    assert (started.call_count, seen.started, waited.call_count) == (9, 3, 1)
 
 
-def test_where_it_must_not_wait_it_takes_nine_launches_and_four_operations():
+def test_where_it_must_not_wait_it_takes_seven_launches_and_two_operations():
     mask = masks.causal(400, block=128)
-    lists = columns_of(mask)
+    lists, counted = columns_of(mask), mask.indptr.diff()
     with mock.patch.object(Launch, "start") as started, NoWaiting() as seen:
-        fused_plan.backward_plan(lists, mask.pattern, 1, 400, 400, programs=132, may_wait=False)
-    assert (started.call_count, seen.started) == (9, 4)
+        fused_plan.backward_plan(lists, counted, mask.pattern, 1, 400, 400, programs=132, may_wait=False)
+    assert (started.call_count, seen.started) == (7, 2)
 
 
 def test_kernels_assume_the_alignment_only_of_what_always_has_it():
@@ -201,7 +211,8 @@ def test_kernels_assume_the_alignment_only_of_what_always_has_it():
     with mock.patch.object(Launch, "start", start):
         for blocks in (3, 5, 6):
             mask = masks.causal(16 * blocks, block=16)
-            fused_plan.backward_plan(columns_of(mask), mask.pattern, 1, mask.q_len, mask.k_len, programs=2)
+            counted = torch.cat([mask.indptr[:1], mask.indptr.diff()])[1:]  # not at a multiple of 16
+            fused_plan.backward_plan(columns_of(mask), counted, mask.pattern, 1, mask.q_len, mask.k_len, programs=2)
     assert shifted and not any(shifted.values()), shifted
 
 
@@ -227,7 +238,7 @@ mask = masks.causal(400, block=128)
 lists = full_first(*mask.columns, mask.words, Tiling(128, 128))
 with mock.patch.object(torch.Tensor, "tolist", lambda self: [4, 0, 0, 10, 4, 5]), compiling_for(90) as compiled:
     for heads in (2, 4):
-        fused_plan.backward_plan(lists, mask.pattern.expand(2, heads), 2, 400, 400, programs=132)
+        fused_plan.backward_plan(lists, mask.indptr.diff(), mask.pattern.expand(2, heads), 2, 400, 400, programs=132)
 for name, kernel in compiled:
     assert parameters_of_compiled(kernel, kernel.src.fn.arg_names) is not None, name
     assert ".local" not in kernel.asm["ptx"], name
@@ -235,7 +246,7 @@ print(len({name for name, _ in compiled}), len({kernel.hash for _, kernel in com
 """
     done = python("-c", source)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["11", "11"]  # one kernel each, whatever the mask and the heads
+    assert done.stdout.split() == ["9", "9"]  # one kernel each, whatever the mask and the heads
 
 
 # ---------------------------------------------------------------------- on a GPU
@@ -247,9 +258,10 @@ print(len({name for name, _ in compiled}), len({kernel.hash for _, kernel in com
 def test_the_gpu_plans_what_operations_plan(name, kv_heads):
     mask = mask_of(name)
     pattern = mask.pattern.expand(2, 4)
-    tokens = mask.q_len, mask.k_len
-    ours = fused_plan.backward_plan(columns_of(mask, "cuda"), pattern.cuda(), kv_heads, *tokens, programs=132)
-    assert_same(ours, backward_plan.backward_plan(columns_of(mask), pattern, kv_heads, *tokens, programs=132))
+    sizes = kv_heads, mask.q_len, mask.k_len
+    counted = mask.indptr.diff().cuda()
+    ours = fused_plan.backward_plan(columns_of(mask, "cuda"), counted, pattern.cuda(), *sizes, programs=132)
+    assert_same(ours, backward_plan.backward_plan(columns_of(mask), pattern, *sizes, programs=132))
 
 
 @pytest.mark.gpu
