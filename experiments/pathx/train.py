@@ -94,7 +94,7 @@ class Run(Trainer[Packed]):
     def begin_from(self, path: Path) -> dict[str, Any]:
         model, earlier, about = weights.load(path)
         if earlier.model != self.config.model:
-            raise ValueError(f"{path} must hold a model of kind {self.config.model}; got {earlier.model}")
+            raise ValueError(f"{path} must hold the weights of model {self.config.model}; got {earlier.model}")
         if earlier.positions != self.config.positions:
             raise ValueError(
                 f"{path} must hold a model with positions {self.config.positions}; got {earlier.positions}"

@@ -16,8 +16,8 @@ from experiments.pathx.model.classifier import CLASSES
 from experiments.pathx.model.gather import places_in_groups
 
 # Channels at the image's own size and after each halving, in eighths of the width. Few at the image's own size, where
-# most of the memory traffic is. After five halvings a place is 32 pixels wide; with one more block there, a place in the
-# middle of an image of 256 pixels sees all of it.
+# most of the memory traffic is. After five halvings a place is 32 pixels wide; with one more block there, a place in
+# the middle of an image of 256 pixels sees all of it.
 EIGHTHS = (1, 2, 4, 5, 6, 6)
 GROUP = 8  # channels that are normalised together
 
