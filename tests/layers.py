@@ -268,6 +268,7 @@ MAY_IMPORT = {
     ),
     "experiments/pathx/masks": ("sparseflash/blockmask/bitmask.py", *PUBLIC),
     "experiments/pathx/model": (
+        "experiments/pathfinder/cnn/network.py",
         "experiments/pathx/data",
         "experiments/pathx/masks",
         "experiments/training/layers",

@@ -1,6 +1,7 @@
 """Small settings for runs of experiments.pathx, and what tests compare of runs."""
 
 import json
+from dataclasses import replace
 
 from experiments.pathx.config import Config, Stage, as_dict
 
@@ -12,6 +13,12 @@ TINY = Config(
     curriculum=STAGES, layers="near:6,rows:2", block=32, width=16, heads=2, mlp=16, dropout=0.1, average=0.9,
     auxiliary=0.5, precision="fp32", device="cpu", log_every=2, validate_every=4, validation_images=4,
     checkpoint_every=3, checkpoint_minutes=1e6, registers=2,
+)  # fmt: skip
+# A U-Net, on the same images; what only attention has is left at its defaults.
+UNET = Config(
+    curriculum=(STAGES[0], replace(STAGES[1], layers=None)), model="unet", block=32, width=64, mlp=16, average=0.9,
+    precision="fp32", device="cpu", log_every=2, validate_every=4, validation_images=4, checkpoint_every=3,
+    checkpoint_minutes=1e6,
 )  # fmt: skip
 
 

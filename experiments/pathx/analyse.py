@@ -26,11 +26,12 @@ from experiments.pathx.data.stream import Stream
 from experiments.pathx.evaluate import Evaluation, pack_from_file, recipe_for, vectors_of
 from experiments.pathx.mask_costs import costs
 from experiments.pathx.model.classifier import PathModel
+from experiments.pathx.weights import Model
 from experiments.training.atomic_files import write_json, write_text
 
 
 def analyse(
-    model: PathModel,
+    model: Model,
     config: Config,
     stages: list[Stage],
     file_of: Callable[[Stage], Path],
@@ -43,8 +44,10 @@ def analyse(
     """Write the analysis of a model on the folds of some stages; maps and masks are those of the last stage.
 
     file_of: the test set of a stage. examples: the number of attention maps, half of them of connected images if
-        possible.
+        possible. Raises ValueError if there should be maps of a model without attention.
     """
+    if examples and not isinstance(model, PathModel):
+        raise ValueError("a U-Net has no attention maps; pass --examples 0")
     out.mkdir(parents=True, exist_ok=True)
     folds = []
     for stage in stages:
@@ -62,8 +65,9 @@ def analyse(
     solved = [index for index in range(images) if right[index]]
     connected = [index for index in solved if vectors.labels[index]]
     apart = [index for index in solved if not vectors.labels[index]]
-    for index in (*connected[: -(-examples // 2)], *apart[: examples // 2]):
-        draw_map(model, config, last, vectors, index, out, device)
+    if isinstance(model, PathModel):
+        for index in (*connected[: -(-examples // 2)], *apart[: examples // 2]):
+            draw_map(model, config, last, vectors, index, out, device)
     recipe = recipe_for(config, replace(last, background="drop"))
     one = on_device(pack_vectors(recipe, vectors, 0, 1), recipe.layers, torch.device("cpu"), config.registers)
     found_all = {"folds": folds, "masks": costs(one, recipe.layers)}
@@ -106,6 +110,8 @@ def markdown(found: dict[str, Any]) -> str:
                 f"| {each['rule']} | | {percent(each['accuracy'])} ± {100 * each['error']:.1f} | "
                 f"{', '.join(map(percent, each['by_distance']))} | |"
             )
+    if not found["masks"]:
+        return "\n".join(lines) + "\n"
     lines += [
         "",
         "Masks on the first image, background dropped. Tiles: the part of dense attention's that is computed; the last "

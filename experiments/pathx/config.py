@@ -16,6 +16,7 @@ from experiments.training.lr_schedule import SCHEDULES
 from experiments.training.reading import reading
 from experiments.training.settings import RunSettings, changed, check_at_least, check_fractions, check_one_of, setting
 
+MODELS = ("attention", "unet")
 INTENSITIES, POSITIONS = ("smooth", "rows"), ("plane", "line")
 CONTOURS = tuple(range(SHORTEST, LONGEST + 1))
 
@@ -75,6 +76,11 @@ class Config(RunSettings):
     """One training run. The settings, the code and the device together determine the result."""
 
     curriculum: tuple[Stage, ...] = ()
+    model: str = setting(
+        "attention",
+        "attention (a transformer), or unet (convolutions alone, for comparison; of the sizes only --width and --mlp "
+        "apply to it).",
+    )
     layers: str = setting(
         "tiles:16*4,dense*2", 'Masks of the layers, first layer first, see masks/relations.py; "*n" repeats one.'
     )
@@ -107,6 +113,12 @@ class Config(RunSettings):
     answers: float = setting(1.0, "Weight of the answers' loss; 0 with --hidden: self-pretraining, for --initial.")
     average: float = changed(RunSettings, "average", default=0.999)
 
+    recorded: bool = changed(
+        RunSettings,
+        "recorded",
+        text="On one GPU, record steps of a transformer as CUDA graphs: they need not wait for the host. Those of a "
+        "U-Net never are: it would read as many images as a graph has room for.",
+    )
     precision: str = changed(RunSettings, "precision", default="bf16")
     log_every: int = changed(
         RunSettings,
@@ -127,6 +139,7 @@ class Config(RunSettings):
             raise ValueError(f"checkpoint_minutes must be more than 0; got {self.checkpoint_minutes}")
         check_at_least(self, 0, ("auxiliary", "answers"))
         check_fractions(self, ("hidden",))
+        check_one_of("model", self.model, MODELS)
         check_one_of("intensity", self.intensity, INTENSITIES)
         check_one_of("positions", self.positions, POSITIONS)
         if self.release is not None and self.auxiliary and not self.hidden:
@@ -140,9 +153,11 @@ class Config(RunSettings):
         if not 0 <= self.registers <= self.block:
             raise ValueError(f"registers must be from 0 to the block, {self.block}; got {self.registers}")
         training_seed(self.seed)
+        if self.model == "unet":
+            self._check_without_attention()
         depth = len(parse_layers(self.layers))
         for stage in self.curriculum:
-            if len(self.layers_of(stage)) != depth:
+            if stage.layers is not None and len(parse_layers(stage.layers)) != depth:
                 raise ValueError(f"every stage must have {depth} layers, as --layers has; got {stage.layers!r}")
             if stage.tokens // self.block * self.block < self._most_tokens(stage):
                 raise ValueError(
@@ -153,8 +168,21 @@ class Config(RunSettings):
                 raise ValueError(f"a step must have fewer tokens than {16 * MOST_IMAGES}; got {stage.tokens}")
 
     def layers_of(self, stage: Stage) -> tuple[Relation, ...]:
-        """The relation of every layer in a stage."""
-        return parse_layers(stage.layers or self.layers)
+        """The relation of every layer in a stage; none without attention."""
+        return parse_layers(stage.layers or self.layers) if self.model == "attention" else ()
+
+    def _check_without_attention(self) -> None:
+        """Raises ValueError if there is a setting that only a model with attention has."""
+        defaults = {each.name: each.default for each in fields(self)}
+        for name in OF_ATTENTION:
+            if getattr(self, name) != defaults[name]:
+                raise ValueError(
+                    f"{name} must be {defaults[name]} with model unet, which does not have it; got "
+                    f"{getattr(self, name)}"
+                )
+        for stage in self.curriculum:
+            if stage.layers is not None:
+                raise ValueError(f"a stage must have no layers with model unet, which has no masks; got {stage.layers}")
 
     def _most_tokens(self, stage: Stage) -> int:
         """The largest number of tokens of an image in a stage."""
@@ -168,6 +196,11 @@ def most_tokens(size: int) -> int:
     # The fullest have 18 % of 128 x 128, 5 % of 256 x 256 and 2 % of 512 x 512 pixels.
     return min(size**2, 4096 if size <= 256 else 6144)
 
+
+# Settings that only a model with attention has.
+OF_ATTENTION = (
+    "layers", "heads", "head_dim", "dropout", "intensity", "positions", "registers", "auxiliary", "hidden", "compiled",
+)  # fmt: skip
 
 # Settings that may change when a run is resumed, because they do not affect the weights.
 FREE_ON_RESUME = (

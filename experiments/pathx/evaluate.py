@@ -97,9 +97,10 @@ class Evaluation:
         return {
             "task": task or title(stage.size, stage.contour),
             "background": stage.background,
-            "layers": stage.layers or config.layers,
+            "model": config.model,
+            "layers": (stage.layers or config.layers) if config.model == "attention" else None,
             "floor": config.floor,
-            "positions": config.positions,
+            "positions": config.positions if config.model == "attention" else None,
             "renderings": "drawn" if config.renderings else "one",
             "accuracy": scores.accuracy,
             "error": standard_error(scores.accuracy, count),

@@ -23,9 +23,13 @@ from experiments.training.steps import Steps
 def steps_of(
     model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe, config: Config, device: torch.device
 ) -> Steps[Packed, Batch]:
-    """The training steps of a stage: as a CUDA graph if the settings say so and the device is a GPU."""
+    """The training steps of a stage: as a CUDA graph if the settings say so and the device is a GPU.
+
+    Those of a U-Net are never recorded. A graph has room for the most images there can be, ten times as many as there
+    are of Path-X. A transformer's work is by tokens, but convolutions would read all of these images.
+    """
     objective = objective_of(recipe.layers, config, device)
-    if not (config.recorded and device.type == "cuda"):
+    if not (config.recorded and config.model == "attention" and device.type == "cuda"):
         return Steps(model, optimizer, objective, device)
 
     def static(packed: Packed) -> StaticPacking:

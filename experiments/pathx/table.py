@@ -122,12 +122,17 @@ def row_of(name: str, note: dict[str, Any], background: str, tested: dict[str, d
     # Results from before these settings existed are of models that had the first of each.
     floor, renderings = found.get("floor", 1), found.get("renderings", "one")
     left_out = "black left out" if floor == 1 else f"levels below {floor} left out"
+    if found.get("model", "attention") == "unet":  # it reads whole images, in which black stands for what is left out
+        left_out = "kept" if floor == 1 else f"levels below {floor} black"
+        attention = ["-", "-", "U-Net, convolutions"]
+    else:
+        positions = {"plane": "2-D rotary", "line": "1-D rotary"}[found.get("positions", "plane")]
+        attention = [positions, orders(found["layers"]), found["layers"]]
     return [
         f"ours: {name}", accuracies.get("128", "-"), accuracies.get("256", "-"),
         f"class, {supervision}" if supervision else "class",
         left_out if background == "drop" else "kept",
-        {"plane": "2-D rotary", "line": "1-D rotary"}[found.get("positions", "plane")],
-        orders(found["layers"]), found["layers"],
+        *attention,
         f"fresh, {renderings} rendering" + ("s" if renderings == "drawn" else ""),
         f"{note['parameters'] / 1e6:.2f}M", f"{cost['images'] / 1e6:.2f}M",
         f"{cost['minutes']:.0f} min, {note['device']}",

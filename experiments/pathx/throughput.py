@@ -50,9 +50,7 @@ def measured(
     made = time.perf_counter()
     batches = [make(recipe, step) for step in range(BATCHES)]
     made = (time.perf_counter() - made) / sum(batch.images for batch in batches)
-    model = weights.build(config).to(device)
-    if config.compiled:
-        model.compile_layers()
+    model = weights.for_training(config, device)
     optimizer = adamw(model, stage.lr, 0.0)
 
     if device.type == "cuda":

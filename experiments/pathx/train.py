@@ -19,7 +19,6 @@ from experiments.pathx.data.batches import Recipe, recipe_of
 from experiments.pathx.data.packing import Packed
 from experiments.pathx.data.stream import Stream
 from experiments.pathx.graph_steps import steps_of
-from experiments.pathx.model.classifier import PathModel
 from experiments.pathx.model.intensity import fitted
 from experiments.pathx.scoring import score
 from experiments.pathx.supervision import of_model, of_run
@@ -53,7 +52,7 @@ class Run(Trainer[Packed]):
     """
 
     state: StagedState
-    model: PathModel
+    model: weights.Model
 
     def __init__(
         self,
@@ -68,9 +67,7 @@ class Run(Trainer[Packed]):
             raise ValueError("a run must have a curriculum of at least one stage")
         self.config, self.stream = config, stream
         device = find_device(config.device)
-        model = weights.build(config).to(device)
-        if config.compiled:
-            model.compile_layers()
+        model = weights.for_training(config, device)
         super().__init__(
             folder,
             model,
@@ -96,6 +93,8 @@ class Run(Trainer[Packed]):
 
     def begin_from(self, path: Path) -> dict[str, Any]:
         model, earlier, about = weights.load(path)
+        if earlier.model != self.config.model:
+            raise ValueError(f"{path} must hold the weights of model {self.config.model}; got {earlier.model}")
         if earlier.positions != self.config.positions:
             raise ValueError(
                 f"{path} must hold a model with positions {self.config.positions}; got {earlier.positions}"

@@ -16,6 +16,7 @@ from experiments.pathx.config import Config, as_dict, from_dict
 from experiments.pathx.data.packing import LEVELS
 from experiments.pathx.masks.relations import parse_layers
 from experiments.pathx.model.classifier import PathModel
+from experiments.pathx.model.unet import UNet
 from experiments.training import tensor_files
 from experiments.training.atomic_files import write_json
 from experiments.training.fingerprint import sha256
@@ -23,10 +24,14 @@ from experiments.training.reading import read_json
 
 KIND = "experiments.pathx model"
 
+Model = PathModel | UNet
 
-def build(config: Config) -> PathModel:
+
+def build(config: Config) -> Model:
     """A model with these settings and with weights drawn from the run's seed, on the CPU."""
     torch.manual_seed(config.seed)
+    if config.model == "unet":
+        return UNet(config.width, config.mlp)
     return PathModel(
         depth=len(parse_layers(config.layers)),
         width=config.width,
@@ -41,7 +46,15 @@ def build(config: Config) -> PathModel:
     )
 
 
-def save(path: Path, model: PathModel, config: Config, about: dict[str, Any]) -> None:
+def for_training(config: Config, device: torch.device) -> Model:
+    """The model on a device, with its layers compiled if the settings say so."""
+    model = build(config).to(device)
+    if config.compiled and isinstance(model, PathModel):  # the settings refuse a compiled U-Net
+        model.compile_layers()
+    return model
+
+
+def save(path: Path, model: Model, config: Config, about: dict[str, Any]) -> None:
     """Write the weights and the file beside them."""
     tensor_files.write(path, model, {"kind": KIND, "config": as_dict(config), **about})
     write_json(path.with_suffix(".json"), {"sha256": sha256(path), **about, "results": {}})
@@ -52,7 +65,7 @@ def file_in(path: Path) -> Path:
     return path / "model.safetensors" if path.is_dir() else path
 
 
-def load(path: Path, expected: str | None = None) -> tuple[PathModel, Config, dict[str, Any]]:
+def load(path: Path, expected: str | None = None) -> tuple[Model, Config, dict[str, Any]]:
     """The model in a file, its settings and its description, after the file's hash is checked.
 
     expected: the SHA-256, by default that in the file beside it. Raises FileNotFoundError if there is none, and

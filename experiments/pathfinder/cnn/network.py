@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 SMALLEST = 2  # places along a side after the last convolution
 WIDEST = 4  # relative to the first stage's channels
+
+Normalisation = Callable[[int], nn.Module]  # one for so many channels
 
 
 class SmallCNN(nn.Module):
@@ -53,12 +57,13 @@ def widths(size: int, width: int) -> list[int]:
 class Block(nn.Module):
     """Two convolutions, added to their input, which is converted to their shape."""
 
-    def __init__(self, before: int, after: int, stride: int) -> None:
+    def __init__(self, before: int, after: int, stride: int, norm: Normalisation = nn.BatchNorm2d) -> None:
         super().__init__()
-        first, second = normed(before, after, kernel=3, stride=stride), normed(after, after, kernel=3, stride=1)
+        first = normed(before, after, kernel=3, stride=stride, norm=norm)
+        second = normed(after, after, kernel=3, stride=1, norm=norm)
         self.convolutions = nn.Sequential(*first, nn.ReLU(), *second)
         same = before == after and stride == 1
-        self.shortcut = nn.Identity() if same else nn.Sequential(*normed(before, after, kernel=1, stride=1))
+        self.shortcut = nn.Identity() if same else nn.Sequential(*normed(before, after, kernel=1, stride=1, norm=norm))
         self.stride = stride
 
     def forward(self, x: Tensor) -> Tensor:
@@ -68,6 +73,8 @@ class Block(nn.Module):
         return F.relu(self.convolutions(x) + self.shortcut(x[:, :, :: self.stride, :: self.stride]))
 
 
-def normed(before: int, after: int, *, kernel: int, stride: int) -> list[nn.Module]:
+def normed(
+    before: int, after: int, *, kernel: int, stride: int, norm: Normalisation = nn.BatchNorm2d
+) -> list[nn.Module]:
     """A convolution and its normalisation, whose bias makes one in the convolution superfluous."""
-    return [nn.Conv2d(before, after, kernel, stride, kernel // 2, bias=False), nn.BatchNorm2d(after)]
+    return [nn.Conv2d(before, after, kernel, stride, kernel // 2, bias=False), norm(after)]

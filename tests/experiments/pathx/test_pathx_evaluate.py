@@ -1,6 +1,7 @@
 """Tests of trained models: results, what is stored of them, the analysis and the table."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,13 +9,13 @@ import torch
 from experiments.pathfinder import testset
 from experiments.pathfinder.cnn import results
 from experiments.pathfinder.vectors import load as load_vectors
-from experiments.pathx import evaluate, table, weights
+from experiments.pathx import evaluate, rendering_table, table, weights
 from experiments.pathx.analyse import analyse
 from experiments.pathx.config import Config
 from experiments.pathx.curricula import CURRICULA
 from experiments.pathx.data.stream import Stream
 from experiments.pathx.train import Run
-from pathx_runs import TINY
+from pathx_runs import TINY, UNET
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +113,29 @@ def test_an_analysis_has_bins_rules_maps_and_masks(finished, tests, stream, tmp_
     assert "no tracing: marker distance" in text
     assert "| small 2-D CNN | | 70.0 % ± 1.0 | 60.0 %, 70.0 %, 70.0 %, 80.0 % | |" in text
     assert "near:8" in text
+
+
+def test_a_unet_has_results_and_a_row_and_no_maps(tests, stream, monkeypatch, tmp_path):
+    run = Run(replace(UNET, curriculum=UNET.curriculum[1:]), tmp_path / "run", stream)
+    run.train()
+    path = run.folder / "model.safetensors"
+    found, evaluation = scored((path,), tests[1], stream)
+    said = evaluation.result(found, tests[1])
+    assert (said["model"], said["layers"], said["positions"]) == ("unet", None, None)
+    monkeypatch.setattr(evaluate, "IMAGES", 30)
+    evaluate.store(path, evaluation.stage, said)
+    note = weights.beside(path)
+    row = table.row_of("u", note, "drop", {"128": note["results"]["32-9-drop"]})
+    assert row[3:9] == ["class", "levels below 32 black", "-", "-", "U-Net, convolutions", "fresh, drawn renderings"]
+    rendered = rendering_table.table(evaluation, tests[1], 4, names=list(rendering_table.RENDERINGS)[:2])
+    assert [each["images"] for each in rendered["rows"]] == [4, 4]
+    model, config, _ = weights.load(path)
+    given = model, config, [evaluation.stage], lambda _: tests[1], 40
+    with pytest.raises(ValueError, match="a U-Net has no attention maps; pass --examples 0"):
+        analyse(*given, 2, tmp_path, stream, torch.device("cpu"))
+    assert analyse(*given, 0, tmp_path, stream, torch.device("cpu"))["masks"] == []
+    text = (tmp_path / "analysis.md").read_text()
+    assert "no tracing: marker distance" in text and "Masks" not in text
 
 
 def test_the_table_has_ours_and_the_published(tmp_path):
