@@ -80,8 +80,8 @@ CURRICULA: dict[str, tuple[Stage, ...]] = {
         _stage(512, 14, minutes=10.0, schedule="cosine"),
     ),
     "path512-all": (
-        # Four images a step.
-        _stage(512, 14, tokens=1024 * _K, minutes=9.0, background="keep", schedule="cosine", lr=5e-4, warmup=100),
+        # Three images a step.
+        _stage(512, 14, tokens=768 * _K, minutes=9.0, background="keep", schedule="cosine", lr=5e-4, warmup=100),
     ),
     # All 16,384 pixels are tokens. From the weights of a model for Path-X (--initial), for example with --layers
     # "tiles:16*5,butterfly:8*4", because dense layers would take most of the time. Black pixels are new to the model.

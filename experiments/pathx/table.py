@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from experiments.pathfinder.cnn.results import STORED, stored
-from experiments.pathfinder.parameters import lra
+from experiments.pathfinder.parameters import parameters_of
 from experiments.pathx.masks.relations import parse_layers
 from experiments.pathx.supervision import described, of_model
 from experiments.training.reading import reading
 
 HEAD = [
-    "system", "Path-X", "Path-256", "labels", "background", "positions", "order", "layers", "images", "parameters",
-    "images seen at the task's size or below", "compute",
+    "system", "Path-X", "Path-256", "Path-512", "labels", "background", "positions", "order", "layers", "images",
+    "parameters", "images seen at the task's size or below", "compute",
 ]  # fmt: skip
+
+SIZES = (128, 256, 512)  # of the three tasks, in the order of their columns
 
 NO_TRACING = "distance and end dashes"  # one of shortcuts.RULES, which is slow to import
 
 # What each published system had besides its method: the class of an image alone, all pixels, in rows, of 160,000 files.
 _PLAIN = ["class", "kept"]
 
-# The papers' own figures, on the arena's files; sources in ../pathfinder/README.md and the papers named.
+# The papers' own figures, on the arena's files; sources in ../pathfinder/README.md and the papers named. Without the
+# column of Path-512, for which none has been published.
 PUBLISHED: list[list[str]] = [
     ["FlashAttention (Dao et al., 2022)", "61.4 %", "-", *_PLAIN, "learned, from Path-64's", "rows", "dense",
      "160,000 files", "-", "64M to 96M", "not stated"],
@@ -69,12 +73,12 @@ def with_error(found: dict[str, Any]) -> str:
 
 
 def cnn_rows(folder: Path | None = None) -> list[list[str]]:
-    """A row for each of the two tasks for which the result of a small 2-D CNN is stored."""
+    """A row for each of the tasks for which the result of a small 2-D CNN is stored."""
     found = []
-    for place, size in enumerate((128, 256)):
-        figure = stored(lra(size, 14).name, folder)
+    for place, size in enumerate(SIZES):
+        figure = stored(parameters_of(size, 14).name, folder)
         if figure is not None:
-            accuracies = ["-", "-"]
+            accuracies = ["-"] * len(SIZES)
             accuracies[place] = with_error(figure)
             weights, images = (f"{count / 1e6:.2f}M" for count in (figure["weights"], figure["cost"]["images"]))
             minutes = figure["cost"]["seconds"] / 60
@@ -87,11 +91,12 @@ def cnn_rows(folder: Path | None = None) -> list[list[str]]:
     return found
 
 
-def rule_row(page: Path = STORED / "shortcuts.md") -> list[str]:
+def rule_row(pages: Sequence[Path] = (STORED / "shortcuts.md", STORED / "shortcuts-512.md")) -> list[str]:
     """The row of the better rule that traces nothing, as measured."""
-    measured = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.read_text().splitlines()]
+    lines = [line for page in pages for line in page.read_text().splitlines()]
+    measured = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     accuracies = {cells[0]: cells[3] for cells in measured if len(cells) > 3 and cells[2] == NO_TRACING}
-    return [f"no tracing: {NO_TRACING} (ours)", *(f"{accuracies[lra(size, 14).name]} %" for size in (128, 256)),
+    return [f"no tracing: {NO_TRACING} (ours)", *(f"{accuracies[parameters_of(size, 14).name]} %" for size in SIZES),
             *"-" * 9]  # fmt: skip
 
 
@@ -111,7 +116,8 @@ def rows(folders: list[Path], figures: Path | None = None) -> list[list[str]]:
                 if tested:
                     ours.append((of_model(note)["labels"] != 0.0, row_of(name, note, background, tested)))
     ours.sort(key=lambda each: each[0])  # stable: otherwise in the order of their names
-    return [HEAD, *(row for _, row in ours), *cnn_rows(figures), rule_row(), *PUBLISHED]
+    published = [[*row[:3], "-", *row[3:]] for row in PUBLISHED]
+    return [HEAD, *(row for _, row in ours), *cnn_rows(figures), rule_row(), *published]
 
 
 def row_of(name: str, note: dict[str, Any], background: str, tested: dict[str, dict[str, Any]]) -> list[str]:
@@ -129,7 +135,7 @@ def row_of(name: str, note: dict[str, Any], background: str, tested: dict[str, d
         positions = {"plane": "2-D rotary", "line": "1-D rotary"}[found.get("positions", "plane")]
         attention = [positions, orders(found["layers"]), found["layers"]]
     return [
-        f"ours: {name}", accuracies.get("128", "-"), accuracies.get("256", "-"),
+        f"ours: {name}", *(accuracies.get(str(size), "-") for size in SIZES),
         f"class, {supervision}" if supervision else "class",
         left_out if background == "drop" else "kept",
         *attention,
@@ -152,10 +158,11 @@ def orders(layers: str) -> str:
 def markdown(lines: list[list[str]]) -> str:
     """The table, after what a reader must know about it."""
     text = [
-        "# Path-X and Path-256",
+        "# Path-X, Path-256 and Path-512",
         "",
-        "Ours: LRA-parameter generated Path-X and Path-256, 20,000 test images from seeds of their own, fresh images",
-        "in training; curriculum over sizes and contour lengths, all of whose images and minutes are counted.",
+        "Ours: LRA-parameter generated Path-X and Path-256, and Path-512 with parameters extrapolated from the arena's",
+        "(nobody else has used it); 20,000 test images from seeds of their own, fresh images in training; curriculum",
+        "over sizes and contour lengths, all of whose images and minutes are counted.",
         "Labels, background, positions, order, layers and images name every help that a system had: `class` is the",
         "answer alone, `pixel labels` tell of each pixel how many markers its curve has, `kept` means that all pixels",
         "are tokens; dense layers are written out. Rows of ours without pixel labels stand first. Published figures",

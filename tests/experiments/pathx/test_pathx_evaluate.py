@@ -8,6 +8,7 @@ import torch
 
 from experiments.pathfinder import testset
 from experiments.pathfinder.cnn import results
+from experiments.pathfinder.parameters import parameters_of
 from experiments.pathfinder.vectors import load as load_vectors
 from experiments.pathx import evaluate, rendering_table, table, weights
 from experiments.pathx.analyse import analyse
@@ -126,7 +127,7 @@ def test_a_unet_has_results_and_a_row_and_no_maps(tests, stream, monkeypatch, tm
     evaluate.store(path, evaluation.stage, said)
     note = weights.beside(path)
     row = table.row_of("u", note, "drop", {"128": note["results"]["32-9-drop"]})
-    assert row[3:9] == ["class", "levels below 32 black", "-", "-", "U-Net, convolutions", "fresh, drawn renderings"]
+    assert row[4:10] == ["class", "levels below 32 black", "-", "-", "U-Net, convolutions", "fresh, drawn renderings"]
     rendered = rendering_table.table(evaluation, tests[1], 4, names=list(rendering_table.RENDERINGS)[:2])
     assert [each["images"] for each in rendered["rows"]] == [4, 4]
     model, config, _ = weights.load(path)
@@ -149,25 +150,28 @@ def test_the_table_has_ours_and_the_published(tmp_path):
     (tmp_path / "stages.json").write_text("[]")
     (tmp_path / "one.json").write_text(json.dumps(note | {"results": {}}))
     without = table.rows([tmp_path], tmp_path)  # no results of ours, no small network
-    assert without == [table.HEAD, table.rule_row(), *table.PUBLISHED]
+    assert without[:2] == [table.HEAD, table.rule_row()]
+    assert without[2] == [*table.PUBLISHED[0][:3], "-", *table.PUBLISHED[0][3:]]  # Path-512
     (tmp_path / "one.json").write_text(json.dumps(note))
     lines = table.rows([tmp_path], tmp_path)
     assert lines[1] == [
-        "ours: one", "97.1 ± 0.1 %", "-", "class, pixel labels (weight 0.5)", "black left out", "2-D rotary", "Hilbert",
-        "tiles:16*5,dense*4", "fresh, one rendering", "0.90M", "2.00M", "55 min, X",
+        "ours: one", "97.1 ± 0.1 %", "-", "-", "class, pixel labels (weight 0.5)", "black left out", "2-D rotary",
+        "Hilbert", "tiles:16*5,dense*4", "fresh, one rendering", "0.90M", "2.00M", "55 min, X",
     ]  # fmt: skip
     other = {"accuracy": 0.9, "error": 0.002, "layers": "tiles:16@rows*9", "floor": 32, "positions": "line"}
     other |= {"renderings": "drawn"}
     (tmp_path / "two.json").write_text(json.dumps(note | {"auxiliary": 0.0, "results": {"256-14-drop": other}}))
     lines = table.rows([tmp_path], tmp_path)
     assert [line[0] for line in lines[1:3]] == ["ours: two", "ours: one"]  # without pixel labels first
-    assert lines[1][2:9] == ["90.0 ± 0.2 %", "class", "levels below 32 left out", "1-D rotary", "rows",
+    assert lines[1][2:10] == ["90.0 ± 0.2 %", "-", "class", "levels below 32 left out", "1-D rotary", "rows",
                              "tiles:16@rows*9", "fresh, drawn renderings"]  # fmt: skip
     assert "LRA-parameter generated" in table.markdown(lines)
     page = tmp_path / "shortcuts.md"
+    names = [parameters_of(size, 14).name for size in table.SIZES]
     page.write_text("| images of | images | rule | accuracy |\n| --- | --- | --- | --- |\n" + "".join(
-        f"| pathfinder{size}-cl14 | 9 | {rule} | {accuracy} ± 0.1 |\n"
-        for size, rule, accuracy in ((128, "marker distance", 1), *((128 * n, table.NO_TRACING, n + 1) for n in (1, 2)))
+        f"| {name} | 9 | {rule} | {accuracy} ± 0.1 |\n"
+        for number, name in enumerate(names)
+        for rule, accuracy in (("marker distance", 1), (table.NO_TRACING, number + 2))
     ))  # fmt: skip
-    assert table.rule_row(page)[1:3] == ["2 ± 0.1 %", "3 ± 0.1 %"]
+    assert table.rule_row([page])[1:4] == ["2 ± 0.1 %", "3 ± 0.1 %", "4 ± 0.1 %"]
     assert all(len(line) == len(table.HEAD) for line in lines)

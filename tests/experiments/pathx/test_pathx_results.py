@@ -1,4 +1,4 @@
-"""Stored results of Path-X and Path-256: they name their chain of runs, and the two stored models still answer."""
+"""Stored results of Path-X and Path-256: they name their chain of runs, and the stored models still answer."""
 
 import json
 from dataclasses import replace
@@ -36,7 +36,7 @@ def test_the_best_model_of_each_task_is_stored_and_no_other():
             is_drawn = result.get("renderings") == "drawn"
             found = is_drawn, without_labels, result["accuracy"], name
             best[size] = max(best.get(size, (False, False, 0.0, "")), found)
-    assert best.keys() == {"128", "256"}
+    assert best.keys() == {"128", "256", "512"}
     assert {path.parent.name for path in STORED} == {name for *_, name in best.values()}
 
 
@@ -87,7 +87,7 @@ def test_a_stored_model_is_the_tested_one_and_answers_the_first_test_images(path
 @pytest.mark.parametrize("note", [pytest.param(note, id=name) for name, note in table.found_below(RESULTS)])
 def test_stored_accuracies_are_five_errors_above_what_traces_nothing(note):
     """A model that follows no path cannot exceed the better rule but by chance."""
-    rules = dict(zip(("128", "256"), table.rule_row()[1:3], strict=True))
+    rules = dict(zip(map(str, table.SIZES), table.rule_row()[1:4], strict=True))
     for key, found in note["results"].items():
         size, contour, _ = key.split("-")
         if contour == "14":
