@@ -53,18 +53,25 @@ class Limits(NamedTuple):
     256 tokens, 0.86 to 1.19 at 1,024, 0.94 to 1.50 from 4,096 on. Forward of 64 queries and 4,096 keys, D=128, 32
     heads: 2.8, as the portable kernels do not cut the keys.
 
-    On an H200 with 16,384 tokens and more, in blocks of 64 the forward takes 0.80 to 0.90 of the time of the portable
-    one at D=96 and 128, 1.03 to 1.16 at D=64. Under a mask of blocks of 128 that is made at every step it takes 0.72 to
-    0.79 of it at D=128, 0.76 at D=96 and 0.97 at D=64, plan included; with the backward 0.87 to 0.90 at D=128. That is
-    for the GPU, as with a CUDA graph: the backward's plan was 14 launches more, for which a slow host took longer than
-    was gained at 16,384 tokens. Now it is 6 more, which has not been measured, nor have fewer tokens with either.
+    On an H200, in blocks of 64 the forward takes 0.71 to 0.96 of the time of the portable one at D=96 and 128 under
+    causal and local masks of 512 to 8,192 tokens and 0.80 to 0.90 under all from 16,384 on; where a row has few tiles,
+    as of a butterfly, 1.0 to 1.5 of up to 25 us below 2,048 tokens, or with 4 heads; 1.03 to 1.16 at D=64.
+
+    Under a mask of blocks of 128 that is made at every step, of 16 heads, 64 in groups of 16, and 4 heads, plan
+    included, as with a CUDA graph: forward at D=128 0.81 to 0.96 at 1,024 and 2,048 tokens, 0.75 to 0.86 from 4,096 on,
+    at D=96 0.76, at D=64 0.85 to 1.14; with the backward at D=128 0.94 to 1.12 at 4,096, 0.95 to 1.04 at 8,192, 0.87 to
+    0.92 at 16,384; at D=64 with groups 0.90 there and 1.07 to 1.5 without. Started launch by launch by a host that
+    needs 3 ms for a step, forward and backward at D=128 took 1.04 to 1.33 of it up to 8,192 tokens, 0.94 and 1.23 at
+    16,384, when the plans had more launches than now. Now, in groups of 16: 1.20 at 4,096, 1.00 at 8,192 and 0.94 at
+    16,384.
 
     With changed scores, on an H100 under causal and local masks of 8,192 tokens, the portable kernels were faster under
     a soft cap at D=64, and forward with a logarithmic decay.
     """
 
     forward_queries_64: int = 4096
-    forward_queries_other: int = 4096  # in blocks of 64, or of a mask that is made at every step
+    forward_queries_small: int = 1024  # in blocks of 64
+    forward_queries_dynamic: int = 4096  # of a mask that is made at every step
     backward_queries: int = 1024
     most_keys: int = 5120  # of a query, for the forward at D=64
     most_keys_a_query: int = 4  # times the queries; more are worth being cut, as the portable kernels do
@@ -75,8 +82,10 @@ class Limits(NamedTuple):
         """The fewest queries of a head."""
         if backward:
             return self.backward_queries_dynamic if dynamic else self.backward_queries
-        if dynamic or block == SMALL:
-            return self.forward_queries_other
+        if dynamic:
+            return self.forward_queries_dynamic
+        if block == SMALL:
+            return self.forward_queries_small
         return self.forward_queries_64 if dim == 64 else 1
 
 
