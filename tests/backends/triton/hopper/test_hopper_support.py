@@ -165,8 +165,8 @@ def test_a_group_that_shares_its_chosen_blocks_needs_little_room():
 
 @pytest.mark.parametrize(("choices", "family"), [(1, "hopper"), (16, "portable")])
 def test_a_backward_is_portable_where_each_of_many_heads_has_a_choice_of_its_own(choices, family):
-    q = torch.empty(1, 16, 32768, 128, dtype=torch.bfloat16, device="meta")
-    mask = masks.top_k_blocks(torch.rand(1, choices, 256, 256), k=32, q_len=32768, block=128)
+    q = torch.empty(1, 16, 65536, 128, dtype=torch.bfloat16, device="meta")
+    mask = masks.top_k_blocks(torch.rand(1, choices, 512, 512), k=32, q_len=65536, block=128)
     assert explain(q, q, q, mask, capability=(9, 0)).backward.family == family
 
 
