@@ -59,18 +59,28 @@ def pack(mask, row, occupied):
 
 
 @compiled
-def gather(bits, dy, dx, found):
-    """found |= bits moved, so that pixel (y, x) of it is what (y + dy, x + dx) was, where that is inside."""
+def gather(bits, kernel, found):
+    """found |= bits moved by every (dy, dx) of a kernel, int64 [k, 2]: pixel (y, x) of it is what (y + dy, x + dx) was,
+    where that is inside.
+
+    Word by word, so that the few columns of words that a word needs stay in the nearest cache for the whole kernel.
+    """
     words, size = bits.shape
-    within = np.uint64(dx & 63)
     for word in range(words):
-        low = word + (dx >> 6)
-        if 0 <= low < words:
-            for y in range(max(0, -dy), min(size, size - dy)):
-                found[word, y] |= bits[low, y + dy] >> within
-        if within and 0 <= low + 1 < words:
-            for y in range(max(0, -dy), min(size, size - dy)):
-                found[word, y] |= bits[low + 1, y + dy] << (np.uint64(64) - within)
+        for pixel in range(len(kernel)):
+            dy, dx = kernel[pixel, 0], kernel[pixel, 1]
+            first = max(0, -dy)
+            last = max(first, min(size, size - dy))
+            low, within = word + (dx >> 6), np.uint64(dx & 63)
+            here = found[word, first:last]
+            if 0 <= low < words:
+                there = bits[low, first + dy : last + dy]
+                for y in range(len(here)):
+                    here[y] |= there[y] >> within
+            if within and 0 <= low + 1 < words:
+                there = bits[low + 1, first + dy : last + dy]
+                for y in range(len(here)):
+                    here[y] |= there[y] << (np.uint64(64) - within)
 
 
 @compiled

@@ -85,9 +85,9 @@ def note(dashes, number, snake):
 
 
 @compiled
-def overwrite(mask, other):
-    """mask = other"""
-    for y in range(len(mask)):
+def overwrite(mask, other, first, last):
+    """mask = other, in rows first to last - 1."""
+    for y in range(max(0, first), min(len(mask), last)):
         for x in range(len(mask)):
             mask[y, x] = other[y, x]
 
@@ -187,15 +187,20 @@ def draw_targets(rng, padding, seed_distance, length, t, most_attempts, mask, ne
     empty, empty_near = framed(size, padding), framed(size, padding + margin_of(t))
     snakes = np.empty((2, 5), np.int64)
     cumulative = np.empty(len(t.turns), np.int64)
+    reach = t.near_masks.shape[1] // 2
+    first, last = 0, size  # the rows that the pair before has written to
     for attempt in range(1, most_attempts + 1):
         if not seed_targets(rng, size, seed_distance, t, snakes):
             continue
-        overwrite(mask, empty)
-        overwrite(near, empty_near)
+        overwrite(mask, empty, first, last)
+        overwrite(near, empty_near, first, last)
+        first, last = size, 0
         note(dashes, 0, snakes[0])
         note(dashes, length, snakes[1])
         placed = 1
         while placed < length:
+            first = min(first, snakes[0, 2] - reach, snakes[1, 2] - reach)
+            last = max(last, snakes[0, 2] + reach + 1, snakes[1, 2] + reach + 1)
             if not extend(rng, snakes[0], mask, near, t, cumulative):
                 break
             if not extend(rng, snakes[1], mask, near, t, cumulative):
@@ -227,8 +232,7 @@ def choose_free(rng, mask, kernel, scratch):
         occupied[word, 0] = occupied[word, size - 1] = whole[word]
         for y in range(size):
             taken[word, y] = 0
-    for pixel in range(len(kernel)):
-        gather(occupied, kernel[pixel, 0], kernel[pixel, 1], taken)
+    gather(occupied, kernel, taken)
     free = 0
     for word in range(words):
         for y in range(size):
@@ -280,13 +284,13 @@ def draw_distractors(rng, wanted, length, t, mask, near, dashes):
     scratch = scratch_for(len(mask))
     placed = 0
     for _ in range(wanted):
-        overwrite(before, mask)
-        overwrite(near_before, near)
+        overwrite(before, mask, 0, len(mask))
+        overwrite(near_before, near, 0, len(mask))
         for _ in range(SNAKE_TRIES):
             mine = dashes[placed * length : (placed + 1) * length]
             if draw_distractor(rng, mask, near, t, snake, cumulative, scratch, mine):
                 placed += 1
                 break
-            overwrite(mask, before)
-            overwrite(near, near_before)
+            overwrite(mask, before, 0, len(mask))
+            overwrite(near, near_before, 0, len(mask))
     return placed

@@ -13,11 +13,15 @@ def unpacked(words, size):
     return bits.transpose(1, 0, 2).reshape(size, -1)[:, :size].astype(bool)
 
 
-@given(size=st.integers(2, 150), dy=st.integers(-30, 30), dx=st.integers(-140, 140), seed=st.integers(0, 99))
-@example(size=128, dy=0, dx=64, seed=0)
-@example(size=128, dy=-3, dx=-64, seed=0)
-@example(size=130, dy=2, dx=-1, seed=0)
-def test_pixels_are_packed_and_moved(size, dy, dx, seed):
+MOVES = st.tuples(st.integers(-30, 30), st.integers(-140, 140))
+
+
+@given(size=st.integers(2, 150), kernel=st.lists(MOVES, min_size=1, max_size=5), seed=st.integers(0, 99))
+@example(size=128, kernel=[(0, 64)], seed=0)
+@example(size=128, kernel=[(-3, -64)], seed=0)
+@example(size=130, kernel=[(2, -1), (0, 0)], seed=0)
+@example(size=20, kernel=[(25, 0), (-20, 3)], seed=0)
+def test_pixels_are_packed_and_moved(size, kernel, seed):
     mask = np.random.default_rng(seed).integers(0, 2 * OCCUPIED, (size, size), np.int16)
     scratch = scratch_for(size)
     assert pack(mask, scratch.row, scratch.occupied) == (mask < OCCUPIED).sum()
@@ -27,10 +31,11 @@ def test_pixels_are_packed_and_moved(size, dy, dx, seed):
 
     expected = np.zeros((size, size), bool)
     y, x = np.nonzero(mask >= OCCUPIED)
-    inside = (y - dy >= 0) & (y - dy < size) & (x - dx >= 0) & (x - dx < size)
-    expected[y[inside] - dy, x[inside] - dx] = True
+    for dy, dx in kernel:
+        inside = (y - dy >= 0) & (y - dy < size) & (x - dx >= 0) & (x - dx < size)
+        expected[y[inside] - dy, x[inside] - dx] = True
     scratch.taken[:] = 0
-    gather(scratch.occupied, dy, dx, scratch.taken)
+    gather(scratch.occupied, np.array(kernel), scratch.taken)
     assert np.array_equal(unpacked(scratch.taken, size), expected)
 
 
