@@ -1,12 +1,16 @@
 """`explain` says what attention runs: the same kernels, tiles and work, for the GPU at hand or another."""
 
+from unittest import mock
+
 import pytest
 import torch
 
 import sparseflash
-from plans import kernels_of
+from plans import kernels_of, plans_of
 from sparseflash import attention, clear_caches, explain, masks, scores
+from sparseflash.backends.triton.hopper import support
 from sparseflash.backends.triton.overrides import always_split, override
+from sparseflash.blockmask.streams import ReadyEvent
 
 HOPPER = {"capability": (9, 0)}  # which Triton's interpreter stands for
 
@@ -179,6 +183,20 @@ def test_what_attention_refuses_is_refused():
         explain(q, k, v, masks.causal(32), **HOPPER)
     with pytest.raises(ValueError, match="mask must be on q's device"):
         explain(q, k, v, masks.causal(64))
+
+
+@pytest.mark.parametrize("backend", ["triton", "hopper"])
+def test_it_waits_for_plans_that_another_stream_makes(backend, monkeypatch):
+    """It reads how many tiles their items have."""
+    monkeypatch.setattr(support, "is_interpreted", lambda: False)
+    monkeypatch.setattr(support, "triton_version", lambda: support.TRITON_VERSIONS[0])
+    mask = masks.causal(4096, block=128)
+    explain(*empty(), mask, backend=backend, **HOPPER)
+    (plan,) = plans_of(mask)
+    made = [*plan._worklists.values(), *plan.derived.values()]
+    with mock.patch.object(ReadyEvent, "wait", autospec=True) as wait:
+        explain(*empty(), mask, backend=backend, **HOPPER)
+    assert made and all(mock.call(each.ready) in wait.call_args_list for each in made)
 
 
 def test_it_is_public():

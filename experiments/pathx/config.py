@@ -164,8 +164,11 @@ class Config(RunSettings):
                     f"a step at {stage.name} must have room for an image, {self._most_tokens(stage)} tokens; got "
                     f"{stage.tokens}"
                 )
-            if stage.tokens // 16 >= MOST_IMAGES:
-                raise ValueError(f"a step must have fewer tokens than {16 * MOST_IMAGES}; got {stage.tokens}")
+            if stage.tokens // self.block > MOST_IMAGES:
+                raise ValueError(
+                    f"a step must have at most {self.block * MOST_IMAGES} tokens, as it has numbers for {MOST_IMAGES} "
+                    f"images of a block; got {stage.tokens}"
+                )
 
     def layers_of(self, stage: Stage) -> tuple[Relation, ...]:
         """The relation of every layer in a stage; none without attention."""

@@ -82,10 +82,10 @@ def test_every_page_is_in_the_list_of_pages_and_the_other_way_round():
     assert written - listed == set()
 
 
-def test_the_reference_names_what_there_is_and_all_public_patterns():
+def test_the_reference_names_what_there_is_and_all_public_patterns_and_comparisons():
     from importlib import import_module
 
-    from sparseflash import masks
+    from sparseflash import masks, testing
 
     named = {}
     for path in (DOCS / "pages" / "reference").glob("*.md"):
@@ -95,7 +95,8 @@ def test_the_reference_names_what_there_is_and_all_public_patterns():
                 named[name] = getattr(import_module(module), last)
             except ImportError as error:
                 raise AssertionError(f"{path.name} names {name}, which there is not") from error
-    assert {name for name in masks.__all__ if getattr(masks, name) not in named.values()} == set()
+    for public in (masks, testing):
+        assert {name for name in public.__all__ if getattr(public, name) not in named.values()} == set()
 
 
 def test_every_picture_is_drawn_and_every_drawing_is_stored():

@@ -1,6 +1,7 @@
 """A function of q, k and v held against the definition: what is right passes, and what is wrong is named."""
 
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from scored import FUNCTIONS, KINDS, Scored, results
 from sparseflash import BlockMask, attention, masks, scores, testing
-from sparseflash.testing import definition
+from sparseflash.testing import comparison, definition
 from strategies import SEEDS, Problem, Recipe, block_masks
 
 NAMES = ["out", "lse", "dq", "dk", "dv"]
@@ -244,6 +245,16 @@ def test_one_query_is_held_to_a_yardstick_of_many_draws(tokens, dtype):
     mask = masks.dense(tokens, 40)
     for seed in range(10):
         testing.assert_exact(ours(mask), *tensors(mask, heads=1, kv_heads=1, dtype=dtype, seed=seed), mask)
+
+
+@pytest.mark.parametrize(("heads", "draws"), [(None, 20 * 4), (1, 20)])
+def test_only_queries_that_see_a_key_are_values_to_measure_by(heads, draws):
+    live = torch.zeros(300, 40, dtype=torch.bool)
+    live[::15, 0] = True
+    mask = BlockMask.from_dense(live, block=16)
+    with mock.patch.object(comparison, "draws_for", wraps=testing.draws_for) as counted:
+        testing.compare(ours(mask), *tensors(mask, batch=2), mask, heads=heads)
+    counted.assert_called_once_with(draws, draws * 40, learned=False)
 
 
 @pytest.mark.parametrize("wrong", [0.0, 1e-5])

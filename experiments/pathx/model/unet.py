@@ -25,9 +25,10 @@ GROUP = 8  # channels that are normalised together
 class UNet(nn.Module):
     """Whether the markers of images are connected, by convolutions: halved five times, doubled again, mean and max.
 
-    Every halving and doubling is a residual block of two 3 x 3 convolutions, and a doubling also reads what lay at its
-    size before. The weights do not depend on the size of the images. With the width of 128 and the head of 256 features
-    that are the defaults of a run it has 1,343,954 parameters.
+    Every halving and doubling is a residual block of two 3 x 3 convolutions with a shortcut of one of 1 x 1, and a
+    doubling also reads, by a skip connection, what lay at its size before. The weights do not depend on the size of the
+    images. With the width of 128 and the head of 256 features that are the defaults of a run it has 1,343,954
+    parameters.
 
     Each image is normalised by itself, so its answer does not depend on the others of its batch, whose number varies.
 
@@ -68,13 +69,13 @@ class UNet(nn.Module):
     def features(self, images: Tensor) -> Tensor:
         """Images [I, 1, S, S] to [I, C, S, S]; S is a multiple of 32."""
         x: Tensor = self.whole(self.stem(images))
-        sizes = []
+        skipped = []
         for block in self.halvings:
-            sizes.append(x)
+            skipped.append(x)
             x = block(x)
         x = self.bottom(x)
         for block in self.doublings:
-            x = block(torch.cat([F.interpolate(x, scale_factor=2.0, mode="nearest"), sizes.pop()], dim=1))
+            x = block(torch.cat([F.interpolate(x, scale_factor=2.0, mode="nearest"), skipped.pop()], dim=1))
         return x
 
 

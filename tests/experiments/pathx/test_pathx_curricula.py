@@ -1,9 +1,11 @@
 """Settings and curricula: what they may be, and that they survive their files."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from experiments.pathfinder.seeds import MOST_IMAGES
 from experiments.pathx.config import Config, as_dict, curriculum_from, from_dict, resumed, stretched
 from experiments.pathx.curricula import CURRICULA, curriculum
 from pathx_runs import STAGES, TINY
@@ -25,6 +27,15 @@ def test_curricula_fit_their_hour_and_end():
         assert sum(stage.minutes or 0 for stage in stages) <= 60, name
     assert [CURRICULA[name][-1].name for name in ("pathx", "pathx-all", "path256", "path256-all")] == [
         "128/cl14+14+9+6", "128/cl14/all pixels", "256/cl14", "256/cl14/all pixels"]  # fmt: skip
+
+
+@pytest.mark.parametrize("block", [16, 64])
+def test_a_step_has_as_many_tokens_as_its_images_have_numbers(block):
+    """An image has a block at least."""
+    most = replace(CURRICULA["smoke"][0], tokens=block * MOST_IMAGES)
+    Config(curriculum=(most,), block=block)
+    with pytest.raises(ValueError, match=f"a step must have at most {block * MOST_IMAGES} tokens, .* got"):
+        Config(curriculum=(replace(most, tokens=most.tokens + block),), block=block)
 
 
 def test_curricula_are_stretched_and_read_from_files(tmp_path):

@@ -176,7 +176,7 @@ class Backward:
         }  # fmt: skip
         if self._combine is not None:
             given["parts_ptr"] = torch.empty(self.plan.parts, self.layout.part, dtype=torch.float32, device=q.device)
-        self.plan.made.wait()
+        self.plan.ready.wait()
         self.layout.begin(given)
         self._launch(given)
         self._finish(given)
@@ -190,6 +190,7 @@ class Backward:
 
     def choices(self) -> list[KernelChoice]:
         """How the kernel runs that computes."""
+        self.plan.ready.wait()
         counts = self.plan.work[:, ITEM_COUNT.value]
         loads = torch.stack([each.sum() for each in counts.tensor_split(self.plan.start[1:-1].tolist())])
         block = self.layout.rows, BLOCK[1]

@@ -109,11 +109,11 @@ class BackwardPlan:
     chains: int  # at least as many as there are
     merged: Tensor  # int32 [items that are cut, CUT_ITEM]
     parts: int  # of all of these
-    made: ReadyEvent = field(init=False, repr=False, compare=False)
+    ready: ReadyEvent = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        made = ReadyEvent((self.start, self.work, self.entries, self.chain, self.words, self.merged))
-        object.__setattr__(self, "made", made)
+        ready = ReadyEvent((self.start, self.work, self.entries, self.chain, self.words, self.merged))
+        object.__setattr__(self, "ready", ready)
 
     @property
     def programs(self) -> int:

@@ -137,6 +137,7 @@ class Forward:
 
     def choices(self) -> list[KernelChoice]:
         """How the kernel runs that computes."""
+        self.plan.ready.wait()
         counts = self.plan.work[:, ITEM_COUNT.value]
         config = self.layout.config
         warps = 8 + config.streams  # those that multiply and those that load

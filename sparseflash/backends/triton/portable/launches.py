@@ -60,6 +60,7 @@ class Bound(NamedTuple):
 
     def described(self, kernel: str) -> KernelChoice:
         """What `explain` says of it."""
+        self.work.ready.wait()
         choice, config = self.choice, self.choice.config
         walked = self.work.work[..., ITEM_COUNT.value].sum(1)
         held, streamed, gathered = choice.tiling
