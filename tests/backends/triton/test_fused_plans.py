@@ -77,14 +77,14 @@ def test_one_kernel_lists_the_columns_that_operations_sort(mask, seed, at_once):
         assert x.dtype == y.dtype and torch.equal(x, y), name
 
 
-@pytest.mark.parametrize("most", [fused._MOST_PAIRS, 1])
-def test_columns_of_very_thin_masks_are_sorted(most):
-    mask = made_dynamic(masks.local(100, window=30, block=16), seed=0)
+@pytest.mark.parametrize(("limit", "most"), [("_MOST_PAIRS", None), ("_MOST_PAIRS", 1), ("_MOST_ROWS", 6)])
+def test_columns_of_very_thin_or_long_masks_are_sorted(limit, most):
+    mask = made_dynamic(masks.local(100, window=30, block=16), seed=0)  # 7 rows of blocks
     sorts = mock.patch.object(planning, "columns_of", side_effect=AssertionError("sorted"))
-    with mock.patch.object(fused, "_MOST_PAIRS", most):
+    with mock.patch.object(fused, limit, most or getattr(fused, limit)):
         assert_planned_alike(mask)
         mask = made_dynamic(masks.local(100, window=30, block=16), seed=1)
-        with by("kernels"), sorts, nullcontext() if most > 1 else pytest.raises(AssertionError, match="sorted"):
+        with by("kernels"), sorts, pytest.raises(AssertionError, match="sorted") if most else nullcontext():
             plan(mask).worklist(1, 16)
 
 

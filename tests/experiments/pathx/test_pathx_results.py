@@ -44,6 +44,7 @@ def test_the_best_model_of_each_task_is_stored_and_no_other():
     ("name", "least"),
     [
         ("label-free-tiles16x5-butterfly8x4", 0.98),
+        ("label-free-unet", 0.98),
         ("tiles16x5-dense4-renderings", 0.98),
         ("path256-label-free-tiles16x5-butterfly8x4", 0.99),
         ("path256-tiles16x5-dense4-renderings", 0.99),

@@ -32,8 +32,9 @@ from sparseflash.blockmask.cache import bounded
 AT_ONCE = 128  # entries of a row, or work items
 _ROWS, _COLUMNS = 128, 8  # that are searched at a time
 # Every row is searched for every column. In a longer and thinner mask most columns are in no row, and sorting the
-# entries takes less. 65,536 tokens in blocks of 128 with 64 patterns are a quarter of this.
-_MOST_PAIRS = 1 << 26
+# entries takes less. 65,536 tokens in blocks of 128 with 64 patterns are a quarter of this. A program searches its
+# pattern's rows one chunk after the other, so that there must not be one for each query.
+_MOST_PAIRS, _MOST_ROWS = 1 << 26, 4096
 
 
 def full_first(indptr: Tensor, index: Tensor, tile: Tensor, words: Tensor, tiling: Tiling) -> TileLists:
@@ -49,7 +50,7 @@ def full_first(indptr: Tensor, index: Tensor, tile: Tensor, words: Tensor, tilin
 
 def can_search(patterns: int, blocks: tuple[int, int]) -> bool:
     """Whether `columns_full_first` is the faster way for so many patterns and block rows and columns."""
-    return patterns * blocks[0] * blocks[1] <= _MOST_PAIRS
+    return blocks[0] <= _MOST_ROWS and patterns * blocks[0] * blocks[1] <= _MOST_PAIRS
 
 
 def columns_full_first(

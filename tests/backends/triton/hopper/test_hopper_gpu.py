@@ -16,7 +16,8 @@ from sparseflash.backends.triton.hopper.plan import programs_of
 from strategies import problems
 from waiting import assert_replays_as_called
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(time_for_examples(120), method="thread")]
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120, method="thread")]
+drawn_for_long = pytest.mark.timeout(time_for_examples(120), method="thread")
 HALF = (torch.float16, torch.bfloat16)
 FIXED = ("alibi", "log_decay")  # they give these no gradient
 
@@ -27,6 +28,7 @@ def needs_hopper():
         pytest.skip("needs a GPU of compute capability 9")
 
 
+@drawn_for_long
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 @pytest.mark.parametrize("dtype", HALF, ids=["fp16", "bf16"])  # each pair compiles its own kernels
 @settings(max_examples=2 * settings().max_examples // 3)
@@ -49,6 +51,7 @@ def test_gradients_of_large_scores(largest, dim, backend):
 CHANGED = [("softcap",), ("alibi",), ("log_decay",), ("sink",), ("softcap", "alibi", "sink"), ("log_decay", "softcap")]
 
 
+@drawn_for_long
 @pytest.mark.parametrize("kinds", CHANGED, ids="+".join)
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 @settings(max_examples=max(1, settings().max_examples // 4))
