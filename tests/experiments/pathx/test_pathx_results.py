@@ -23,7 +23,7 @@ IMAGES = 8
 
 def test_the_best_model_of_each_task_is_stored_and_no_other():
     """The best of those that were trained in drawn renderings and from class labels alone, where there are some, and of
-    several seeds the first.
+    several seeds the first. Path-512's is not stored: it is minutes away from that of Path-256.
     """
     best = {}
     for name, note in table.found_below(RESULTS):
@@ -37,7 +37,7 @@ def test_the_best_model_of_each_task_is_stored_and_no_other():
             found = is_drawn, without_labels, result["accuracy"], name
             best[size] = max(best.get(size, (False, False, 0.0, "")), found)
     assert best.keys() == {"128", "256", "512"}
-    assert {path.parent.name for path in STORED} == {name for *_, name in best.values()}
+    assert {path.parent.name for path in STORED} == {best[size][-1] for size in ("128", "256")}
 
 
 @pytest.mark.parametrize(
