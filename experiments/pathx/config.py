@@ -179,10 +179,7 @@ class Config(RunSettings):
         defaults = {each.name: each.default for each in fields(self)}
         for name in OF_ATTENTION:
             if getattr(self, name) != defaults[name]:
-                raise ValueError(
-                    f"{name} must be {defaults[name]} with model unet, which does not have it; got "
-                    f"{getattr(self, name)}"
-                )
+                raise ValueError(f"{name} must not be set with model unet, which has none; got {getattr(self, name)}")
         for stage in self.curriculum:
             if stage.layers is not None:
                 raise ValueError(f"a stage must have no layers with model unet, which has no masks; got {stage.layers}")
