@@ -6,12 +6,12 @@ from experiments.training import clock, steps
 
 
 class FakeClock:
-    """Stands still except for dry runs, which take 1000 seconds, and training steps, which take one each."""
+    """Stands still except for dry runs, which take 1000 seconds, and gradients, which take one."""
 
     def __init__(self, monkeypatch):
         self.now = 0.0
         monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: self.now))
-        for name, seconds in (("dry_run", 1000.0), ("training_step", 1.0)):
+        for name, seconds in (("dry_run", 1000.0), ("compute_gradients", 1.0)):
             monkeypatch.setattr(steps, name, self.taking(seconds, getattr(steps, name)))
 
     def taking(self, seconds, function):

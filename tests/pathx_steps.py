@@ -12,7 +12,7 @@ def objective_of(config):
 
 def training_step(model, optimizer, batch, config, lr):
     """A step as a run with these settings takes it."""
-    return steps.training_step(model, optimizer, objective_of(config), batch, lr)
+    return steps.Steps(model, optimizer, objective_of(config), next(model.parameters()).device)(batch, lr)
 
 
 def compute_gradients(model, batch, config):

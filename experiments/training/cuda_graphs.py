@@ -13,7 +13,6 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
-from experiments.training.optimizer import apply_gradients
 from experiments.training.steps import Batch, Objective, OnDevice, Outcome, Steps, compute_gradients, dry_run
 
 Inner = TypeVar("Inner", contravariant=True)
@@ -78,13 +77,13 @@ class GraphSteps(Steps[Batch, OnDevice]):
         super().__init__(model, optimizer, objective, device)
         self.inputs, self.pool = inputs, pool
         self.captured: dict[Hashable, CapturedStep[Batch, OnDevice]] = {}
-        self.gradients: list[Tensor] | None = None  # one for each parameter, for all graphs that share memory
+        self.places: list[Tensor] | None = None  # of the gradients of all graphs that share memory
 
     def _prepare(self, batch: Batch) -> None:
         """Capture a step for batches like this one."""
         if not self.captured:
             if self.pool is not None:
-                self.gradients = [torch.empty_like(parameter) for parameter in self.model.parameters()]
+                self.places = [torch.empty_like(parameter) for parameter in self.model.parameters()]
             if self.inputs.first is not None:
                 self._capture(self.inputs.first(batch))
         if self._step_for(batch) is None:
@@ -100,26 +99,27 @@ class GraphSteps(Steps[Batch, OnDevice]):
         inputs = self.inputs.static(batch)
 
         def warm_up() -> None:
-            dry_run(self.model, self.objective.losses, inputs.on_device(), self.device)
+            # What adds to gradients follows a batch alike that does not. So all is compiled, and the graph of that one
+            # holds as much memory as this would need beside it.
+            if not self.objective.adds(inputs.on_device()):
+                dry_run(self.model, self.objective.losses, inputs.on_device(), self.device)
 
         def compute() -> Outcome:
             return compute_gradients(self.model, self.objective, inputs.on_device())
 
-        graph = GradientGraph(self.model, warm_up, compute, self.device, self.pool, self.gradients)
+        graph = GradientGraph(self.model, warm_up, compute, self.device, self.pool, self.places)
         self.captured[key] = CapturedStep(inputs, graph)
 
-    def __call__(self, batch: Batch, lr: float) -> Outcome:
+    def gradients(self, batch: Batch) -> Outcome:
         step = self._step_for(batch)
         if step is None:
             if self.inputs.key(batch) not in self.captured and len(self.captured) >= self.inputs.most:
-                return super().__call__(batch, lr)
+                return super().gradients(batch)
             self.prepare(batch)
             step = self._step_for(batch)
             assert step is not None
         step.inputs.fill(batch)
-        outcome = step.graph.replay()
-        apply_gradients(self.optimizer, lr)
-        return outcome
+        return step.graph.replay()
 
 
 class GradientGraph:
@@ -129,6 +129,7 @@ class GradientGraph:
     pool: memory that graphs share, by `torch.cuda.graph_pool_handle()`. Each replay overwrites what the others have
         left there, including results. Capture the graph that needs the most memory first; the others then fit into it.
     gradients: where every graph leaves the gradients, one tensor for each parameter; by default each graph has its own.
+        Only with these can `compute` add to the gradients that another graph has left.
     """
 
     def __init__(
@@ -148,6 +149,9 @@ class GradientGraph:
         current.wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
         try:
+            if gradients is not None:
+                for parameter, place in zip(model.parameters(), gradients, strict=True):
+                    parameter.grad = place  # `compute` adds to it, or begins by forgetting it
             with torch.cuda.device(device), torch.cuda.graph(self._graph, pool=pool):
                 self._result = compute()
                 if gradients is not None:
@@ -171,12 +175,14 @@ def copy_into(static: Tensor, tensor: Tensor) -> None:
 
 
 def move_gradients(model: nn.Module, places: Sequence[Tensor]) -> None:
-    """Make these tensors, one for each parameter, the gradients of a model."""
+    """Make these tensors, one for each parameter, the gradients of a model; those that are there stay as they are."""
     found = [
         (parameter, place, parameter.grad)
         for parameter, place in zip(model.parameters(), places, strict=True)
-        if parameter.grad is not None
+        if parameter.grad is not None and parameter.grad is not place
     ]
+    if not found:  # which the copy would refuse
+        return
     torch._foreach_copy_([place for _, place, _ in found], [gradient for _, _, gradient in found])
     for parameter, place, _ in found:
         parameter.grad = place

@@ -57,6 +57,7 @@ class Objective(Generic[Batch, OnDevice]):
     on_device: Callable[[Batch], OnDevice]
     losses: Losses[OnDevice]
     clip: float  # the largest norm of all gradients together; 0: no clipping
+    adds: Callable[[OnDevice], bool] = lambda batch: False  # whether its gradients add to those of the one before
 
 
 class Steps(Generic[Batch, OnDevice]):
@@ -90,27 +91,21 @@ class Steps(Generic[Batch, OnDevice]):
 
     def __call__(self, batch: Batch, lr: float) -> Outcome:
         """Update the weights with one step on a batch, which may lie on the host."""
-        return training_step(self.data_parallel, self.optimizer, self.objective, self.objective.on_device(batch), lr)
+        outcome = self.gradients(batch)
+        apply_gradients(self.optimizer, lr)
+        return outcome
 
-
-def training_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    objective: Objective[Batch, OnDevice],
-    batch: OnDevice,
-    lr: float,
-) -> Outcome:
-    """Update the weights with one step. The outcome is that of this process's share of the batch."""
-    outcome = compute_gradients(model, objective, batch)
-    apply_gradients(optimizer, lr)
-    return outcome
+    def gradients(self, batch: Batch) -> Outcome:
+        """The part of a step before the update. The outcome is that of this process's share of the batch."""
+        return compute_gradients(self.data_parallel, self.objective, self.objective.on_device(batch))
 
 
 def compute_gradients(model: nn.Module, objective: Objective[Batch, OnDevice], batch: OnDevice) -> Outcome:
     """The part of a step that computes the gradient of every parameter."""
     model.train()
+    if not objective.adds(batch):
+        model.zero_grad(set_to_none=True)
     loss, outcome = objective.losses(model, batch)
-    model.zero_grad(set_to_none=True)
     loss.backward()
     if objective.clip > 0:
         nn.utils.clip_grad_norm_(model.parameters(), objective.clip)

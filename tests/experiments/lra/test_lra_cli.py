@@ -16,7 +16,7 @@ from experiments.lra.data.listops.generator import Settings, generate
 from experiments.lra.presets import PRESETS
 from experiments.training import steps
 from experiments.training.signals import stop_caught
-from experiments.training.steps import training_step
+from experiments.training.steps import compute_gradients
 from lra_commands import OPTIONS, WINDOW, call
 from lra_runs import DATA, TINY
 
@@ -54,9 +54,9 @@ def test_a_signal_saves_and_stops(number, folder, tmp_path, monkeypatch):
         taken.append(1)
         if len(taken) == 2:
             signal.raise_signal(number)
-        return training_step(*arguments, **options)
+        return compute_gradients(*arguments, **options)
 
-    monkeypatch.setattr(steps, "training_step", killed)
+    monkeypatch.setattr(steps, "compute_gradients", killed)
     result = call("train", data=folder, out=tmp_path, seeds="0,1", **OPTIONS)
     assert result.exit_code == 0, result.output
     assert "Paused at step 2" in result.output
@@ -99,7 +99,7 @@ def test_resuming_without_a_checkpoint_says_that_it_begins_again(folder, tmp_pat
     def killed(*arguments, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(steps, "training_step", killed)
+    monkeypatch.setattr(steps, "compute_gradients", killed)
     call("train", data=folder, out=tmp_path, **OPTIONS)
     monkeypatch.undo()
     result = call("train", "--resume", out=tmp_path)

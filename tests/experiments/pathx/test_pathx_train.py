@@ -23,7 +23,7 @@ from experiments.pathx.model.intensity import fitted
 from experiments.pathx.train import Run, saved_run
 from experiments.training import checkpoint, steps
 from experiments.training.run_log import read
-from experiments.training.steps import training_step
+from experiments.training.steps import compute_gradients
 from fake_clock import FakeClock
 from forked import execute_in_threads, interpreting
 from lra_runs import same_bits
@@ -92,9 +92,9 @@ def test_sigterm_saves_and_stops(tmp_path, monkeypatch):
         taken.append(1)
         if len(taken) == 2:
             signal.raise_signal(signal.SIGTERM)
-        return training_step(*arguments)
+        return compute_gradients(*arguments)
 
-    monkeypatch.setattr(steps, "training_step", killed)
+    monkeypatch.setattr(steps, "compute_gradients", killed)
     words = ["train", f"--out={tmp_path / 'run'}", "--workers=0", *options(tmp_path)]
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
