@@ -4,6 +4,7 @@ Each is also paused and resumed. The first process writes what came out to <out>
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -80,7 +81,9 @@ def trained(config: Config, store: Store, folder: Path, ranks: Ranks) -> dict[st
 
 def first_gradients(run: Run) -> dict[str, torch.Tensor]:
     """The gradients of the run's first step, of all its processes together."""
-    run._steps()._gradients(next(run._batches()))
+    steps = run._steps()
+    steps.objective = replace(steps.objective, clip=0.0)
+    steps.gradients(next(run._batches()))
     found = {name: whole(parameter.grad).clone() for name, parameter in run.model.named_parameters()}
     run.model.zero_grad(set_to_none=True)
     return found

@@ -21,7 +21,7 @@ from experiments.lm.cases import Case
 from experiments.lm.config import Config, configure
 from experiments.lm.model.attention import Attention, attention_over
 from experiments.lm.model.transformer import LanguageModel
-from experiments.lm.steps import AccumulatingSteps, Batch
+from experiments.lm.steps import AccumulatingSteps, Batch, check_recordable
 from experiments.training.clock import synchronize
 from experiments.training.optimizer import adamw
 from experiments.training.profiling import KernelCost, costs_of
@@ -40,6 +40,7 @@ class Options:
     tokens: int = 65_536
     rounds: int = 3
     round_seconds: float = 0.6
+    recorded: bool = False  # whether each case is measured once more, with steps as CUDA graphs
     profiled: bool = False  # whether to list each row's kernels, in steps that are not timed
     chosen: dict[str, object] = field(default_factory=dict)  # settings in place of the presets'
 
@@ -79,6 +80,9 @@ class Row:
 def measure(cases: Sequence[Case], options: Options, device: torch.device, say: Say) -> list[Row]:
     """The rows of all cases, in their order."""
     deadline = time.monotonic() + 60 * options.minutes
+    if options.recorded:
+        check_recordable(device)
+        cases = [case._replace(recorded=each) for case in cases for each in (False, True)]
     rows = [Row(case) for case in dict.fromkeys(cases)]
     for preset in dict.fromkeys(row.case.preset for row in rows):
         of_model = [row for row in rows if row.case.preset == preset]
@@ -111,7 +115,10 @@ def _measure_model(
         part = max(1, config.micro_tokens // context)
         batch = max(1, options.tokens // context)
         part = min(part, batch)
-        steps = AccumulatingSteps(model, optimizer, device, part=part, clip=config.clip)
+        kinds = {
+            recorded: AccumulatingSteps(model, optimizer, device, part=part, clip=config.clip, recorded=recorded)
+            for recorded in dict.fromkeys(row.case.recorded for row in rows)
+        }
         tokens = Batch(torch.randint(config.vocabulary, (batch, context + 1), device=device))
         for row in (row for row in rows if row.case.context == context):
             row.batch, row.part, row.parameters = batch, part, sum(p.numel() for p in model.parameters())
@@ -119,12 +126,12 @@ def _measure_model(
                 _skip([row])
                 continue
             attentions = _prepare(row, config, device)
-            if attentions is not None and _first(row, model, attentions, steps, tokens, say):
+            if attentions is not None and _first(row, model, attentions, kinds[row.case.recorded], tokens, say):
                 prepared.append((row, attentions))
         for _ in range(options.rounds):
             for row, attentions in prepared:
                 if not row.failure and (time.monotonic() < deadline or not row.rounds):
-                    _round(row, model, attentions, steps, tokens, options.round_seconds)
+                    _round(row, model, attentions, kinds[row.case.recorded], tokens, options.round_seconds)
         top = flops.peak(device)
         for row, _ in prepared:
             if row.rounds and top is not None and config.precision == "bf16":
@@ -132,7 +139,7 @@ def _measure_model(
         for row, attentions in prepared:
             if options.profiled and row.rounds and time.monotonic() < deadline:
                 model.attentions = tuple(attentions)
-                row.kernels = costs_of(partial(_step, steps, tokens), PROFILED_STEPS, device)
+                row.kernels = costs_of(partial(_step, kinds[row.case.recorded], tokens), PROFILED_STEPS, device)
         model.attentions = ()
 
 
@@ -176,7 +183,7 @@ def _first(
         _run(row, model, attentions, steps, batch, count=1)
     case = row.case
     found = row.failure or f"first step {row.first_seconds:.1f} s"
-    say(f"{case.preset} {case.context:,} {case.pattern} {case.attention}: {found}")
+    say(f"{case.preset} {case.context:,} {case.pattern} {case.implementation}: {found}")
     return not row.failure
 
 

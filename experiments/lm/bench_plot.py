@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from experiments.lm.cases import Case
 from experiments.training.reading import read_json
 
 PANELS = (("tokens_per_s", "tokens/s", 1.0), ("mfu", "MFU, %", 100.0), ("peak_gb", "peak memory, GB", 1.0))
@@ -20,7 +21,9 @@ def lines(rows: list[dict[str, Any]], number: str) -> dict[str, tuple[list[int],
     found: dict[str, tuple[list[int], list[float]]] = {}
     for row in sorted(rows, key=lambda row: row["context"]):
         if row[number] is not None:
-            contexts, numbers = found.setdefault(f"{row['preset']} {row['pattern']} {row['attention']}", ([], []))
+            case = Case(*(row[name] for name in Case._fields[:-1]), row.get("recorded", False))
+            name = f"{case.preset} {case.pattern} {case.implementation}"
+            contexts, numbers = found.setdefault(name, ([], []))
             contexts.append(row["context"])
             numbers.append(row[number])
     return found

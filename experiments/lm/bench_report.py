@@ -35,7 +35,7 @@ def table(rows: Sequence[Row]) -> Table:
                 f"{row.seconds * 1e3:,.1f}",
                 f"{row.spread:.1%}",
             )
-        made.add_row(case.preset, f"{case.context:,}", case.pattern, case.attention, *numbers)
+        made.add_row(case.preset, f"{case.context:,}", case.pattern, case.implementation, *numbers)
     return made
 
 
@@ -49,10 +49,9 @@ def shortened(failure: str) -> str:
 
 
 def over_sdpa(row: Row, rows: Sequence[Row]) -> float | None:
-    """Tokens/s over those of dense SDPA; None if that was not measured."""
+    """Tokens/s over those of dense SDPA with steps of the same kind; None if that was not measured."""
     for other in rows:
-        same = other.case[:2] == row.case[:2] and other.case.pattern == "dense"
-        if same and other.case.attention == PEER and other.rounds:
+        if other.rounds and other.case == row.case._replace(pattern="dense", attention=PEER):
             return row.tokens_per_s / other.tokens_per_s
     return None
 

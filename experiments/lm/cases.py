@@ -24,14 +24,20 @@ class Case(NamedTuple):
     context: int
     pattern: str
     attention: str
+    recorded: bool = False  # whether its steps are CUDA graphs
+
+    @property
+    def implementation(self) -> str:
+        """How attention and steps are run, in words."""
+        return f"{self.attention}, recorded" if self.recorded else self.attention
 
 
 def parsed(text: str) -> list[Case]:
     """All combinations of "presets:contexts:patterns:implementations"; commas separate, K are 1,024 tokens.
 
     >>> parsed("124M:2K,512:dense:sparseflash")
-    [Case(preset='124M', context=2048, pattern='dense', attention='sparseflash'),
-     Case(preset='124M', context=512, pattern='dense', attention='sparseflash')]
+    [Case(preset='124M', context=2048, pattern='dense', attention='sparseflash', recorded=False),
+     Case(preset='124M', context=512, pattern='dense', attention='sparseflash', recorded=False)]
 
     Layers that differ are joined by + here, because commas separate patterns. Raises ValueError for anything else.
     """

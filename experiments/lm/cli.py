@@ -272,6 +272,9 @@ def bench_command(
     minutes: Annotated[float, typer.Option(min=0.01, help="Time limit; rows that did not begin say so.")] = 5.0,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of a step, at least one sequence.")] = 65_536,
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each row.")] = 3,
+    recorded: Annotated[
+        bool, typer.Option("--recorded", help="Measure each row once more, with its steps recorded as CUDA graphs.")
+    ] = False,
     profile: Annotated[
         bool, typer.Option("--profile", help="Then list the kernels of each row's step, in kernels.csv.")
     ] = False,
@@ -286,7 +289,7 @@ def bench_command(
         require_single_process("bench")
         place = find_device(device)
         cases = [each for text in case or DEFAULT for each in parsed(text)]
-        options = bench.Options(minutes, tokens, rounds, profiled=profile, chosen=chosen)
+        options = bench.Options(minutes, tokens, rounds, recorded=recorded, profiled=profile, chosen=chosen)
         command = command_line("experiments.lm")
         facts = environment(place, command, commit)
         rows = bench.measure(cases, options, place, say)

@@ -63,6 +63,9 @@ class Config:
     device: str = setting("auto", "cpu, cuda, cuda:1, ...; auto takes a GPU if PyTorch sees one.")
     precision: str = setting("bf16", "fp32, or bf16: matrix products in bfloat16, weights in float32.")
     compiled: str = setting("block", "What torch.compile sees: none, block (each layer around attention) or model.")
+    recorded: bool = setting(
+        False, "On one GPU, record the forward and backward as a CUDA graph, which need not wait for the host."
+    )
     sharding: str = setting(
         "ddp", "With torchrun: ddp, weights in every process, or fsdp, weights and optimiser divided (FSDP2)."
     )
@@ -98,6 +101,11 @@ class Config:
         _ = self.sizes  # checks them
         if self.compiled == "model" and self.recompute:
             raise ValueError("compiled must be block or none if layers are recomputed; got model")
+        if self.recorded and self.documents == "separate":
+            raise ValueError(
+                "documents must be joined if steps are recorded as CUDA graphs, which read the same masks in every "
+                "step; got separate: choose --no-recorded"
+            )
         if self.context_parallel > 1:
             self._check_shared_sequences()
 
@@ -136,8 +144,8 @@ DEFAULTS: dict[str, Any] = {each.name: each.default for each in fields(Config)}
 
 # Settings that may change when a run is resumed: they do not affect the weights, or are meant to.
 FREE_ON_RESUME = (
-    "steps", "minutes", "device", "compiled", "context_parallel", "recompute", "validate_every", "validation_tokens",
-    "checkpoint_every", "log_every",
+    "steps", "minutes", "device", "compiled", "recorded", "context_parallel", "recompute", "validate_every",
+    "validation_tokens", "checkpoint_every", "log_every",
 )  # fmt: skip
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -12,7 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from experiments.lm.model.attention import Attention
-from experiments.training.optimizer import apply_gradients
+from experiments.lm.model.transformer import LanguageModel
+from experiments.training.cuda_graphs import GraphInputs, GraphSteps, copy_into
 from experiments.training.steps import BatchSize, Objective, Outcome, Steps
 
 
@@ -25,8 +27,7 @@ class Batch:
 
     @property
     def size(self) -> BatchSize:
-        count = self.tokens.shape[0] * (self.tokens.shape[1] - 1)
-        return BatchSize(count, count, count)
+        return size_of(self.tokens)
 
     def on_device(self, device: torch.device) -> Tensor:
         """The tokens as int64; the host does not wait for the copy."""
@@ -36,56 +37,122 @@ class Batch:
         return tokens.to(device, non_blocking=True).long()
 
 
+@dataclass(frozen=True)
+class Part:
+    """Sequences [b, N + 1] of a batch, on the device."""
+
+    tokens: Tensor
+    share: float  # b / B
+    adds: bool  # whether other parts have come before
+    attentions: Sequence[Attention] | None = None
+
+    @property
+    def size(self) -> BatchSize:
+        return size_of(self.tokens)
+
+
+@dataclass(frozen=True)
+class StaticPart:
+    """A part whose tokens are replaced by those of other parts, for CUDA graphs."""
+
+    part: Part
+
+    @classmethod
+    def of(cls, part: Part) -> StaticPart:
+        return cls(Part(part.tokens.clone(), part.share, part.adds))
+
+    def fits(self, part: Part) -> bool:
+        """True: all parts of one graph have as many tokens."""
+        return True
+
+    def fill(self, part: Part) -> None:
+        """Copy the tokens of another part; the host does not wait for it."""
+        copy_into(self.part.tokens, part.tokens)
+
+    def on_device(self) -> Part:
+        return self.part
+
+
+def size_of(tokens: Tensor) -> BatchSize:
+    """The size of sequences [B, N + 1]."""
+    count = tokens.shape[0] * (tokens.shape[1] - 1)
+    return BatchSize(count, count, count)
+
+
 class AccumulatingSteps(Steps[Batch, Tensor]):
     """Training steps whose gradients are the mean over parts of a batch, `part` sequences each.
 
     The gradients of several processes are exchanged once, after the last part.
+
+    recorded: whether the forward and backward of a part are a CUDA graph, which `check_recordable` must allow. One
+        graph leaves the gradients of a step's first part, another adds those of the others to them. A last part that
+        is smaller has none.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        model: LanguageModel,
         optimizer: torch.optim.Optimizer,
         device: torch.device,
         *,
         part: int,
         clip: float,
         data_parallel: nn.Module | None = None,
+        recorded: bool = False,
     ) -> None:
         objective: Objective[Batch, Tensor] = Objective(lambda batch: batch.on_device(device), _no_losses, clip)
         super().__init__(model, optimizer, objective, device, data_parallel)
         self.part = part
+        of_part: Objective[Part, Part] = Objective(lambda part: part, _losses, 0.0, lambda part: part.adds)
+        self.parts = self.full_parts = Steps(model, optimizer, of_part, device, data_parallel)
+        if recorded:
+
+            def key(part: Part) -> Hashable:
+                return part.tokens.shape, part.share, part.adds, model.attentions
+
+            inputs: GraphInputs[Part, Part] = GraphInputs(StaticPart.of, key, most=sys.maxsize)
+            pool = torch.cuda.graph_pool_handle()
+            self.full_parts = GraphSteps(model, optimizer, of_part, device, inputs, pool)
 
     def _prepare(self, batch: Batch) -> None:
         """Compile and reserve memory; nothing changes but that the gradients are there, which a step replaces.
 
         All processes do this together: their gradients are exchanged here, too.
         """
-        self._gradients(batch)
+        self.gradients(batch)
         self.optimizer.zero_grad(set_to_none=True)
 
-    def __call__(self, batch: Batch, lr: float) -> Outcome:
-        loss = self._gradients(batch)
-        if self.objective.clip > 0:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.objective.clip)
-        apply_gradients(self.optimizer, lr)
-        nothing = torch.zeros_like(loss)
-        return Outcome(loss, nothing, nothing)
-
-    def _gradients(self, batch: Batch) -> Tensor:
-        """The mean loss of the batch; leaves the gradients with the parameters."""
-        self.model.train()
+    def gradients(self, batch: Batch) -> Outcome:
+        # Not the model's, which are gathered weights where FSDP has left them so after a validation.
         self.optimizer.zero_grad(set_to_none=True)
-        parts = batch.on_device(self.device).split(self.part)
+        parts = self.objective.on_device(batch).split(self.part)
         total = torch.zeros((), device=self.device)
         for number, tokens in enumerate(parts):
             attentions = batch.attentions[number] if batch.attentions else None
+            part = Part(tokens, len(tokens) / batch.tokens.shape[0], number > 0, attentions)
+            steps = self.full_parts if len(tokens) == len(parts[0]) else self.parts
             with _exchange(self.data_parallel, number == len(parts) - 1):
-                share = len(tokens) / batch.tokens.shape[0]
-                loss = self.data_parallel(tokens[:, :-1], tokens[:, 1:], attentions) * share
-                loss.backward()
-            total += loss.detach()
-        return total
+                total += steps.gradients(part).loss
+        if self.objective.clip > 0:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.objective.clip)
+        nothing = torch.zeros_like(total)
+        return Outcome(total, nothing, nothing)
+
+
+def check_recordable(device: torch.device, processes: int = 1) -> None:
+    """Raises ValueError unless the steps of a run can be CUDA graphs."""
+    if device.type != "cuda" or processes > 1:
+        raise ValueError(
+            f"--recorded must have one process on a GPU, whose steps become CUDA graphs; got {processes} on "
+            f"{device.type}: leave it out, or choose --no-recorded"
+        )
+
+
+def _losses(model: nn.Module, part: Part) -> tuple[Tensor, Outcome]:
+    """What a part adds to the mean loss of its batch."""
+    loss = model(part.tokens[:, :-1], part.tokens[:, 1:], part.attentions) * part.share
+    nothing = torch.zeros_like(loss, requires_grad=False)
+    return loss, Outcome(loss.detach(), nothing, nothing)
 
 
 def _no_losses(model: nn.Module, batch: Tensor) -> tuple[Tensor, Outcome]:

@@ -27,7 +27,7 @@ from experiments.lm.document_masks import DocumentMasks
 from experiments.lm.model.attention import Attention, attention_over
 from experiments.lm.model.shared_context import SharedContext
 from experiments.lm.model.transformer import LanguageModel
-from experiments.lm.steps import AccumulatingSteps, Batch
+from experiments.lm.steps import AccumulatingSteps, Batch, check_recordable
 from experiments.training import tensor_files
 from experiments.training.atomic_files import write_json
 from experiments.training.distributed import SINGLE, Ranks, find_device
@@ -65,6 +65,8 @@ class Run(Trainer[Batch]):
         device = find_device(config.device)
         ranks.check_context_parallel(config.context_parallel)
         ranks.check_batch(config.batch, "--batch-tokens")
+        if config.recorded:
+            check_recordable(device, ranks.count)
         if store.vocabulary > config.vocabulary:
             raise ValueError(
                 f"--vocabulary must be at least the {store.vocabulary} tokens of the text in {store.folder}; got "
@@ -187,6 +189,7 @@ class Run(Trainer[Batch]):
             part=self.part,
             clip=self.config.clip,
             data_parallel=self.data_parallel,
+            recorded=self.config.recorded,
         )
 
     def _batches(self) -> Iterator[Batch]:

@@ -8,15 +8,17 @@ import torch
 from typer.testing import CliRunner
 
 from experiments.lm import bench, flops
-from experiments.lm.bench_report import over_sdpa, table
+from experiments.lm.bench_plot import lines
+from experiments.lm.bench_report import over_sdpa, table, write
 from experiments.lm.cases import DEFAULT, Case, parsed
 from experiments.lm.cli import app
+from host_graphs import use_host_graphs
 
 SMALL = {"micro_tokens": 128, "vocabulary": 256, "block": 16, "window": 32}
 
 
-def rows_of(*cases, minutes=10.0):
-    options = bench.Options(minutes, tokens=256, rounds=2, round_seconds=0.01, chosen=SMALL)
+def rows_of(*cases, minutes=10.0, recorded=False):
+    options = bench.Options(minutes, tokens=256, rounds=2, round_seconds=0.01, recorded=recorded, chosen=SMALL)
     return bench.measure(
         [each for case in cases for each in parsed(case)], options, torch.device("cpu"), lambda _: None
     )
@@ -36,6 +38,29 @@ def test_rows_of_a_context_share_the_model_and_are_measured_in_turns():
     assert dense.flops_a_token == flops.of_token(weights, 48, 4 * 4 * 64 * 65 / 2, 64)
     assert dense.mfu is None  # of a CPU no peak is known
     assert "failed" in [*table(rows).columns[4].cells]
+
+
+def test_rows_are_measured_with_graphs_and_without(monkeypatch, tmp_path):
+    use_host_graphs(monkeypatch)
+    monkeypatch.setattr(bench, "check_recordable", lambda device: None)
+    rows = rows_of("cpu:64:dense:sparseflash,sdpa", "cpu:128:dense:sdpa", recorded=True)
+    assert [(row.case.context, row.case.attention, row.case.recorded) for row in rows] == [
+        (64, "sparseflash", False), (64, "sparseflash", True), (64, "sdpa", False), (64, "sdpa", True),
+        (128, "sdpa", False), (128, "sdpa", True),
+    ]  # fmt: skip
+    assert all(len(row.rounds) == 2 and not row.failure for row in rows)
+    assert over_sdpa(rows[1], rows) == rows[1].tokens_per_s / rows[3].tokens_per_s
+    assert [*table(rows).columns[3].cells][:2] == ["sparseflash", "sparseflash, recorded"]
+    write(tmp_path, rows, {}, {})
+    with open(tmp_path / "bench.csv") as file:
+        assert [row["recorded"] for row in csv.DictReader(file)] == 3 * ["False", "True"]
+    found = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    assert {"cpu dense sdpa", "cpu dense sdpa, recorded"} < lines(found, "tokens_per_s").keys()
+
+
+def test_graphs_must_have_a_gpu():
+    done = CliRunner().invoke(app, ["bench", "--case", "cpu:64:dense:sdpa", "--recorded", "--device", "cpu"])
+    assert done.exit_code == 2 and "--recorded must have one process on a GPU" in done.stderr
 
 
 def test_what_the_time_does_not_allow_says_so():
