@@ -151,7 +151,7 @@ def check_recordable(device: torch.device, processes: int = 1) -> None:
 def _losses(model: nn.Module, part: Part) -> tuple[Tensor, Outcome]:
     """What a part adds to the mean loss of its batch."""
     loss = model(part.tokens[:, :-1], part.tokens[:, 1:], part.attentions) * part.share
-    nothing = torch.zeros_like(loss, requires_grad=False)
+    nothing = torch.zeros_like(loss)
     return loss, Outcome(loss.detach(), nothing, nothing)
 
 

@@ -1,10 +1,13 @@
 """Training steps in parts, launched by the host and as CUDA graphs: the same bits."""
 
+from functools import partial
+
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from experiments.lm.model import transformer
 from experiments.lm.model.attention import attention_over
 from experiments.lm.steps import AccumulatingSteps, Batch, check_recordable
 from experiments.lm.train import Run
@@ -78,6 +81,19 @@ def test_nothing_in_a_step_asks_the_device_for_a_value(more):
     model = model_of("dense", "sdpa", **more)
     steps, (ids,) = steps_of(model, 2), batches(1, 4)
     with NoWaiting():
+        steps.gradients(Batch(ids))
+
+
+@pytest.mark.parametrize(("compiling", "recompute"), [("block", False), ("block", True), ("model", False)])
+def test_what_the_first_part_has_compiled_serves_those_that_add(monkeypatch, compiling, recompute):
+    """Because nothing can be compiled while a graph is captured."""
+    compiled = partial(torch.compile, fullgraph=True, dynamic=False, backend="aot_eager")
+    monkeypatch.setattr(transformer, "compiled", compiled)
+    torch._dynamo.reset()
+    steps = steps_of(model_of("dense", "sdpa", compiling=compiling, recompute=recompute), 2)
+    (ids,) = batches(1, 4)
+    steps.gradients(Batch(ids[:2].clone()))
+    with torch.compiler.set_stance("fail_on_recompile"):
         steps.gradients(Batch(ids))
 
 
