@@ -101,8 +101,9 @@ class GraphSteps(Steps[Batch, OnDevice]):
         def warm_up() -> None:
             # What adds to gradients follows a batch alike that does not. So all is compiled, and the graph of that one
             # holds as much memory as this would need beside it.
-            if not self.objective.adds(inputs.on_device()):
-                dry_run(self.model, self.objective.losses, inputs.on_device(), self.device)
+            batch = inputs.on_device()
+            if not self.objective.adds(batch):
+                dry_run(self.model, self.objective.losses, batch, self.device)
 
         def compute() -> Outcome:
             return compute_gradients(self.model, self.objective, inputs.on_device())
