@@ -94,7 +94,7 @@ def test_its_steps_are_never_recorded():
     ids=lambda settings: next(iter(settings)),
 )  # fmt: skip
 def test_settings_of_attention_are_refused(settings):
-    with pytest.raises(ValueError, match=rf"{next(iter(settings))} must not be set with model unet, which has none; got "):
+    with pytest.raises(ValueError, match=rf"{next(iter(settings))} must not be set with model unet, .* got "):
         Config(model="unet", **settings)
 
 

@@ -110,7 +110,7 @@ def test_a_run_begins_with_what_was_pretrained_and_says_so(tmp_path):
     note = after | {"results": {"128-14-drop": {"accuracy": 0.9, "error": 0.01, "layers": config.layers}}}
     (tmp_path / "after" / "model.json").write_text(json.dumps(note))
     row = table.rows([tmp_path])[1]
-    assert row[3] == "class, 20 % of the pixels hidden and named"
+    assert row[4] == "class, 20 % of the pixels hidden and named"
 
 
 def test_labels_of_an_earlier_run_are_described():
