@@ -18,7 +18,8 @@ SMALL = {"micro_tokens": 128, "vocabulary": 256, "block": 16, "window": 32}
 
 
 def rows_of(*cases, minutes=10.0, recorded=False):
-    options = bench.Options(minutes, tokens=256, rounds=2, round_seconds=0.01, recorded=recorded, chosen=SMALL)
+    chosen = {**SMALL, "depth": 2, "width": 96}
+    options = bench.Options(minutes, tokens=256, rounds=2, round_seconds=0.01, recorded=recorded, chosen=chosen)
     return bench.measure(
         [each for case in cases for each in parsed(case)], options, torch.device("cpu"), lambda _: None
     )
@@ -34,8 +35,8 @@ def test_rows_of_a_context_share_the_model_and_are_measured_in_turns():
     dense = rows[0]
     assert dense.density == pytest.approx(65 / 128)
     assert over_sdpa(dense, rows) == dense.tokens_per_s / rows[1].tokens_per_s
-    weights = flops.matrix_weights(4, 192, 768, 256)
-    assert dense.flops_a_token == flops.of_token(weights, 48, 4 * 4 * 64 * 65 / 2, 64)
+    weights = flops.matrix_weights(2, 96, 384, 256)
+    assert dense.flops_a_token == flops.of_token(weights, 48, 2 * 2 * 64 * 65 / 2, 64)
     assert dense.mfu is None  # of a CPU no peak is known
     assert "failed" in [*table(rows).columns[4].cells]
 
