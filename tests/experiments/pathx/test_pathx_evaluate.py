@@ -20,12 +20,6 @@ from pathx_runs import TINY, UNET
 
 
 @pytest.fixture(scope="module")
-def stream():
-    with Stream(0) as stream:
-        yield stream
-
-
-@pytest.fixture(scope="module")
 def finished(stream, tmp_path_factory):
     """The weights of a run that has ended, and what is written beside them."""
     run = Run(TINY, tmp_path_factory.mktemp("whole") / "run", stream)

@@ -18,7 +18,6 @@ from experiments.pathx.cli import app
 from experiments.pathx.config import Config, as_dict, from_dict
 from experiments.pathx.data import stream as streams
 from experiments.pathx.data.batches import make
-from experiments.pathx.data.stream import Stream
 from experiments.pathx.model.intensity import fitted
 from experiments.pathx.train import Run, saved_run
 from experiments.training import checkpoint, steps
@@ -28,12 +27,6 @@ from fake_clock import FakeClock
 from forked import execute_in_threads, interpreting
 from lra_runs import same_bits
 from pathx_runs import STAGES, TINY, options, tensors
-
-
-@pytest.fixture(scope="module")
-def stream():
-    with Stream(0) as stream:
-        yield stream
 
 
 @pytest.fixture(scope="module")

@@ -14,19 +14,12 @@ from experiments.pathx.cli import app
 from experiments.pathx.config import Config, as_dict, from_dict
 from experiments.pathx.curricula import CURRICULA
 from experiments.pathx.data.batches import make, recipe_of
-from experiments.pathx.data.stream import Stream
 from experiments.pathx.train import Run
 from experiments.training.steps import Steps
 from lra_runs import same_bits
 from pathx_runs import STAGES, TINY, UNET, tensors
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def stream():
-    with Stream(0) as stream:
-        yield stream
 
 
 @pytest.fixture(scope="module")
