@@ -65,6 +65,8 @@ def test_equal_lengths_within_the_batch_go_out():
         (lambda: from_deepspeed(torch.ones(2, 2), 16), "layout must have shape [H, nb, nb]; got [2, 2]."),
         (lambda: from_deepspeed(torch.ones(1, 2, 3), 16), "layout must have shape [H, nb, nb]; got [1, 2, 3]."),
         (lambda: from_deepspeed(torch.full((1, 1, 1), 2), 16), "layout must hold 0 and 1 only; got values [2]."),
+        (lambda: from_deepspeed(torch.tensor([[[1, 2j], [0, 1]]]), 16),
+         "layout must hold 0 and 1 only; got values [2j]."),
         (lambda: from_deepspeed(torch.ones(1, 2, 2), 48), "block must be one of 16"),
     ],
 )  # fmt: skip
