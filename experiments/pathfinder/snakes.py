@@ -85,10 +85,10 @@ def note(dashes, number, snake):
 
 
 @compiled
-def overwrite(mask, other, first, last):
-    """mask = other, in rows first to last - 1."""
-    for y in range(max(0, first), min(len(mask), last)):
-        for x in range(len(mask)):
+def overwrite(mask, other):
+    """mask = other"""
+    for y in range(mask.shape[0]):
+        for x in range(mask.shape[1]):
             mask[y, x] = other[y, x]
 
 
@@ -192,14 +192,14 @@ def draw_targets(rng, padding, seed_distance, length, t, most_attempts, mask, ne
     for attempt in range(1, most_attempts + 1):
         if not seed_targets(rng, size, seed_distance, t, snakes):
             continue
-        overwrite(mask, empty, first, last)
-        overwrite(near, empty_near, first, last)
+        overwrite(mask[first:last], empty[first:last])
+        overwrite(near[first:last], empty_near[first:last])
         first, last = size, 0
         note(dashes, 0, snakes[0])
         note(dashes, length, snakes[1])
         placed = 1
         while placed < length:
-            first = min(first, snakes[0, 2] - reach, snakes[1, 2] - reach)
+            first = max(0, min(first, snakes[0, 2] - reach, snakes[1, 2] - reach))
             last = max(last, snakes[0, 2] + reach + 1, snakes[1, 2] + reach + 1)
             if not extend(rng, snakes[0], mask, near, t, cumulative):
                 break
@@ -284,13 +284,13 @@ def draw_distractors(rng, wanted, length, t, mask, near, dashes):
     scratch = scratch_for(len(mask))
     placed = 0
     for _ in range(wanted):
-        overwrite(before, mask, 0, len(mask))
-        overwrite(near_before, near, 0, len(mask))
+        overwrite(before, mask)
+        overwrite(near_before, near)
         for _ in range(SNAKE_TRIES):
             mine = dashes[placed * length : (placed + 1) * length]
             if draw_distractor(rng, mask, near, t, snake, cumulative, scratch, mine):
                 placed += 1
                 break
-            overwrite(mask, before, 0, len(mask))
-            overwrite(near, near_before, 0, len(mask))
+            overwrite(mask, before)
+            overwrite(near, near_before)
     return placed
