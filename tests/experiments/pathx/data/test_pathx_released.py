@@ -55,7 +55,7 @@ def tiles():
 def test_the_tracer_finds_most_paths_of_generated_images_and_invents_few():
     """It must be known to be right before its answers about released images mean anything."""
     parameters = lra(128, 14)
-    vectors = collect(parameters, 12, [draw(parameters, 12, index) for index in range(40)])
+    vectors = collect(parameters, 12, [draw(parameters, 12, index) for index in range(60)])
     said = np.array([connected(image) for image in render(vectors)])
     assert (said == vectors.labels).mean() >= 0.9
     assert (said & (vectors.labels == 0)).sum() <= 1
