@@ -189,6 +189,14 @@ _DROPOUT_CASES = [
 ]  # fmt: skip
 
 
+def with_examples(run, found, dims, dtype):
+    """A test of drawn problems that begins with those of the given ones that have these head dims and dtype."""
+    for each in found:
+        if (each.dim, each.v_dim, each.dtype) == (*dims, dtype):
+            run = example(each)(run)
+    return run
+
+
 # One query of a head sees one key: dq at 1.05 of what four draws allow, which had counted the queries that see nothing.
 _ONE_LIVE_SCORE_A_HEAD = Problem(
     Recipe(
@@ -222,10 +230,7 @@ def test_dropout_is_exact_on_the_gpu(arithmetic, dims, way):
         with loads(way), products_in_tf32(arithmetic == "tf32"):
             check(problem, "triton", "cuda", arithmetic)
 
-    found = _ONE_LIVE_SCORE_A_HEAD
-    if (found.dim, found.v_dim, found.dtype) == (*dims, dtype):
-        run = example(found)(run)
-    run()
+    with_examples(run, [_ONE_LIVE_SCORE_A_HEAD], dims, dtype)()
 
 
 @pytest.mark.parametrize("k_len", [1500, 6007])
@@ -272,7 +277,4 @@ def test_the_kernel_is_exact_on_the_gpu(arithmetic, dims, way):
         with loads(way), products_in_tf32(arithmetic == "tf32"):
             check(problem, "triton", "cuda", arithmetic)
 
-    for found in _FOUND_ON_A_GPU:
-        if (found.dim, found.v_dim, found.dtype) == (*dims, dtype):
-            run = example(found)(run)
-    run()
+    with_examples(run, _FOUND_ON_A_GPU, dims, dtype)()
