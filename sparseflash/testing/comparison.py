@@ -169,7 +169,8 @@ def compare(
         if name in got and truth["out"].any() and not truth[name].any():
             sizes[name] = max(head.size_of_differences() for head in chosen) * float(x.abs().max())
 
-    errors = compare_with_draws(compared, truth, draws(), factor, magnitudes=sizes, every_draw=every_draw).errors
+    enough = 0.0 if every_draw else 1.0
+    errors = compare_with_draws(compared, truth, draws(), factor, magnitudes=sizes, enough=enough).errors
     return Comparison({n: e if finite[n] else replace(e, largest=math.inf) for n, e in errors.items()})
 
 
@@ -180,18 +181,18 @@ def compare_with_draws(
     factor: float,
     *,
     magnitudes: Mapping[str, float] | None = None,
-    every_draw: bool = True,
+    enough: float = 0.0,
 ) -> Comparison:
     """`compare_results` beside the plain errors of several draws, as `plain_errors` takes them, times a factor.
 
-    `every_draw`: False to stop at the first draw by which the results are exact.
+    `enough`: no more draws are made once the worst ratio is at most this: others could only make it smaller.
     """
 
     def judged(plain: dict[str, float]) -> Comparison:
         allowed = {name: factor * error for name, error in plain.items()}
         return compare_results(got, truth, allowed, magnitudes=magnitudes)
 
-    return judged(plain_errors(draws, until=None if every_draw else lambda plain: judged(plain).exact))
+    return judged(plain_errors(draws, until=lambda plain: judged(plain).worst <= enough))
 
 
 def plain_errors(

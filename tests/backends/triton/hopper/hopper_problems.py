@@ -103,7 +103,7 @@ def assert_exact(problem, got):
     names = Results._fields[: len(got)]
     draws, factor = plain_draws(problem, "cpu", None, truth)
     by_name = (dict(zip(names, values, strict=False)) for values in (got, truth))
-    found = compare_with_draws(*by_name, draws, factor, magnitudes=magnitude, every_draw=False)
+    found = compare_with_draws(*by_name, draws, factor, magnitudes=magnitude, enough=1.0)
     assert found.exact, f"every error must be at most what is allowed; got\n{found}"
 
 

@@ -25,17 +25,17 @@ def test_it_reads_what_the_tests_write(tmp_path, monkeypatch):
 
     monkeypatch.setenv("SPARSEFLASH_EXACTNESS", str(tmp_path / "records"))
     x = torch.tensor([1.0])
-    truth = [x.double() + 1e-9] * 5
-    plain, exact = (dict(zip(NAMES, values, strict=True)) for values in ([x.double() + 1.1e-8] * 5, truth))
-    draws = iter([(plain, exact)] * 2)
+    truth = [x.double() + 8e-8] * 5
+    plain, exact = (dict(zip(NAMES, values, strict=True)) for values in ([x.double() + 18e-8] * 5, truth))
+    draws = iter([(exact, exact), (plain, exact), (plain, exact)])
     label = {"backend": "triton", "device": "cpu", "dtype": "float32", "dim": 16, "v_dim": 24, "tokens": 9}
     assert_exact([x] * 5, truth, draws, 1.0, label | {"problem": "Problem()"})
-    assert not list(draws)  # a record is of every draw
+    assert len(list(draws)) == 1  # by the first draw alone the error is two thirds of what is allowed
     frame = read([tmp_path / "records"])
     assert len(frame) == 1
     assert tuple(NAMES) == RESULTS
     assert frame.loc[0, "v_dim"] == 24
-    assert 0 < frame.loc[0, "worst"] < 0.01
+    assert 0.2 < frame.loc[0, "worst"] < 0.3
 
 
 def test_cases_are_counted_and_the_worst_is_kept(tmp_path):
