@@ -101,6 +101,7 @@ class Evaluation:
             "layers": (stage.layers or config.layers) if config.model == "attention" else None,
             "floor": config.floor,
             "positions": config.positions if config.model == "attention" else None,
+            "training_images": training_images(config),
             "renderings": "drawn" if config.renderings else "one",
             "accuracy": scores.accuracy,
             "error": standard_error(scores.accuracy, count),
@@ -112,6 +113,14 @@ class Evaluation:
             "device": device_name(self.device),
             "versions": versions(),
         }
+
+
+def training_images(config: Config) -> str:
+    """Which images the last stage of a curriculum trains on, in words."""
+    if config.release is not None:
+        return "a release's"
+    count = config.curriculum[-1].images
+    return "fresh" if count is None else f"{count:,} of each length"
 
 
 def baselines(stage: Stage) -> str:

@@ -126,6 +126,7 @@ def row_of(name: str, note: dict[str, Any], background: str, tested: dict[str, d
     supervision = described(of_model(note))
     # Results from before these settings existed are of models that had the first of each.
     floor, renderings = found.get("floor", 1), found.get("renderings", "one")
+    images = found.get("training_images", "fresh")
     left_out = "black left out" if floor == 1 else f"levels below {floor} left out"
     if found.get("model", "attention") == "unet":  # it reads whole images, in which black stands for what is left out
         left_out = "kept" if floor == 1 else f"levels below {floor} black"
@@ -138,7 +139,7 @@ def row_of(name: str, note: dict[str, Any], background: str, tested: dict[str, d
         f"class, {supervision}" if supervision else "class",
         left_out if background == "drop" else "kept",
         *attention,
-        f"fresh, {renderings} rendering" + ("s" if renderings == "drawn" else ""),
+        f"{images}, {renderings} rendering" + ("s" if renderings == "drawn" else ""),
         f"{note['parameters'] / 1e6:.2f}M", f"{cost['images'] / 1e6:.2f}M",
         f"{cost['minutes']:.0f} min, {note['device']}",
     ]  # fmt: skip
@@ -160,8 +161,8 @@ def markdown(lines: list[list[str]]) -> str:
         "# Path-X, Path-256 and Path-512",
         "",
         "Ours: LRA-parameter generated Path-X and Path-256, and Path-512 with parameters extrapolated from the arena's",
-        "(nobody else has used it); 20,000 test images from seeds of their own, fresh images in training; curriculum",
-        "over sizes and contour lengths, all of whose images and minutes are counted.",
+        "(nobody else has used it); 20,000 test images from seeds of their own; curriculum over sizes and contour",
+        "lengths, all of whose images and minutes are counted.",
         "Labels, background, positions, order, layers and images name every help that a system had: `class` is the",
         "answer alone, `pixel labels` tell of each pixel how many markers its curve has, `kept` means that all pixels",
         "are tokens; dense layers are written out. Rows of ours without pixel labels stand first. Published figures",

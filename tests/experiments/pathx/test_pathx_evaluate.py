@@ -110,6 +110,13 @@ def test_an_analysis_has_bins_rules_maps_and_masks(finished, tests, stream, tmp_
     assert "near:8" in text
 
 
+def test_results_say_which_images_a_model_was_trained_on():
+    fixed = [replace(stage, images=160_000) for stage in UNET.curriculum]
+    assert evaluate.training_images(UNET) == "fresh"
+    assert evaluate.training_images(replace(UNET, curriculum=tuple(fixed))) == "160,000 of each length"
+    assert evaluate.training_images(replace(UNET, release="lra")) == "a release's"
+
+
 def test_a_unet_has_results_and_a_row_and_no_maps(tests, stream, monkeypatch, tmp_path):
     run = Run(replace(UNET, curriculum=UNET.curriculum[1:]), tmp_path / "run", stream)
     run.train()
@@ -152,12 +159,12 @@ def test_the_table_has_ours_and_the_published(tmp_path):
         "Hilbert", "tiles:16*5,dense*4", "fresh, one rendering", "0.90M", "2.00M", "55 min, X",
     ]  # fmt: skip
     other = {"accuracy": 0.9, "error": 0.002, "layers": "tiles:16@rows*9", "floor": 32, "positions": "line"}
-    other |= {"renderings": "drawn"}
+    other |= {"renderings": "drawn", "training_images": "1,000 of each length"}
     (tmp_path / "two.json").write_text(json.dumps(note | {"auxiliary": 0.0, "results": {"256-14-drop": other}}))
     lines = table.rows([tmp_path], tmp_path)
     assert [line[0] for line in lines[1:3]] == ["ours: two", "ours: one"]  # without pixel labels first
     assert lines[1][2:10] == ["90.0 ± 0.2 %", "-", "class", "levels below 32 left out", "1-D rotary", "rows",
-                             "tiles:16@rows*9", "fresh, drawn renderings"]  # fmt: skip
+                             "tiles:16@rows*9", "1,000 of each length, drawn renderings"]  # fmt: skip
     assert "LRA-parameter generated" in table.markdown(lines)
     page = tmp_path / "shortcuts.md"
     names = [parameters_of(size, 14).name for size in table.SIZES]
