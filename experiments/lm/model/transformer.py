@@ -151,8 +151,8 @@ class LanguageModel(nn.Module):
     attentions: one for each layer; see attention.py.
     dtype: of the stream and of the matrix products.
     compiling: "none"; "block": the two halves of a layer around its attention, one pair of graphs for all layers and
-        all contexts with the same number of tokens; "model": all from the embedding to the last norm as one graph, with
-        attention as an operator in it.
+        all contexts with the same number of tokens; "model": all from the first layer to the last norm as one graph,
+        with attention as an operator in it.
     recompute: whether the backward pass computes each layer again from its input, which alone is kept.
     shared: which tokens this process has, if several share those of each sequence; `attentions` are then over these.
     """
@@ -194,16 +194,24 @@ class LanguageModel(nn.Module):
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=small if name.endswith(("out.weight", "down.weight")) else 0.02)
 
-    def trunk(self, ids: Tensor, attentions: Sequence[Attention]) -> Tensor:
-        """Features [T, W] of tokens [B, N], which are this process's if sequences are shared."""
+    def features(self, ids: Tensor, attentions: Sequence[Attention]) -> Tensor:
+        """Features [T, W] of tokens [B, N], which are this process's if sequences are shared.
+
+        The embeddings are never compiled: Inductor would add up the gradients of equal tokens by atomic additions, in
+        another order at every run.
+        """
         batch, length = ids.shape
-        x = self.embedding(ids.flatten()).to(self.dtype)
         of_sequence = (
             torch.arange(length, device=ids.device) if self.shared is None else self.shared.positions(ids.device)
         )
         places = of_sequence.repeat(batch)
+        x = self.embedding(ids.flatten()).to(self.dtype)
         if self.places is not None:
             x = x + self.places(places).to(self.dtype)
+        return self.run(x, places, batch, attentions)
+
+    def trunk(self, x: Tensor, places: Tensor, batch: int, attentions: Sequence[Attention]) -> Tensor:
+        """Features [T, W] of embedded tokens [T, W] at these places [T] of their sequences."""
         rotation = None
         if self.rotary is not None:
             cosine, sine = self.rotary(places)  # [T, 1, D / 2]
@@ -226,7 +234,7 @@ class LanguageModel(nn.Module):
         """
         if self.shared is not None:
             ids, labels = self.shared.scatter(ids), self.shared.scatter(labels)
-        features = self.run(ids, attentions or self.attentions)
+        features = self.features(ids, attentions or self.attentions)
         if each:
             found = token_losses(features, self.embedding.weight, labels.flatten()).view_as(ids)
             return found if self.shared is None else self.shared.gather(found)
@@ -236,7 +244,7 @@ class LanguageModel(nn.Module):
     @torch.no_grad()
     def scores(self, ids: Tensor, place: int) -> Tensor:
         """Scores [B, V] of the tokens that may follow the one at a place of ids [B, N]; -inf for the padding's."""
-        features = self.run(ids, self.attentions).unflatten(0, ids.shape)[:, place]
+        features = self.features(ids, self.attentions).unflatten(0, ids.shape)[:, place]
         found = product(features, self.embedding.weight).float()
         found[:, self.sizes.vocabulary :] = -torch.inf
         return found

@@ -1,13 +1,19 @@
 """The model: its attention by implementation, its loss in chunks, its sizes and FLOPs."""
 
+import re
+from functools import partial
+
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
 
 from experiments.lm import flops, patterns
 from experiments.lm.config import configure
 from experiments.lm.model import attention as attentions
 from experiments.lm.model import loss as losses
+from experiments.lm.model import transformer
 from experiments.lm.model.attention import attention_over, is_dense_causal
 from experiments.lm.model.transformer import LanguageModel, Sizes
 from lm_models import gradients, model_of, tiny
@@ -33,6 +39,24 @@ def test_compiled_models_compute_the_same_without_a_break_in_the_graph(compiling
     other, found = gradients(model_of("local|butterfly", "sparseflash", depth=1, compiling=compiling), IDS)
     torch.testing.assert_close(other, loss)
     torch.testing.assert_close(found, plain, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("compiling", ["block", "model"])
+@pytest.mark.parametrize("positions", ["rotary", "learned"])
+def test_nothing_that_is_compiled_adds_up_rows_by_index(monkeypatch, compiling, positions):
+    """Inductor would do so by atomic additions, in another order at every run."""
+    names = set()
+
+    def look(graph, inputs):
+        names.update(node.target.name() for node in graph.graph.nodes if isinstance(node.target, torch._ops.OpOverload))
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=look, bw_compiler=look)
+    monkeypatch.setattr(transformer, "compiled", partial(torch.compile, fullgraph=True, dynamic=False, backend=backend))
+    torch._dynamo.reset()
+    gradients(model_of("dense", "sdpa", positions=positions, compiling=compiling), IDS)
+    assert "aten::native_layer_norm_backward" in names
+    assert not [name for name in names if re.search("embedding|index_put|index_add|scatter", name)]
 
 
 def test_layers_that_are_computed_again_have_the_same_bits_and_keep_their_inputs_alone():
