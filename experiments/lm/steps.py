@@ -144,7 +144,7 @@ def check_recordable(device: torch.device, processes: int = 1) -> None:
     if device.type != "cuda" or processes > 1:
         raise ValueError(
             f"--recorded must have one process on a GPU, whose steps become CUDA graphs; got {processes} on "
-            f"{device.type}: leave it out, or choose --no-recorded"
+            f"{device.type}: leave it out; a run that began with it goes on with --no-recorded"
         )
 
 
