@@ -54,7 +54,7 @@ def pytest_configure(config):
     else:
         os.environ["TRITON_INTERPRET"] = "1"
 
-    gc.set_threshold(50_000, 20, 100)  # each example makes as many objects as would start a collection at 700
+    gc.set_threshold(1_000_000, 20, 100)  # each example makes as many objects as would start a collection at 700
 
     if "PYTEST_XDIST_WORKER" in os.environ:
         import torch
