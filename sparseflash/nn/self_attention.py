@@ -158,7 +158,7 @@ class SparseSelfAttention(Heads):
             mixed = self._attend_with_cache(q, k, v, cache)
         else:
             own = self.mask_for(mask, x.shape[1], x.shape[1], x.device)
-            mixed = self.attend(q, k, v, padded(own, x.shape[1], x.shape[1], x.device, lengths, None))
+            mixed = self.attend(q, k, v, padded(own, x.shape[1], x.shape[1], x.device, lengths=lengths))
         out: Tensor = self.out(mixed)
         return out
 

@@ -96,6 +96,7 @@ def test_padding_is_not_seen():
     only = cross(x, context, lengths=[5, 40])
     torch.testing.assert_close(only[0, 5:], cross.out.bias.expand(35, -1))
     torch.testing.assert_close(only[1:], cross(x[1:], context[1:]))
+    torch.testing.assert_close(cross(x, context, lengths=[5]), cross(x, context, lengths=[5, 5]))
 
 
 def test_cross_attention_has_a_mask_of_both_lengths():
