@@ -152,10 +152,7 @@ def attend(
 
     place: where the call is to be cached, if it can be.
     """
-    if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):  # PyTorch has no autocast for meta
-        q, k, v = as_autocast_wants(q, k, v)
-    if not q.dtype == k.dtype == v.dtype:
-        raise TypeError(f"q, k and v must have one dtype; got {q.dtype}, {k.dtype} and {v.dtype}.")
+    q, k, v = in_one_dtype(q, k, v)
     if mask is not None:
         check_mask(mask, q, k)
     scale = checked_scale(scale, q.shape[-1])
@@ -203,9 +200,12 @@ def chosen_backend(backend: str | None, device: torch.device) -> tuple[str, str]
     return backend, "asked for"
 
 
-def as_autocast_wants(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The inputs in autocast's dtype; call it only where autocast is enabled."""
-    q, k, v = (x.to(autocast_dtype(x)) for x in (q, k, v))
+def in_one_dtype(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The inputs, in autocast's dtype where it is enabled. Raises TypeError unless they have one dtype then."""
+    if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):  # PyTorch has no autocast for meta
+        q, k, v = (x.to(autocast_dtype(x)) for x in (q, k, v))
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"q, k and v must have one dtype; got {q.dtype}, {k.dtype} and {v.dtype}.")
     return q, k, v
 
 

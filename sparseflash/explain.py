@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from sparseflash.attention import KERNELS, Backend, chosen_backend
+from sparseflash.attention import KERNELS, Backend, chosen_backend, in_one_dtype
 from sparseflash.backends.problem import Problem
 from sparseflash.blockmask import BlockMask
 from sparseflash.dropout import Dropout, threshold
@@ -108,6 +108,8 @@ def explain(
             answer says why there is none.
     """
     check_tensors(q, k, v)
+    dropped = threshold(dropout_p)
+    q, k, v = in_one_dtype(q, k, v)
     if mask is not None:
         check_mask(mask, q, k, any_device=capability is not None)
     if capability is not None and backend not in tuple(KERNELS):  # a tuple: backend may be no name at all
@@ -130,7 +132,6 @@ def explain(
     else:
         gpu.check_capability(capability, "the one that explain was asked about")
         api.check_layout(q, k, v)
-    dropped = threshold(dropout_p)
     dropout = Dropout(torch.empty(1, dtype=torch.int64, device="meta"), dropped) if dropped else None
     scale = checked_scale(None, q.shape[-1])
     problem = Problem.of(mask, scale=scale, batch=q.shape[0], dropout=dropout, kernels=KERNELS[backend])

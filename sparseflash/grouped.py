@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.attention import Backend, attention
-from sparseflash.blockmask.arguments import BLOCKS, checked_integers, flag
+from sparseflash.blockmask.arguments import BLOCKS, checked_integers, flag, integer
 from sparseflash.validation import check_tensors, checked_scale
 
 
@@ -59,7 +59,7 @@ def selected_attention(
     check_tensors(q, k, v)
     (batch, heads, q_len, dim), (_, kv_heads, k_len, _) = q.shape, k.shape
     index = _checked_index(index, batch, kv_heads, q_len, q.device)
-    if span not in BLOCKS:
+    if integer(span, "span", "tokens") not in BLOCKS:
         raise ValueError(f"span must be one of {', '.join(map(str, BLOCKS))}; got {span}.")
     group = heads // kv_heads
     if group > BLOCKS[-1]:

@@ -58,4 +58,10 @@ def _is_rule(pattern: Pattern) -> bool:
     except ValueError:  # of a function in C, such as torch.ge
         return True
     needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len(needed) > 2:
+        raise TypeError(
+            "a pattern must be a function of a sequence's length, or a rule of positions (q, k); got one of "
+            f"({', '.join(each.name for each in needed)}). One of heads, too, is a function of the length: "
+            "lambda n: BlockMask.from_function(rule, n, heads=heads)."
+        )
     return len(needed) == 2

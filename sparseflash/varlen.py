@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparseflash.attention import Backend, attention
 from sparseflash.blockmask import BlockMask, bitmask
-from sparseflash.blockmask.arguments import Block, block_pair, integers
+from sparseflash.blockmask.arguments import Block, block_pair, checked_device, integers
 from sparseflash.blockmask.cache import BoundedDict
 from sparseflash.blockmask.ops.place import place
 from sparseflash.pattern import Pattern, check_pattern, mask_of_lengths
@@ -185,7 +185,7 @@ def varlen_mask(
             f"cu_seqlens_k must be of as many sequences as cu_seqlens_q, {len(q_sums) - 1}; got {len(k_sums) - 1}."
         )
     check_pattern(pattern)
-    key = q_sums, k_sums, pattern, block_pair(block), torch.device(device)
+    key = q_sums, k_sums, pattern, block_pair(block), checked_device(device)
     mask: BlockMask | None = _masks.get(key)
     return _masks.put(key, _made(q_sums, k_sums, pattern, block).to(device)) if mask is None else mask
 

@@ -163,6 +163,21 @@ def test_changes_of_scores_are_checked_for_every_backend():
         explain(*empty(), scores=scores.alibi(torch.ones(4)))
 
 
+def test_autocast_is_that_of_attention():
+    q, k, v = (torch.randn(1, 1, 64, 64, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float32))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert {each.arithmetic for each in explain(q, k, v, **HOPPER).kernels} == {"half"}
+
+
+@pytest.mark.parametrize("where", [{}, HOPPER], ids=["cpu", "hopper"])
+def test_dtypes_that_differ_and_impossible_dropout_are_refused_as_by_attention(where):
+    q, k, v = empty(device="cpu", tokens=64)
+    with pytest.raises(TypeError, match="q, k and v must have one dtype"):
+        explain(q, k.half(), v, **where)
+    with pytest.raises(ValueError, match="dropout_p must be at least 0 and below 1"):
+        explain(q, k, v, dropout_p=1.0, **where)
+
+
 def test_what_attention_refuses_is_refused():
     q, k, v = empty(tokens=64)
     named = "backend must be 'triton', 'hopper' or None if capability is given; got 'reference'"

@@ -88,6 +88,7 @@ INDEX = torch.zeros(2, 10, 3, dtype=torch.int32)
         ),
         ({"index": INDEX.expand(3, 2, 10, 3)}, ValueError, r"index must have shape .*; got \[3, 2, 10, 3\]"),
         ({"index": INDEX.to("meta")}, ValueError, r"index must be on q's device cpu; got meta"),
+        ({"span": 64.0}, TypeError, r"span must be an integer number of tokens; got 64\.0"),
         ({"span": 48}, ValueError, r"span must be one of 16, 32, 64, 128, 256; got 48"),
         ({"causal": 1}, TypeError, r"causal must be True or False; got 1"),
         ({"q": torch.zeros(2, 514, 10, 16)}, ValueError, r"groups must be of at most 256 query heads; got 257"),

@@ -174,6 +174,7 @@ N = torch.nested.nested_tensor([X, X], layout=torch.jagged)
         ((X, X, X), {"cu_seqlens_q": [0.0, 10.0]}, TypeError, r"cu_seqlens_q must be a list of integers"),
         ((X, X, X), {"cu_seqlens_k": [0, 5, 10]}, ValueError, r"as many sequences as cu_seqlens_q, 1; got 2"),
         ((X, X, X), {"pattern": masks.causal(10)}, TypeError, r"got BlockMask\. The beginnings of a mask"),
+        ((X, X, X), {"pattern": lambda b, h, q, k: k}, TypeError, r"positions \(q, k\); got one of \(b, h, q, k\)"),
         ((X, X, X), {"pattern": lambda n: None}, TypeError, r"mask must be a sparseflash BlockMask; got NoneType"),
         ((X, X, X), {"pattern": lambda n: masks.causal(9)}, ValueError, r"must return .* 10 queries .*; it .* 9 and 9"),
         ((X, X, X), {"cu_seqlens_k": [0, 0]}, ValueError, r"at least one query and one key to make a mask; got none"),
@@ -190,6 +191,11 @@ N = torch.nested.nested_tensor([X, X], layout=torch.jagged)
 def test_what_is_refused_and_why(tensors, arguments, error, message):
     with pytest.raises(error, match=message):
         attention_varlen(*tensors, **({"cu_seqlens_q": [0, 10]} | arguments))
+
+
+def test_a_device_that_there_is_not_is_refused():
+    with pytest.raises(ValueError, match=r"device must be a torch\.device or its name, such as 'cuda'; got 'gpu'"):
+        varlen_mask([0, 10], device="gpu")
 
 
 @pytest.mark.gpu

@@ -108,8 +108,8 @@ def convert(
             autocompletion=lambda incomplete: [name for name in converted.NAMES if name.startswith(incomplete)],
         ),
     ] = None,
-    batch: Annotated[int | None, typer.Option(help="Batch element, for formats with one pattern.", min=0)] = None,
-    head: Annotated[int | None, typer.Option(help="Head, for formats with one pattern.", min=0)] = None,
+    batch: Annotated[int | None, typer.Option(help="The batch element to write.", show_default="all", min=0)] = None,
+    head: Annotated[int | None, typer.Option(help="The head to write.", show_default="all", min=0)] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a mask in the format of another library, and say what the file holds when it is read again.

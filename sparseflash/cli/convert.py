@@ -19,11 +19,11 @@ Fields = dict[str, Any]
 class Format(NamedTuple):
     """How a library's mask becomes tensors and numbers by name, and back."""
 
-    fields: Callable[..., Fields]  # of a mask, batch and head
+    fields: Callable[[BlockMask], Fields]
     mask: Callable[[Fields, tuple[int, int]], BlockMask]  # of fields and the block
 
 
-def _fa4(mask: BlockMask, batch: int | None, head: int | None) -> Fields:
+def _fa4(mask: BlockMask) -> Fields:
     if bool((mask.tile != 0).any()):
         raise ValueError(
             "--to fa4 must be given a mask of whole tiles, as FA4 takes others for full without a mask_mod; "
@@ -38,7 +38,7 @@ def _of_fa4(fields: Fields, block: tuple[int, int]) -> BlockMask:
     return interop.from_fa4(lists, fields["q_len"], fields["k_len"])
 
 
-def _flashmask(mask: BlockMask, batch: int | None, head: int | None) -> Fields:
+def _flashmask(mask: BlockMask) -> Fields:
     return interop.to_flashmask(mask)._asdict() | _lengths(mask)
 
 
@@ -55,21 +55,21 @@ def _lengths(mask: BlockMask) -> Fields:
 # Those that are stored as tensors by name, in a file of torch.save.
 FORMATS = {
     "sdpa": Format(
-        lambda mask, batch, head: {"attn_mask": interop.to_sdpa(mask)},
+        lambda mask: {"attn_mask": interop.to_sdpa(mask)},
         lambda fields, block: interop.from_sdpa(fields["attn_mask"], block=block),
     ),
     "torch-sparse": Format(
-        lambda mask, batch, head: {"matrix": interop.to_torch_sparse(mask, batch=batch, head=head)},
+        lambda mask: {"matrix": interop.to_torch_sparse(mask)},
         lambda fields, block: interop.from_torch_sparse(fields["matrix"], block=block),
     ),
     "fa4": Format(_fa4, _of_fa4),
     "flashinfer": Format(
-        lambda mask, batch, head: interop.to_flashinfer(mask, batch=batch, head=head)._asdict(),
+        lambda mask: interop.to_flashinfer(mask)._asdict(),
         lambda fields, block: interop.from_flashinfer(**fields, block=block),
     ),
     "flashmask": Format(_flashmask, _of_flashmask),
     "deepspeed": Format(
-        lambda mask, batch, head: interop.to_deepspeed(mask)._asdict(),
+        lambda mask: interop.to_deepspeed(mask)._asdict(),
         lambda fields, block: interop.from_deepspeed(fields["layout"], fields["block"]),
     ),
 }
@@ -98,17 +98,17 @@ def format_of(path: Path, asked: str | None) -> str:
 
 
 def write(mask: BlockMask, path: Path, name: str, *, batch: int | None = None, head: int | None = None) -> BlockMask:
-    """Writes the mask, reads the file, and returns what it holds. batch, head: for formats with a single pattern.
+    """Writes the mask, or the one of a batch element and a head, reads the file, and returns what it holds.
 
     Raises ValueError if the format cannot represent the mask; nothing is written then.
     """
-    mask = mask.canonical()
+    mask = mask.canonical().select(batch=batch, heads=head)
     if name == "mask":
         mask.save(path)
     elif name == "scipy":
         from scipy import sparse
 
-        matrix = interop.to_scipy(mask, batch=batch, head=head)
+        matrix = interop.to_scipy(mask)
         with path.open("wb") as file:  # given a name, SciPy would add a suffix
             sparse.save_npz(file, matrix)
     elif name == "dense":
@@ -116,7 +116,7 @@ def write(mask: BlockMask, path: Path, name: str, *, batch: int | None = None, h
         with path.open("wb") as file:
             np.save(file, dense)
     else:
-        fields = FORMATS[name].fields(mask, batch, head)
+        fields = FORMATS[name].fields(mask)
         torch.save({"kind": _KIND, "format": name, "block": [mask.block_q, mask.block_k], "fields": fields}, path)
     return read(path, block=(mask.block_q, mask.block_k))
 

@@ -9,7 +9,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from sparseflash.attention import Backend, as_autocast_wants, attend
+from sparseflash.attention import Backend, attend, in_one_dtype
 from sparseflash.attention import attention as local_attention
 from sparseflash.blockmask import BlockMask
 from sparseflash.distributed import dropout as drops
@@ -118,10 +118,7 @@ def attention(
         raise TypeError(f"plan must be a ShardPlan, made by distributed.shard(mask, group); got {type(plan).__name__}.")
     dropped = threshold(dropout_p)
     seeds = seed_tensor(seed, q.device) if dropped else None
-    if torch.is_autocast_enabled(q.device.type):
-        q, k, v = as_autocast_wants(q, k, v)
-    if not q.dtype == k.dtype == v.dtype:
-        raise TypeError(f"q, k and v must have one dtype; got {q.dtype}, {k.dtype} and {v.dtype}.")
+    q, k, v = in_one_dtype(q, k, v)
     _check_shapes(q, k, plan)
     shape = Shape(q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3], q.dtype)
     if scores is not None:

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sparseflash.blockmask import BlockMask
+from sparseflash.blockmask.arguments import BLOCKS
 from sparseflash.blockmask.stats import pattern_count
 from sparseflash.distributed.shards import Integers, Shards
 
@@ -73,9 +74,10 @@ def assign(mask: BlockMask, ranks: int) -> Assignment:
     count_q, count_k = -(-mask.q_len // chunk_q), -(-mask.k_len // chunk_k)
     for side, count, block in (("queries", count_q, block_q), ("keys", count_k, block_k)):
         if count < ranks:
+            smaller = f", or smaller blocks: mask.reblock({block // 2})" if block > BLOCKS[0] else ""
             raise ValueError(
                 f"mask must have at least one block of {side} for each of the {ranks} ranks; got {count} blocks of "
-                f"{block} tokens. Use a smaller group, or smaller blocks: mask.reblock({block // 2})."
+                f"{block} tokens. Use a smaller group{smaller}."
             )
     work = _work(mask, chunk_q, chunk_k, count_q, count_k)
     best: tuple[float, str, Integers, Integers] | None = None

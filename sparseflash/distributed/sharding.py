@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.blockmask.arguments import checked_mask, integer
+from sparseflash.blockmask.arguments import check_at_least_one, checked_mask, integer
 from sparseflash.distributed.costs import MOST_STAGES
 from sparseflash.distributed.plan import STRATEGIES, ShardPlan, Strategy
 from sparseflash.distributed.planner import assign
@@ -97,6 +97,7 @@ def _place(
         if group is not None:
             raise ValueError("shard must be given a group or ranks, not both.")
         rank, ranks = integer(rank, "rank", ""), integer(ranks, "ranks", "")
+        check_at_least_one(ranks=ranks)
         if not 0 <= rank < ranks:
             raise ValueError(f"rank must lie in 0..{ranks - 1}; got {rank}.")
         return None, rank, ranks

@@ -103,8 +103,6 @@ class SparseCrossAttention(Heads):
         k, v = self.split(self.kv(context), self.kv_heads, self.kv_heads)
         q_len, k_len, device = x.shape[1], context.shape[1], x.device
         own = self.mask_for(mask, q_len, k_len, device)
-        if lengths is not None or context_lengths is not None:
-            whole = torch.full((x.shape[0],), k_len, dtype=torch.int32, device=device)
-            own = padded(own, q_len, k_len, device, lengths, whole if context_lengths is None else context_lengths)
+        own = padded(own, q_len, k_len, device, q_lengths=lengths, k_lengths=context_lengths)
         out: Tensor = self.out(self.attend(q, k, v, own))
         return out

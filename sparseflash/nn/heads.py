@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
 from sparseflash.attention import Backend, attention, autocast_dtype
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import check_at_least_one, dense_tensor
+from sparseflash.blockmask.lengths import Lengths
 from sparseflash.nn.layer_mask import LayerMask, Mask
 from sparseflash.nn.sizes import check_dropout
 
@@ -105,13 +104,9 @@ def dense_if_none(mask: BlockMask | None, q_len: int, k_len: int, device: torch.
 
 
 def padded(
-    mask: BlockMask | None, q_len: int, k_len: int, device: torch.device,
-    lengths: Tensor | Sequence[int] | None, k_lengths: Tensor | Sequence[int] | None,
+    mask: BlockMask | None, q_len: int, k_len: int, device: torch.device, **lengths: Lengths | None
 ) -> BlockMask | None:  # fmt: skip
-    """The mask without what lies past the lengths."""
-    if (lengths is None and k_lengths is None) or q_len == 0 or k_len == 0:
+    """The mask without what lies past the lengths, which are named as for `with_lengths`."""
+    if all(each is None for each in lengths.values()) or q_len == 0 or k_len == 0:
         return mask
-    mask = dense_if_none(mask, q_len, k_len, device)
-    return (
-        mask.with_lengths(lengths) if k_lengths is None else mask.with_lengths(q_lengths=lengths, k_lengths=k_lengths)
-    )
+    return dense_if_none(mask, q_len, k_len, device).with_lengths(**lengths)

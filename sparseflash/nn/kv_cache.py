@@ -24,7 +24,7 @@ class KVCache:
         self, batch: int, kv_heads: int, capacity: int, head_dim: int, *, device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        check_at_least_one(batch=batch, capacity=capacity)
+        check_at_least_one(batch=batch, kv_heads=kv_heads, capacity=capacity, head_dim=head_dim)
         self.k = torch.zeros(batch, kv_heads, capacity, head_dim, device=device, dtype=dtype)
         self.v = torch.zeros_like(self.k)
         self.length = 0

@@ -18,6 +18,10 @@ from sparseflash.scaled_dot_product import live_and_bias, upper_left
 from sparseflash.scores.bias import Bias, bias
 
 _BLOCK = 128
+_PADDING = (
+    "key_padding_mask; a torch.nn.TransformerEncoder makes nested tensors of what is padded unless you set its "
+    "use_nested_tensor = False"
+)
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -46,7 +50,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         backend: as for `attention`.
 
     PyTorch's fused inference of `nn.TransformerEncoderLayer` does not run for a layer with this module; it would
-    compute dense attention.
+    compute dense attention. Of an `nn.TransformerEncoder` that was made with other layers set `use_nested_tensor =
+    False`: for inference with padding it would make nested tensors, which are refused here.
     """
 
     def __init__(
@@ -133,7 +138,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             )
         weights = projection_weights(self)
         for name, x, weight in zip(("query", "key", "value"), (query, key, value), weights):
-            check_input(x, name, weight, "key_padding_mask")
+            check_input(x, name, weight, _PADDING)
             if x.ndim != query.ndim or x.ndim not in (2, 3):
                 raise ValueError(
                     "query, key and value must all have 3 dimensions, or all 2 without a batch; got "

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from sparseflash.attention import Backend, attention
-from sparseflash.blockmask.arguments import flag
+from sparseflash.blockmask.arguments import check_at_least_one, checked_device, flag
 from sparseflash.decode import FEW, attention_with_cache
 from sparseflash.nn.heads import Heads, check_features, check_input, padded, plain_weight
 from sparseflash.nn.kv_cache import KVCache
@@ -109,7 +109,8 @@ class SparseSelfAttention(Heads):
         Raises ValueError unless the layer has a mask that is causal for `capacity` tokens: a token that was generated
         cannot see the next one.
         """
-        device = torch.device(self.out.weight.device if device is None else device)
+        check_at_least_one(batch=batch, capacity=capacity)
+        device = checked_device(self.out.weight.device if device is None else device)
         self.mask.causal_of(capacity, device)
         dtype = self.out.weight.dtype if dtype is None else dtype
         return KVCache(batch, self.kv_heads, capacity, self.head_dim, device=device, dtype=dtype)
@@ -158,7 +159,7 @@ class SparseSelfAttention(Heads):
             mixed = self._attend_with_cache(q, k, v, cache)
         else:
             own = self.mask_for(mask, x.shape[1], x.shape[1], x.device)
-            mixed = self.attend(q, k, v, padded(own, x.shape[1], x.shape[1], x.device, lengths, None))
+            mixed = self.attend(q, k, v, padded(own, x.shape[1], x.shape[1], x.device, lengths=lengths))
         out: Tensor = self.out(mixed)
         return out
 

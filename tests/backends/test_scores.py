@@ -178,6 +178,24 @@ def test_a_bias_of_tokens_past_the_lengths_need_not_be_finite(is_stored, dtype, 
     assert all(map(torch.equal, results_with(torch.nan), results_with(0.0)))
 
 
+@pytest.mark.parametrize("backend", ["reference", "blockwise", "triton"])
+@pytest.mark.parametrize("dead", [slice(0, 40), slice(40, 80)], ids=["first keys", "last keys"])
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")  # in the interpreter; also past the ends
+def test_the_lowest_bias_of_fp32_leaves_no_weight_unless_it_is_that_of_all_keys(dead, backend):
+    """Other libraries write it for dead scores. Times log2(e) it is -inf."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(1, 2, 80, 16, generator=generator, requires_grad=True) for _ in range(3)]
+    values = torch.zeros(1, 1, 80, 80)
+    values[..., dead], values[:, :, 7] = (torch.finfo(torch.float32).min,) * 2
+    out, lse = attention(*inputs, scores=scores.bias(values), return_lse=True, backend=backend)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    want, want_lse = attention(*exact, scores=scores.bias(values.double()), return_lse=True, backend="reference")
+    torch.testing.assert_close((out, lse), (want.float(), want_lse.float()))
+    gradients = torch.autograd.grad(out.square().sum(), inputs)
+    for found, wanted in zip(gradients, torch.autograd.grad(want.square().sum(), exact)):
+        torch.testing.assert_close(found, wanted.float(), rtol=1e-4, atol=1e-5)
+
+
 def test_the_rows_of_a_bias_lie_near_enough_for_offsets_of_32_bits():
     """Tiles of queries would span 2^31 numbers in a layout `[Nq, Hq, Nk]` of many heads and keys."""
     values = torch.empty_strided((1, 1, 2, 16), (2**24, 2**24, 2**23, 1), dtype=torch.float16).zero_()

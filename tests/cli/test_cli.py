@@ -517,8 +517,12 @@ def test_one_pattern_of_several_is_selected(tmp_path):
     RAGGED.save(tmp_path / "in.mask")
     out = str(tmp_path / "head.npz")
     assert "select one with head=" in run("convert", str(tmp_path / "in.mask"), out, code=2)
-    run("convert", str(tmp_path / "in.mask"), out, "--head", "1")
-    assert mask_of(out).to_dense()[0, 0].equal(RAGGED.to_dense()[0, 1])
+    for name, to in (("head.npz", "scipy"), ("head.mask", "mask"), ("head.npy", "dense"), ("head.pt", "sdpa")):
+        out = str(tmp_path / name)
+        asked = "convert", str(tmp_path / "in.mask"), out, "--to", to
+        run(*asked, "--head", "1")
+        assert mask_of(out).to_dense().equal(RAGGED.to_dense()[:, 1:])
+        assert "heads must lie in 0..1; got 2" in run(*asked, "--head", "2", code=2)
 
 
 @pytest.mark.parametrize(

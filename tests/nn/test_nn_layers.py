@@ -96,6 +96,7 @@ def test_padding_is_not_seen():
     only = cross(x, context, lengths=[5, 40])
     torch.testing.assert_close(only[0, 5:], cross.out.bias.expand(35, -1))
     torch.testing.assert_close(only[1:], cross(x[1:], context[1:]))
+    torch.testing.assert_close(cross(x, context, lengths=[5]), cross(x, context, lengths=[5, 5]))
 
 
 def test_cross_attention_has_a_mask_of_both_lengths():
@@ -153,8 +154,13 @@ def test_a_cache_is_for_causal_masks_and_inference():
         half = layer.new_cache(1, 32, dtype=torch.bfloat16)
         assert layer(torch.randn(1, 20, 16), cache=half).dtype == torch.float32
         assert layer(torch.randn(1, 1, 16), cache=half).dtype == torch.float32
+    for sizes, name in (((1, 2, 0, 8), "capacity"), ((1, 0, 4, 8), "kv_heads"), ((1, 2, 4, 0), "head_dim")):
+        with pytest.raises(ValueError, match=f"{name} must be at least 1; got 0"):
+            KVCache(*sizes)
     with pytest.raises(ValueError, match="capacity must be at least 1; got 0"):
-        KVCache(1, 2, 0, 8)
+        layer.new_cache(1, 0)
+    with pytest.raises(ValueError, match=r"device must be a torch\.device or its name"):
+        layer.new_cache(1, 32, device="gpu")
 
 
 @pytest.mark.parametrize("backend", [None, "triton", "blockwise", "reference"])

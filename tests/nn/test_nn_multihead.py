@@ -117,6 +117,21 @@ def test_transformer_layers_of_pytorch_take_it(training):
         )
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_layers_of_a_whole_encoder_are_replaced_without_nested_tensors():
+    encoder = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(16, 2, 16, batch_first=True), 2).eval()
+    x, padding = torch.randn(2, 20, 16), torch.arange(20) >= torch.tensor([[20], [7]])
+    with torch.no_grad():
+        expected = encoder(x, src_key_padding_mask=padding)
+        for layer in encoder.layers:
+            layer.self_attn = MultiheadAttention.from_multihead(layer.self_attn)
+        with pytest.raises(TypeError, match=r"got a nested one.* unless you set its use_nested_tensor = False"):
+            encoder(x, src_key_padding_mask=padding)
+        encoder.use_nested_tensor = False
+        found = encoder(x, src_key_padding_mask=padding)
+    torch.testing.assert_close(found[~padding], expected[~padding], atol=1e-5, rtol=1e-5)
+
+
 def test_it_compiles_whole_without_masks_that_are_tensors():
     ours = pair(masks.causal, batch_first=True)[1]
     x = torch.randn(1, 20, 16).double()

@@ -17,8 +17,7 @@ def means_step(delta, weight, lost, exps, p, dp, estimate):
 def means_of_sink(delta, weight, estimate, inverse, maximum, sink_ptr, head):
     """`means_step` for the sink, a key whose weight has the gradient 0."""
     exponent = (tl.load(sink_ptr + head).to(tl.float32) - maximum) * LOG2E
-    # An exponent of -inf would give NaN, and only that of a query without keys is above 0.
-    exps = exp2_rounded(tl.minimum(tl.maximum(exponent, -1024.0), 0.0))
+    exps = exp2_rounded(tl.minimum(exponent, 0.0))  # only that of a query without keys is above 0, or NaN
     return delta - exps * inverse * estimate, weight + exps
 
 

@@ -91,6 +91,7 @@ def exponentials(scores, maximum, qk_scale, PRECISE: tl.constexpr, PRECISION: tl
 @triton.jit
 def exp2_rounded(x):
     """2^x to within one ulp. The hardware's exp2 has twice that error, and is exact only for whole numbers."""
+    x = tl.maximum(x, -1024.0, propagate_nan=tl.PropagateNan.ALL)  # of -inf the fraction would be NaN
     whole = tl.floor(x + 0.5)
     fraction = x - whole  # in [-1/2, 1/2]: the Taylor series of degree 7 errs by 5e-9
     series = 1.5252733804e-05
