@@ -210,9 +210,7 @@ def host_microseconds(call: Callable[[], object], device: torch.device, *, count
     return median(found)
 
 
-def measure(
-    case: Case, device: torch.device, *, round_ms: float = 60.0, host_calls: int = 5
-) -> list[dict[str, Any]]:
+def measure(case: Case, device: torch.device, *, round_ms: float = 60.0, host_calls: int = 5) -> list[dict[str, Any]]:
     """A row for each call: milliseconds of the device and useful TFLOP/s, microseconds of the host; ours eager and
     recorded. A peer that fails has its error instead."""
     calls = calls_of(case, device)
