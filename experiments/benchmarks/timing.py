@@ -89,11 +89,13 @@ def _series(call: Callable[[], object], count: int, device: torch.device, flush:
 
 
 def in_turns(calls: Mapping[str, Timed], device: torch.device, *, rounds: int, round_ms: float) -> dict[str, Timing]:
-    """The time of each call: `rounds` series of about `round_ms` milliseconds each, in turns."""
+    """The time of each call: `rounds` series of about `round_ms` milliseconds each, or of one launch if 0, in turns."""
     flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device) if device.type == "cuda" else None
     fewest, most = LAUNCHES_A_ROUND
 
     def series(call: Callable[[], object]) -> list[float]:
+        if round_ms == 0:
+            return _series(call, 1, device, flush)
         warm_ms = min(_series(call, 2, device, flush))
         return _series(call, min(max(int(round_ms / warm_ms), fewest), most), device, flush)
 

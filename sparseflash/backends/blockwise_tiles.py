@@ -17,7 +17,7 @@ from sparseflash.scores.change import Place, Scores
 
 _SCORES_AT_ONCE = 1 << 22  # 16 MB in fp32, which nearly fits the cache; larger chunks were not faster
 
-Stop = tuple[int, int]
+Blocks = tuple[int, int]  # that hold a sequence's live queries and keys
 
 
 class Rows(NamedTuple):
@@ -28,7 +28,7 @@ class Rows(NamedTuple):
     cols: Tensor  # [R, c], block columns
     tile: Tensor  # [R, c]
     numbers: Tensor  # [R, c], the places of the tiles in the mask's list
-    stop: Stop | None  # the sequence's live queries and keys, if the mask has lengths
+    stop: Tensor | None  # [n, 2], the live queries and keys of the heads' sequences, if the mask has lengths
 
 
 class Tiles:
@@ -48,7 +48,7 @@ class Tiles:
             raise RuntimeError("either all arrays of a mask must be given, or none")
         self.indptr, self.indices, self.tile = indptr, indices, tile
         self.pattern = pattern.expand(self.batch, self.heads).reshape(-1)
-        self.lengths = lengths
+        self.stops = None if lengths is None else lengths.long().T.repeat_interleave(self.heads, dim=0)  # [B * Hq, 2]
         self.block_q, self.block_k = block_q, block_k
         self.row_blocks = -(-self.q_len // block_q)
         # Queries per tile. With few queries and many keys, as in decoding, a tile has only as many as there are.
@@ -118,7 +118,7 @@ class Tiles:
             zeros.index_add_(0, part.heads % self.heads, (weights * drow).sum((1, 2, 3)).to(zeros.dtype))
 
     def live(self, part: Rows) -> Tensor | None:
-        """The live scores, bool `[R, height, c * block_k]`, or None if every score of these rows is live."""
+        """The live scores, bool `[R, height, c * block_k]`, with lengths `[n, R, ...]`; None if every one is live."""
         rows, count = part.cols.shape
         live = None
         if bool((part.tile > 0).any()):
@@ -129,8 +129,8 @@ class Tiles:
             device = part.rows.device
             k = part.cols[:, :, None] * self.block_k + torch.arange(self.block_k, device=device)
             q = part.rows[:, None] * self.block_q + torch.arange(self.height, device=device)
-            q_stop, k_stop = part.stop
-            inside = (q < q_stop)[:, :, None] & (k < k_stop).reshape(rows, 1, -1)
+            q_stop, k_stop = part.stop.view(-1, 2, 1, 1).unbind(1)  # [n, 1, 1]
+            inside = (q < q_stop).unsqueeze(-1) & (k.view(rows, -1) < k_stop).unsqueeze(-2)
             live = inside if live is None else live & inside
         return live
 
@@ -155,8 +155,8 @@ class Tiles:
 
     def parts(self) -> Iterator[Rows]:
         """Yields the rows to compute, a bounded number of scores at a time."""
-        for number, heads, stop in self._patterns():
-            for rows, cols, tile, numbers in self._rows_by_count(number, stop):
+        for number, heads, blocks in self._patterns():
+            for rows, cols, tile, numbers in self._rows_by_count(number, blocks):
                 count = cols.shape[1]
                 if count == 0:
                     continue  # these queries have no key
@@ -164,33 +164,36 @@ class Tiles:
                 some_heads = max(1, min(len(heads), _SCORES_AT_ONCE // a_row))
                 some_rows = max(1, _SCORES_AT_ONCE // (a_row * some_heads))
                 for h in heads.split(some_heads):
+                    stop = None if self.stops is None else self.stops[h]
                     for r in range(0, len(rows), some_rows):
                         here = slice(r, r + some_rows)
                         yield Rows(h, rows[here], cols[here], tile[here], numbers[here], stop)
 
-    def _patterns(self) -> Iterator[tuple[int, Tensor, Stop | None]]:
-        """Yields each pattern in use, the indices of (batch element, head) that use it, and their lengths, if any."""
-        keys = self.pattern.long().unsqueeze(0)
-        if self.lengths is not None:
-            keys = torch.cat([keys, self.lengths.long().repeat_interleave(self.heads, dim=1)])
-        kinds, which = torch.unique(keys, dim=1, return_inverse=True)
-        for kind, (number, *stop) in enumerate(kinds.T.tolist()):
-            yield number, (which == kind).nonzero().squeeze(1), tuple(stop) or None
+    def _patterns(self) -> Iterator[tuple[int, Tensor, Blocks | None]]:
+        """Yields each pattern in use, the indices of (batch element, head) that use it with lengths of as many blocks,
+        and these blocks, if the mask has lengths.
+        """
+        keys = self.pattern.long().unsqueeze(1)
+        if self.stops is not None:
+            keys = torch.cat([keys, -(-self.stops // self.stops.new_tensor([self.block_q, self.block_k]))], dim=1)
+        kinds, which = torch.unique(keys, dim=0, return_inverse=True)
+        for kind, (number, *blocks) in enumerate(kinds.tolist()):
+            yield number, (which == kind).nonzero().squeeze(1), tuple(blocks) or None
 
-    def _rows_by_count(self, number: int, stop: Stop | None) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    def _rows_by_count(self, number: int, blocks: Blocks | None) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
         """The block rows of a pattern, grouped by their number of tiles, without tiles past the lengths."""
-        if stop is not None:
-            return self._counted_rows(number, stop)
+        if blocks is not None:
+            return self._counted_rows(number, blocks)
         return once(mask_cache(self.indices), ("rows by count", number), lambda: self._counted_rows(number, None))
 
-    def _counted_rows(self, number: int, stop: Stop | None) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    def _counted_rows(self, number: int, blocks: Blocks | None) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
         indptr = self.indptr[number * self.row_blocks : (number + 1) * self.row_blocks + 1].long()
         first, last = int(indptr[0]), int(indptr[-1])
         cols, tile = self.indices[first:last].long(), self.tile[first:last].long()
         rows = row_of_entry(indptr - first, last - first)
         numbers = torch.arange(first, last, device=rows.device)
-        if stop is not None:
-            inside = (rows * self.block_q < stop[0]) & (cols * self.block_k < stop[1])
+        if blocks is not None:
+            inside = (rows < blocks[0]) & (cols < blocks[1])
             rows, cols, tile, numbers = rows[inside], cols[inside], tile[inside], numbers[inside]
         counts = torch.bincount(rows, minlength=self.row_blocks)
         groups = []

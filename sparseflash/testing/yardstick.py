@@ -124,6 +124,8 @@ def _apart(got: Tensor, truth: Tensor) -> Tensor | None:
     """
     got, truth = got.detach().double(), truth.detach().double()
     infinite = truth.isinf()
-    if not torch.equal(got[infinite], truth[infinite]) or not bool(got[~infinite].isfinite().all()):
-        return None
-    return (got - truth)[~infinite]
+    if bool(infinite.any()):
+        if not torch.equal(got[infinite], truth[infinite]):
+            return None
+        got, truth = got[~infinite], truth[~infinite]
+    return got - truth if bool(got.isfinite().all()) else None

@@ -39,7 +39,7 @@ def decode(
         rows: list[dict[str, Any]] = []
         print(table(rows), flush=True)
         for case in SMALL if small else CASES:
-            made = measure(case, place, round_ms=1.0 if small else 30.0)
+            made = measure(case, place, round_ms=0.0 if small else 30.0)
             rows += made
             print("\n".join(table(made).splitlines()[2:]), flush=True)
         write_rows(rows, table(rows), out, "decode", place, commit)

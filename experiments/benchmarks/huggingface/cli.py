@@ -68,7 +68,7 @@ def models(
     _refuse_unknown("--model", model, [shape.name for shape in SHAPES])
     names = implementation or available()
     options = Options(
-        tokens=tokens, batch=batch, compiles=compile, small=small, rounds=rounds, round_ms=1.0 if small else 300.0,
+        tokens=tokens, batch=batch, compiles=compile, small=small, rounds=rounds, round_ms=0.0 if small else 300.0,
         deadline=_deadline(minutes),
     )  # fmt: skip
     facts = _facts(place, commit) | {

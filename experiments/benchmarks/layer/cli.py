@@ -60,7 +60,7 @@ def layer(
             chosen = [case.shrunk(length, 32) for case in chosen]
         about = environment(place, command_line("experiments.benchmarks.layer"), commit)
         out.mkdir(parents=True, exist_ok=True)
-        options = Options(place, rounds=rounds, round_ms=1.0 if place.type == "cpu" else 200.0, seed=seed)
+        options = Options(place, rounds=rounds, round_ms=0.0 if place.type == "cpu" else 200.0, seed=seed)
         rows: list[measure.Row] = []
         for number, case in enumerate(chosen, 1):
             torch.compiler.reset()  # a graph for each case and peer would reach the limit of recompilations

@@ -210,7 +210,7 @@ def host_microseconds(call: Callable[[], object], device: torch.device, *, count
     return median(found)
 
 
-def measure(case: Case, device: torch.device, *, round_ms: float = 60.0) -> list[dict[str, Any]]:
+def measure(case: Case, device: torch.device, *, round_ms: float = 60.0, host_calls: int = 5) -> list[dict[str, Any]]:
     """A row for each call: milliseconds of the device and useful TFLOP/s, microseconds of the host; ours eager and
     recorded. A peer that fails has its error instead."""
     calls = calls_of(case, device)
@@ -227,7 +227,7 @@ def measure(case: Case, device: torch.device, *, round_ms: float = 60.0) -> list
     peers = {name for name, call in calls.items() if call.is_peer}
 
     def numbers(name: str, timing: Timing) -> dict[str, float]:
-        host = host_microseconds(runs[name].run, device, count=5)
+        host = host_microseconds(runs[name].run, device, count=host_calls)
         return {"tflops": runs[name].flops / timing.ms / 1e9, "host_us": host}
 
     by_name = {name: call.run for name, call in runs.items()}

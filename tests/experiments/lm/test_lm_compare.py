@@ -25,7 +25,7 @@ def store(tmp_path_factory):
 
 
 def invoke(store, out, *more, **changes):
-    settings = {**TINY, "steps": 12, **changes}
+    settings = {**TINY, "steps": 8, "validate_every": 2, **changes}
     chosen = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items() if value is not None]
     words = ["compare", *(f"--case={case}" for case in CASES), f"--data={store.folder}", f"--out={out}", "--commit=abc"]
     words = [word for word in [*words, *chosen, *more] if not word.startswith("--context")]
@@ -47,10 +47,10 @@ def test_the_table_has_every_run_at_equal_tokens_and_positions(store, whole):
     assert found["corpus"]["hash"] == store.about["hash"]
     for each in found["runs"]:
         metrics = json.loads((out / each["run"] / "metrics.json").read_text())
-        assert each["val_loss"] == metrics["val_loss"] and each["tokens"] == 12 * 512
-        assert list(each["at_tokens"]) == ["1536", "3072", "4608"]
+        assert each["val_loss"] == metrics["val_loss"] and each["tokens"] == 8 * 512
+        assert list(each["at_tokens"]) == ["1024", "2048", "3072"]
         logged = {record["step"]: record["loss"] for record in read(out / each["run"]).of_kind("val")}
-        assert list(each["at_tokens"].values()) == [logged[3], logged[6], logged[9]]
+        assert list(each["at_tokens"].values()) == [logged[2], logged[4], logged[6]]
         assert [row[:2] for row in each["by_position"]][-1] == [32, 64]
         assert f"{each['val_loss']:.4f}" in shown
     assert (out / "compare.md").read_text() in shown and (out / "compare.png").stat().st_size > 1000
@@ -90,7 +90,7 @@ def test_dense_attention_learns_the_same_by_both_implementations_and_a_sparse_pa
 
 def test_a_comparison_that_pauses_goes_on_to_the_same_losses(store, whole, tmp_path):
     out = tmp_path / "paused"
-    for _ in range(40):  # each session takes one step
+    for _ in range(30):  # each session takes one step
         done = invoke(store, out, "--pause-after=0")
         assert done.exit_code == 0, done.output
         if "Go on with the same command" not in done.stdout:

@@ -154,7 +154,7 @@ def test_a_process_killed_at_any_moment_resumes_to_the_same_losses(data, tmp_pat
         begun = tmp_path / f"begun{number}"
         process = interpreting().start(train_in_a_fork, (config, data.folder, tmp_path / "run", begun))
         wait_for(begun.exists, process)
-        time.sleep(draw.uniform(0.0, 0.7))  # dozens of steps, and a checkpoint every seven
+        time.sleep(draw.uniform(0.0, 0.35))  # dozens of steps, and a checkpoint every seven
         assert process.is_alive()
         process.kill()
         process.join()

@@ -23,7 +23,7 @@ pytest.importorskip("transformers", minversion="5.17")
 
 CPU = torch.device("cpu")
 BY_NAME = {shape.name: shape for shape in SHAPES}
-SMALL = Options(tokens=40, batch=2, small=True, rounds=1, round_ms=1.0)
+SMALL = Options(tokens=40, batch=2, small=True, rounds=1, round_ms=0.0)
 
 
 def made(name, dtype=torch.float32, tokens=70):
