@@ -100,7 +100,9 @@ def test_what_the_first_part_has_compiled_serves_those_that_add(monkeypatch, com
 @pytest.mark.parametrize(("device", "processes"), [("cpu", 1), ("cuda", 2)])
 def test_only_one_process_on_a_gpu_records(device, processes):
     check_recordable(torch.device("cuda"))
-    message = f"--recorded must have one process on a GPU, .*; got {processes} on {device}: .*goes on with --no-recorded"
+    message = (
+        f"--recorded must have one process on a GPU, .*; got {processes} on {device}: .*goes on with --no-recorded"
+    )
     with pytest.raises(ValueError, match=message):
         check_recordable(torch.device(device), processes)
 
