@@ -112,7 +112,9 @@ def attention(
 
     For gradients in fp16 and bf16 the Triton kernels recompute the weights from lse in fp32, as FlashAttention does. A
     weight may then be off by `score / 2^20` of itself, no more than fp16 rounds it where scores stay below 1,000.
-    Beyond a million gradients may be infinite or NaN, and beyond a billion out and lse, too.
+    Beyond a million gradients may be infinite or NaN, and beyond a billion out and lse, too. A bias may be lower, down
+    to `torch.finfo(torch.float32).min`, and then leaves no weight; only a query whose keys all have such a bias gives
+    wrong gradients, finite ones.
 
     Forward and backward give the same bits every time (with blockwise: on the CPU). Gradients of gradients,
     forward-mode derivatives and `torch.func.grad` are implemented by the reference only. Before recording the call in a

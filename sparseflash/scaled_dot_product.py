@@ -45,8 +45,8 @@ def sdpa(
             dimensions that broadcast to `[B, Hq, Nq, Nk]`; or a floating tensor that is added to the scores. Of a
             floating one, entries of -inf are dead, as in a mask, and the others are added to live scores and get
             gradients. Large negative numbers such as `torch.finfo(dtype).min` are numbers like others: they are added
-            and save no work; fp16 and bf16 on a GPU need numbers above -1e9 (see `attention`). Make dead what they
-            are meant to make dead: `attn_mask.masked_fill(attn_mask <= torch.finfo(attn_mask.dtype).min, -torch.inf)`.
+            and save no work. To save it, make dead what they are meant to make dead:
+            `attn_mask.masked_fill(attn_mask <= torch.finfo(attn_mask.dtype).min, -torch.inf)`.
         dropout_p, scale: as for `attention`. A dropout from the same generator drops other weights than PyTorch's.
         is_causal: query i sees keys 0..i: aligned at the upper left, as PyTorch aligns it, unlike `masks.causal`,
             whose default is the lower right. They differ if Nq and Nk do.

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cutting import chunks_of
-from exactness import loads
+from exactness import HALF, loads
 from scored import FUNCTIONS, KINDS, Scored, check, results, scored
 from sparseflash import BlockMask, attention, masks, scores, testing
 from sparseflash.backends import problem as backends_problem
@@ -194,6 +194,29 @@ def test_the_lowest_bias_of_fp32_leaves_no_weight_unless_it_is_that_of_all_keys(
     gradients = torch.autograd.grad(out.square().sum(), inputs)
     for found, wanted in zip(gradients, torch.autograd.grad(want.square().sum(), exact)):
         torch.testing.assert_close(found, wanted.float(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("lowest", [torch.finfo(torch.float32).min, torch.finfo(torch.bfloat16).min, -1e30])
+@pytest.mark.parametrize("dead", [slice(0, 40), slice(40, 80)], ids=["first keys", "last keys"])
+@pytest.mark.parametrize(("device", "dtype"), [
+    ("cpu", torch.float16), *(pytest.param("cuda", each, marks=pytest.mark.gpu) for each in HALF),
+])  # fmt: skip
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")  # in the interpreter; also past the ends
+def test_nor_does_so_low_a_bias_in_half_precision(device, dtype, dead, lowest):
+    """Padding on the left: a first tile of nothing else, and queries that see nothing else, whose dout is 0."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(1, 2, 80, 16, generator=generator).to(device, dtype).requires_grad_() for _ in range(3)]
+    dout = torch.randn(1, 2, 80, 16, generator=generator).to(device, dtype)
+    values = torch.zeros(1, 1, 80, 80, device=device)
+    values[..., dead], values[:, :, 7], dout[:, :, 7] = lowest, lowest, 0.0
+    out = attention(*inputs, scores=scores.bias(values), backend="triton")
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    want = attention(*exact, scores=scores.bias(values.double()), backend="reference")
+    eps = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(out, want.to(dtype), rtol=eps, atol=eps)
+    gradients = torch.autograd.grad(out, inputs, dout), torch.autograd.grad(want, exact, dout.double())
+    for found, wanted in zip(*gradients):
+        torch.testing.assert_close(found, wanted.to(dtype), rtol=eps, atol=eps)
 
 
 def test_the_rows_of_a_bias_lie_near_enough_for_offsets_of_32_bits():

@@ -75,7 +75,7 @@ def dk_dv_step(
     if MASKED:
         patch_q = 0 if GATHERED > 0 else first_q
         live = live_scores(words_ptr, tile, patch_q, first_k, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, False, True)
-    _, p = recomputed_weights(scores, live, lse2_row[None, :], inverse, qk_scale, KEEP, PRECISION)
+    _, p = recomputed_weights(scores, live, lse2_row[None, :], inverse, qk_scale, KEEP, PRECISION, CHANGES)
     dout_tile = load_tokens(
         dout, batch, head, first_q, q_len, dout_strides, DV, PADDED_DV, BLOCK_M, not MASKED, TMA, PRECISION,
     )  # fmt: skip

@@ -59,7 +59,7 @@ def row_step(
         )  # fmt: skip
     if KEEP:
         inverses = inverse[:, None]
-    exps, p = recomputed_weights(scores, live, lse2[:, None], inverses, qk_scale, KEEP, PRECISION)
+    exps, p = recomputed_weights(scores, live, lse2[:, None], inverses, qk_scale, KEEP, PRECISION, CHANGES)
     dp = products(dout_tile, v_tile, PRECISION)
     if DROPOUT:
         keep = kept_weights(dropout, place.batch_head, place.first_q, first_k, q_len, k_len, BLOCK_M, BLOCK_N, False)

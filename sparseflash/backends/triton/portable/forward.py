@@ -58,7 +58,7 @@ def forward_step(
             words_ptr, tile, place.first_q, first_k, k_length, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED,
             HAS_LENGTHS,
         )  # fmt: skip
-    p, alpha, m_i, l_i = softmax_step(scores, live, m_i, l_i, qk_scale, KEEP, PRECISION)
+    p, alpha, m_i, l_i = softmax_step(scores, live, m_i, l_i, qk_scale, KEEP, PRECISION, CHANGES)
     if DROPOUT:
         keep = kept_weights(dropout, place.batch_head, place.first_q, first_k, q_len, k_len, BLOCK_M, BLOCK_N, False)
         p = tl.where(keep, p, 0.0)

@@ -9,24 +9,28 @@ import triton.language as tl
 
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-3e38)
 
 
 @triton.jit
-def softmax_step(scores, live, m_i, l_i, qk_scale, KEEP: tl.constexpr, PRECISION: tl.constexpr):
+def softmax_step(
+    scores, live, m_i, l_i, qk_scale, KEEP: tl.constexpr, PRECISION: tl.constexpr, CHANGES: tl.constexpr
+):  # fmt: skip
     """Adds a tile of keys, `scores [M, N]`: `(weights, factor for the earlier sums, new m_i, new l_i)`.
 
     m_i is the maximum of the raw scores if KEEP, otherwise of the scaled ones. The scale is not negative, so if all
     scores are live the maximum may be taken before scaling.
     """
-    if live is None:
+    if live is None and (KEEP or CHANGES == 0):
         highest = tl.max(scores, 1)
         m_new = tl.maximum(m_i, highest if KEEP else highest * qk_scale)
         p = exponentials(scores, m_new[:, None], qk_scale, KEEP, PRECISION)
         alpha = decay(m_i, m_new, qk_scale, KEEP)
     else:
         if not KEEP:
-            scores = scores * qk_scale
-        scores = tl.where(live, scores, float("-inf"))
+            scores = scaled(scores, qk_scale, CHANGES)
+        if live is not None:
+            scores = tl.where(live, scores, float("-inf"))
         m_new = tl.maximum(m_i, tl.max(scores, 1))
         m_safe = finite_maximum(m_new)
         if KEEP:
@@ -39,19 +43,35 @@ def softmax_step(scores, live, m_i, l_i, qk_scale, KEEP: tl.constexpr, PRECISION
 
 
 @triton.jit
+def scaled(scores, qk_scale, CHANGES: tl.constexpr):
+    """Scores in base 2. A changed one stays finite, because a bias may be the lowest number that there is."""
+    scores = scores * qk_scale
+    if CHANGES:
+        scores = tl.maximum(scores, LOWEST, propagate_nan=tl.PropagateNan.ALL)
+    return scores
+
+
+@triton.jit
 def finite_maximum(m_i):
     """Without a live key so far the maximum is -inf, and -inf - -inf is NaN; 0 gives exp2(-inf) = 0."""
     return tl.where(m_i == float("-inf"), 0.0, m_i)
 
 
 @triton.jit
-def recomputed_weights(scores, live, lse2, inverse, qk_scale, KEEP: tl.constexpr, PRECISION: tl.constexpr):
+def recomputed_weights(
+    scores, live, lse2, inverse, qk_scale, KEEP: tl.constexpr, PRECISION: tl.constexpr, CHANGES: tl.constexpr
+):  # fmt: skip
     """The weights of a tile in the backward: `(exponentials, weights)`, which are equal unless KEEP.
 
     If KEEP, `lse2` is the maximum of the raw scores and `inverse` the inverse sum of exponentials; otherwise `lse2` is
     the lse in base 2. Each has one number per query and broadcasts with `scores`.
     """
-    exps = exponentials(scores, lse2, qk_scale, KEEP, PRECISION)
+    if CHANGES and not KEEP:
+        exponent = scaled(scores, qk_scale, CHANGES) - lse2
+        # No weight is above 1, but the difference of two very low numbers may be any.
+        exps = tl.exp2(tl.minimum(exponent, 0.0, propagate_nan=tl.PropagateNan.ALL))
+    else:
+        exps = exponentials(scores, lse2, qk_scale, KEEP, PRECISION)
     if live is not None:
         exps = tl.where(live, exps, 0.0)
     p = exps
