@@ -46,7 +46,8 @@ def bias(values: Tensor) -> Bias:
     values: `[B or 1, Hq or 1, Nq or 1, Nk or 1]`, which may be learned; only entries of live scores are read, and the
     gradients of the others are 0. Entries of live scores must be finite: what is to be dead belongs into the mask,
     where it costs nothing. A bias that is the same for all queries is treated as a `key_bias`, whose gradient
-    needs no `[Nq, Nk]`. `tile_bias` stores a bias for the live tiles of a sparse mask alone.
+    needs no `[Nq, Nk]`. Where values are shared, the Triton kernels store the gradients of all that share them in fp32
+    before they are summed. `tile_bias` stores a bias for the live tiles of a sparse mask alone.
     """
     values = floating(values, "bias")
     if values.ndim != 4:

@@ -1,5 +1,7 @@
 """The Triton kernels with changed scores: exactness in the interpreter, and on a GPU exactness and equal bits."""
 
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -257,6 +259,18 @@ def test_a_learned_tensor_without_a_gradient_costs_none():
     out = attention(q, k, v, scores=scores.alibi(slopes) + scores.bias(pair), backend="triton")
     out.sum().backward()
     assert slopes.grad is not None and pair.grad is None
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_the_gradient_of_a_bias_takes_no_more_memory_than_the_bias_unless_it_is_shared(batch):
+    q = torch.randn(batch, 2, 24, 16, dtype=torch.float16, requires_grad=True)
+    bias = torch.randn(1, 2, 24, 24, dtype=torch.float16, requires_grad=True)
+    out = attention(q, q, q, scores=scores.bias(bias), backend="triton")
+    with mock.patch.object(torch, "zeros", wraps=torch.zeros) as zeros:
+        out.sum().backward()
+    made = [call.kwargs["dtype"] for call in zeros.call_args_list if call.args[:1] == ((batch, 2, 24, 24),)]
+    assert made == [torch.float16 if batch == 1 else torch.float32]
+    assert bias.grad.dtype == torch.float16
 
 
 @pytest.mark.parametrize("each", [None, 2])

@@ -40,10 +40,6 @@ class BackwardLayout(Layout):
         self.learned: Learned | None = None
         if changes is not None and self.changed is not None:
             self.learned = Learned(changes, self.changed, wanted, self.numbers, q.shape[0])
-        of_queries_too: dict[str, Any] = {} if self.learned is None else self.learned.of_queries
-        if self.learned is not None and self.learned.table_size:
-            of_queries_too = {**of_queries_too, "table_size": self.learned.table_size}
-        of_keys_too = {} if self.learned is None else self.learned.of_keys
         self.out = like(out)
         self.as_they_are = self.are_read_as_they_are(q, k, v, dout)
         # The stride between heads of per-query numbers; TMA needs a multiple of 16 bytes.
@@ -76,13 +72,13 @@ class BackwardLayout(Layout):
             of_keys = {"lse2": self.rows, "delta": self.rows}  # the gradient of lse is in delta
         self.queries = KernelLayout(
             "dq", setting, self.numbers, tiles, of_queries, strides, row_stride=stride, changed=self.changed,
-            more=of_queries_too, functions=None if self.learned is None else self.learned.functions_of_queries,
+            **({} if self.learned is None else self.learned.given_to_queries()),
         )  # fmt: skip
         tiles = {**tiles, "dout": dout}
         self.keys = KernelLayout(
             "dk_dv", setting, self.numbers, tiles, {**of_keys, "dk_ptr": self.dk, "dv_ptr": self.dv},
-            {**tiles, "dk": self.dk, "dv": self.dv}, row_stride=stride, changed=self.changed, more=of_keys_too,
-            functions=None if self.learned is None else self.learned.functions_of_keys,
+            {**tiles, "dk": self.dk, "dv": self.dv}, row_stride=stride, changed=self.changed,
+            **({} if self.learned is None else self.learned.given_to_keys()),
         )  # fmt: skip
 
 

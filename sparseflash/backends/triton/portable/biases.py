@@ -5,7 +5,7 @@ of their gradients.
 import triton
 import triton.language as tl
 
-from sparseflash.backends.triton.portable.loads import along_keys, along_queries
+from sparseflash.backends.triton.portable.loads import along_keys, along_queries, token_numbers
 
 
 @triton.jit
@@ -13,8 +13,25 @@ def load_bias(
     bias_ptr, strides, batch, head, first_q, first_k, q, k, q_stop, k_len,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, MASKED: tl.constexpr, CUT: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """A tile of a bias; if CUT, 0 for queries from `q_stop` on. The start is a 64-bit scalar and the rest fits in 32
-    bits, unless tokens are gathered: 64-bit addresses of all scores would take more registers than there are.
+    """A tile of a bias; if CUT, 0 for queries from `q_stop` on."""
+    at = pointers_of_pairs(bias_ptr, strides, batch, head, first_q, first_k, TILE_M, TILE_N, TRANSPOSED)
+    if MASKED:
+        inside = along_queries(q < q_stop, TRANSPOSED) & along_keys(k < k_len, TRANSPOSED)
+        return tl.load(at, mask=inside, other=0.0)
+    elif CUT:
+        return tl.load(at, mask=along_queries(q < q_stop, TRANSPOSED), other=0.0)
+    else:
+        return tl.load(at)
+
+
+@triton.jit
+def pointers_of_pairs(
+    ptr, strides, batch, head, first_q, first_k, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TRANSPOSED: tl.constexpr
+):  # fmt: skip
+    """Where the numbers of a tile of scores lie in a tensor [B, Hq, Nq, Nk] of these strides.
+
+    The start is a 64-bit scalar and the rest fits in 32 bits, unless tokens are gathered: 64-bit addresses of all
+    scores would take more registers than there are.
     """
     rows, columns = tl.arange(0, TILE_M), tl.arange(0, TILE_N)
     start = tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
@@ -26,16 +43,9 @@ def load_bias(
         columns = tl.cast(first_k, tl.int64)
     else:
         start += tl.cast(first_k, tl.int64) * strides[3]
-    at = bias_ptr + start + (
+    return ptr + start + (
         along_queries(rows * strides[2], TRANSPOSED) + along_keys(columns * strides[3], TRANSPOSED)
     )  # fmt: skip
-    if MASKED:
-        inside = along_queries(q < q_stop, TRANSPOSED) & along_keys(k < k_len, TRANSPOSED)
-        return tl.load(at, mask=inside, other=0.0)
-    elif CUT:
-        return tl.load(at, mask=along_queries(q < q_stop, TRANSPOSED), other=0.0)
-    else:
-        return tl.load(at)
 
 
 @triton.jit
@@ -87,12 +97,19 @@ def places_in_tile(
 
 
 @triton.jit
-def store_bias_gradients(ds, dbias_ptr, batch_head, q, k, q_len, k_len):
-    """Writes the gradients of a tile of scores to `[B, Hq, Nq, Nk]`."""
-    row = tl.cast(q, tl.int64) * k_len
-    start = dbias_ptr + tl.cast(batch_head, tl.int64) * q_len * k_len
-    inside = (q < q_len)[:, None] & (k < k_len)[None, :]
-    tl.store(start + row[:, None] + k[None, :], ds.to(dbias_ptr.dtype.element_ty), mask=inside)
+def store_pair_gradients(
+    ds, dpairs_ptr, strides, batch, head, first_q, first_k, q_len, k_len, MASKED: tl.constexpr
+):  # fmt: skip
+    """Writes the gradients of a tile of scores to `[B, Hq, Nq, Nk]` of these strides."""
+    TILE_M: tl.constexpr = ds.shape[0]
+    TILE_N: tl.constexpr = ds.shape[1]
+    at = pointers_of_pairs(dpairs_ptr, strides, batch, head, first_q, first_k, TILE_M, TILE_N, False)
+    ds = ds.to(dpairs_ptr.dtype.element_ty)
+    if MASKED:
+        q, k = token_numbers(first_q, TILE_M), token_numbers(first_k, TILE_N)
+        tl.store(at, ds, mask=(q < q_len)[:, None] & (k < k_len)[None, :])
+    else:
+        tl.store(at, ds)
 
 
 @triton.jit

@@ -59,7 +59,8 @@ def dq_kernel(
     own_ptrs, own_numbers,  # the tensors of one's own function, and their strides and sizes as own_source.py lists them
     sink_ptr,  # [Hq], or None; read if DELTA
     dslopes_ptr,  # fp32 [W, BLOCK_M], written: the gradient of the slope by each query; or None, as those below
-    dbias_ptr,  # [B, Hq, Nq, Nk] contiguous, written for live tiles
+    dbias_ptr,  # [B, Hq, Nq, Nk], written for live tiles
+    pair_strides,  # those of dbias_ptr and of such tensors in own_parts, in which Triton sees which rows are aligned
     dtiles_ptr, dtiles_starts_ptr,  # [tiles, BLOCK_Q, BLOCK_K], written for live tiles: see store_tile_gradients
     dtable_ptr, buckets_ptr, table_size,  # fp32 [W, R], to which is added, and int32 [C]: the bucket of each code
     own_parts,  # the gradients of what one's own function reads: as dslopes_ptr, then as dbias_ptr, then as dtable_ptr
@@ -142,8 +143,9 @@ def dq_kernel(
     )  # fmt: skip
     dropout = DropoutArguments(seed_ptr, rows_ptr, queries_ptr, groups_ptr, dropped, amplification)
     learned = LearnedArguments(
-        dslopes_ptr, dbias_ptr, dtiles_ptr, dtiles_starts_ptr, dtable_ptr, buckets_ptr, table_size, own_parts
-    )
+        dslopes_ptr, dbias_ptr, pair_strides, dtiles_ptr, dtiles_starts_ptr, dtable_ptr, buckets_ptr, table_size,
+        own_parts,
+    )  # fmt: skip
     dslopes, table_sums, own_sums = (), (), ()
     if dslopes_ptr is not None:
         dslopes = tl.zeros([BLOCK_M], tl.float32)
@@ -166,7 +168,7 @@ def dq_kernel(
         else:
             dq, sums = dq_step(
                 dq, sums, k_tile, p, dp, delta, dlse, factor, own, learned, changes, place, first_k, q_len, k_len,
-                BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, PRECISION, CHANGES, OWN, OWN_SUMS, OWN_STORES,
+                BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, PRECISION, CHANGES, OWN, OWN_SUMS, OWN_STORES, False,
             )  # fmt: skip
 
     if at_end + partial > 0:  # as in the forward
@@ -193,7 +195,7 @@ def dq_kernel(
             else:
                 dq, sums = dq_step(
                     dq, sums, k_tile, p, dp, delta, dlse, factor, own, learned, changes, place, first_k, q_len, k_len,
-                    BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, PRECISION, CHANGES, OWN, OWN_SUMS, OWN_STORES,
+                    BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, PRECISION, CHANGES, OWN, OWN_SUMS, OWN_STORES, True,
                 )  # fmt: skip
 
     if OWN_SUMS is not None:

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from sparseflash.backends.triton.portable.arithmetic import product
-from sparseflash.backends.triton.portable.biases import store_bias_gradients, store_tile_gradients
+from sparseflash.backends.triton.portable.biases import store_pair_gradients, store_tile_gradients
 from sparseflash.backends.triton.portable.change_flags import CAPPED
 from sparseflash.backends.triton.portable.dropout import kept_weights
 from sparseflash.backends.triton.portable.fp32_split import accumulate, products
@@ -72,6 +72,7 @@ class LearnedArguments(NamedTuple):
 
     dslopes_ptr: Any
     dbias_ptr: Any
+    pair_strides: Any
     dtiles_ptr: Any
     dtiles_starts_ptr: Any
     dtable_ptr: Any
@@ -98,6 +99,7 @@ def own_table(learned):
 def learned_step(
     ds, factor, table_sums, learned, changes, place, first_k, q_len, k_len,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHANGES: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """Writes the gradients of biases and a table by one tile: `(those of the products without the scale, table_sums)`.
 
@@ -105,7 +107,10 @@ def learned_step(
     """
     rows, keys = token_numbers(place.first_q, BLOCK_M), token_numbers(first_k, BLOCK_N)
     if learned.dbias_ptr is not None:
-        store_bias_gradients(ds, learned.dbias_ptr, place.batch_head, rows, keys, q_len, k_len)
+        store_pair_gradients(
+            ds, learned.dbias_ptr, learned.pair_strides, place.batch, place.head, place.first_q, first_k, q_len, k_len,
+            MASKED,
+        )  # fmt: skip
     if learned.dtiles_ptr is not None:
         store_tile_gradients(
             ds, learned.dtiles_ptr, learned.dtiles_starts_ptr, changes.tile_bias_ptrs, changes.tile_numbers,
@@ -128,15 +133,17 @@ def learned_step(
 
 @triton.jit
 def own_step(
-    ds, own, own_sums, own_parts, own_numbers, batch_head, first_q, first_k, q_len, k_len,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, OWN_SUMS: tl.constexpr, OWN_STORES: tl.constexpr,
+    ds, own, own_sums, learned, own_numbers, place, first_k, q_len, k_len,
+    BLOCK_M: tl.constexpr, OWN_SUMS: tl.constexpr, OWN_STORES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The gradients of one's own function by one tile: `(those of the scores before it, the sums of its queries)`."""
     if OWN_SUMS is not None:
         own_sums = OWN_SUMS(own_sums, ds, own[1], BLOCK_M)
     if OWN_STORES is not None:
-        rows, keys = token_numbers(first_q, BLOCK_M), token_numbers(first_k, BLOCK_N)
-        OWN_STORES(ds, own[1], own_parts, own_numbers, batch_head, rows, keys, q_len, k_len)
+        OWN_STORES(
+            ds, own[1], learned.own_parts, own_numbers, learned.pair_strides, place.batch, place.head, place.first_q,
+            first_k, q_len, k_len, MASKED,
+        )  # fmt: skip
     return product(ds, own[0]), own_sums
 
 
@@ -145,7 +152,7 @@ def dq_step(
     dq, sums, k_tile, p, dp, delta, dlse, factor, own, learned, changes, place, first_k, q_len, k_len,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr, CHANGES: tl.constexpr, OWN: tl.constexpr, OWN_SUMS: tl.constexpr,
-    OWN_STORES: tl.constexpr,
+    OWN_STORES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Adds the contribution of one tile of keys, from what `row_step` returned, to dq (without the scale) and to the
     gradients of what changes of scores learn: `(dq, LearnedSums)`.
@@ -154,8 +161,8 @@ def dq_step(
     ds = score_gradients(p, dp, delta[:, None], dlse)
     if OWN is not None:
         ds, own_sums = own_step(
-            ds, own, own_sums, learned.own_parts, changes.own_numbers, place.batch_head, place.first_q, first_k, q_len,
-            k_len, BLOCK_M, BLOCK_N, OWN_SUMS, OWN_STORES,
+            ds, own, own_sums, learned, changes.own_numbers, place, first_k, q_len, k_len, BLOCK_M, OWN_SUMS,
+            OWN_STORES, MASKED,
         )  # fmt: skip
     if learned.dslopes_ptr is not None:
         rows, keys = token_numbers(place.first_q, BLOCK_M), token_numbers(first_k, BLOCK_N)
@@ -163,6 +170,6 @@ def dq_step(
     if CHANGES:
         ds, table_sums = learned_step(
             ds, factor, table_sums, learned, changes, place, first_k, q_len, k_len, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N,
-            CHANGES,
+            CHANGES, MASKED,
         )  # fmt: skip
     return accumulate(ds, k_tile, dq, PRECISION), LearnedSums(dslopes, table_sums, own_sums)

@@ -83,14 +83,14 @@ class KernelLayout:
         self, kernel: Kernel, setting: Setting, numbers: Numbers, tiles: Mapping[str, Tensor],
         varying: Mapping[str, Tensor], strides: Mapping[str, Tensor], *, row_stride: int | None = None,
         means: bool = False, changed: Changed | None = None, more: Mapping[str, Any] | None = None,
-        functions: Mapping[str, Any] | None = None,
+        more_numbers: Mapping[str, Any] | None = None, functions: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         """The tensors are examples on the meta device, by the names of the kernel's arguments.
 
         tiles: those loaded by tiles; q, k and v first. varying: the others of a call. strides: those whose
         strides the kernel takes. row_stride: the stride between heads of per-query numbers. means: dq_kernel with
-        DELTA. changed: how scores are changed. more: further tensors and numbers, which only changed scores have.
-        functions: of one's own change, for its gradients.
+        DELTA. changed: how scores are changed. more, more_numbers: further tensors, and numbers and strides, which only
+        changed scores have. functions: of one's own change, for its gradients.
         """
         self.kernel, self.numbers = kernel, numbers
         self.capability, self.lengths, self.dropout = setting.capability, setting.lengths, setting.dropout
@@ -101,7 +101,8 @@ class KernelLayout:
         )  # fmt: skip
         self._tiles, self._varying, self._strides = dict(tiles), dict(varying), dict(strides)
         self._row_stride, self._means = row_stride, means
-        self._changed, self._more, self._functions = changed, dict(more or {}), dict(functions or {})
+        self._changed, self._functions = changed, dict(functions or {})
+        self._more, self._more_numbers = dict(more or {}), dict(more_numbers or {})
         # The factors of the scores that the softmax gets, for results and in base 2: changed ones have them inside.
         self.softmax_scale, self.qk_scale = numbers.scale, numbers.scale * LOG2E.value
         if changed is not None and changed.flags:
@@ -163,8 +164,8 @@ class KernelLayout:
         if self._changed is not None:
             numbers_by_name |= self._changed.numbers
             examples |= self._changed.examples
-        for name, x in self._more.items():
-            (numbers_by_name if isinstance(x, (int, float)) else examples)[name] = x
+        numbers_by_name |= self._more_numbers
+        examples |= self._more
         return launch_of(
             FUNCTIONS[self.kernel], constants, numbers_by_name, examples, self.device, self._descriptors(choice),
             bound=("work_ptr", "index_ptr", "tile_ptr", "words_ptr"), num_warps=config.num_warps,

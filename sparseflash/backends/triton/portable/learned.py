@@ -34,10 +34,12 @@ class Learned:
         self.numbers = numbers
         self.wants = {kind: any(each) for kind, each in changes.by_kind(wanted).items()}
         self.of_queries: dict[str, Any] = {}  # examples of further arguments of dq_kernel
+        self.numbers_of_queries: dict[str, Any] = {}
         self.of_keys: dict[str, Any] = {}  # of dk_dv_kernel
         self.own = changed.own
         self.wants_own = changes.by_kind(wanted).get("function", [])
         self.loads = [] if self.own is None else self.own.loads
+        self.pairs = batch, numbers.heads, numbers.q_len, numbers.k_len
         # Triton functions that the kernels call for them.
         self.functions_of_queries: dict[str, Any] = {}
         self.functions_of_keys: dict[str, Any] = {}
@@ -47,17 +49,18 @@ class Learned:
         if self.wants.get("distance"):
             self.of_queries["dslopes_ptr"] = some
         if self.wants.get("bias"):
-            self.of_queries["dbias_ptr"] = some.to(self._bias_dtype(changes))
+            self.of_queries["dbias_ptr"] = some.to(self._dtype_of_parts(changes.find("bias").values, self.pairs))
         if self.wants.get("tile_bias"):
             values = changes.find("tile_bias").values
             self.tiles = values.shape
-            shared = values.shape[:2] != (batch, numbers.heads)
-            self.of_queries["dtiles_ptr"] = some if shared else some.to(values.dtype)
+            own = batch, numbers.heads, *self.tiles[2:]
+            self.of_queries["dtiles_ptr"] = some.to(self._dtype_of_parts(values, own))
             self.of_queries["dtiles_starts_ptr"] = some.to(torch.int64)
         if self.wants.get("relative"):
             table = changes.find("relative")
             self.table_size = table.table.shape[1]
             self.of_queries |= {"dtable_ptr": some, "buckets_ptr": like(table.buckets)}
+            self.numbers_of_queries["table_size"] = self.table_size
         if self.wants.get("key_bias"):
             self.of_keys["dkey_ptr"] = some
         if self.own is not None:
@@ -68,12 +71,23 @@ class Learned:
                 self.of_keys["own_parts"] = (some,) * by_key.count(True)
             self.functions_of_queries = {"OWN_SUMS": self.own.sums["queries"], "OWN_STORES": self.own.stores}
             self.functions_of_keys = {"OWN_SUMS": self.own.sums["keys"]}
+        if self.wants.get("bias") or any(load.way == "pairs" for load in self.loads):
+            self.numbers_of_queries["pair_strides"] = some.new_empty(self.pairs).stride()
 
-    def _bias_dtype(self, changes: Scores) -> torch.dtype:
-        """Of the written gradient: that of the bias, unless several are summed."""
-        values = changes.find("bias").values
-        shared = 1 in values.shape
-        return torch.float32 if shared else values.dtype
+    def given_to_queries(self) -> dict[str, Any]:
+        """What the KernelLayout of dq_kernel gets for them."""
+        return {
+            "more": self.of_queries, "more_numbers": self.numbers_of_queries, "functions": self.functions_of_queries,
+        }  # fmt: skip
+
+    def given_to_keys(self) -> dict[str, Any]:
+        """And that of dk_dv_kernel."""
+        return {"more": self.of_keys, "functions": self.functions_of_keys}
+
+    @staticmethod
+    def _dtype_of_parts(values: Tensor, parts: Sequence[int]) -> torch.dtype:
+        """Of the written gradients of values, of the shape `parts`: that of the values, unless several are summed."""
+        return values.dtype if values.shape == tuple(parts) else torch.float32
 
 
 class Sums:
@@ -97,8 +111,7 @@ class Sums:
             self._parts["distance"] = empty(programs, queries.tile)
         if "dbias_ptr" in learned.of_queries:
             dtype = learned.of_queries["dbias_ptr"].dtype
-            shape = *q.shape[:3], k.shape[2]
-            self._parts["bias"] = torch.zeros(shape, dtype=dtype, device=q.device)  # of dead tiles, too
+            self._parts["bias"] = torch.zeros(learned.pairs, dtype=dtype, device=q.device)  # of dead tiles, too
         if places is not None and learned.tiles is not None:
             dtype = learned.of_queries["dtiles_ptr"].dtype
             self._parts["tile_bias"] = torch.zeros(places.copies, *learned.tiles, dtype=dtype, device=q.device)
@@ -113,7 +126,7 @@ class Sums:
             elif load.way == "keys":
                 self._own.append(empty(len(keys.work.work), learned.numbers.heads // k.shape[1], keys.tile))
             elif load.way == "pairs":
-                self._own.append(empty(*q.shape[:3], k.shape[2]).zero_())
+                self._own.append(empty(*learned.pairs).zero_())
             else:
                 tensor = changes.find("function").given[load.tensor]
                 self._own.append(empty(programs, load.entries(tensor)).zero_())

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparseflash.backends.triton.portable import arithmetic
-from sparseflash.backends.triton.portable.biases import store_bias_gradients
+from sparseflash.backends.triton.portable.biases import store_pair_gradients
 from sparseflash.backends.triton.portable.own_source import HEADER, Load, Source
 from sparseflash.backends.triton.portable.position_tables import add_table_gradients
 from sparseflash.backends.triton.portable.scores import tanh
@@ -95,7 +95,7 @@ def _functions(text: str, others: dict[str, Any]) -> dict[str, Any]:
         name = f"sparseflash_own_{hashlib.sha256(text.encode()).hexdigest()[:20]}"
         linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
         found = {
-            "__name__": name, "triton": triton, "tl": tl, "tanh": tanh, "store_bias_gradients": store_bias_gradients,
+            "__name__": name, "triton": triton, "tl": tl, "tanh": tanh, "store_pair_gradients": store_pair_gradients,
             "add_table_gradients": add_table_gradients, **_ARITHMETIC, **others,
         }  # fmt: skip
         exec(compile(text, name, "exec"), found)

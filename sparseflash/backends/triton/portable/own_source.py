@@ -26,6 +26,7 @@ _FORMS = {
 }  # fmt: skip
 
 HEADER = "changed(score, b, h, q, k, pointers, numbers, CHANGES: tl.constexpr)"
+_PAIRS = "pair_strides, batch, head, first_q, first_k, q_len, k_len, MASKED"
 
 
 class Load(NamedTuple):
@@ -120,7 +121,7 @@ class Source:
             part, gradient = f"parts[{first}]", f"product(ds, more[{number}])"
             first += 1
             if loads[at].way == "pairs":
-                lines.append(f"store_bias_gradients({gradient}, {part}, batch_head, q, k, q_len, k_len)")
+                lines.append(f"store_pair_gradients({gradient}, {part}, {_PAIRS})")
                 continue
             x = self._tensors[loads[at].tensor]
             sizes = [self._number(loads[at].tensor, "size", dim) for dim in _entry_dims(loads[at])]
@@ -134,7 +135,7 @@ class Source:
             lines.append(f"own = {part} + tl.cast(tl.program_id(0), tl.int64) * entries")
             lines.append(f"add_table_gradients({gradient}, own, more[{entries[at]}], entries)")
         if lines:
-            parts.append(_function("stores(ds, more, parts, numbers, batch_head, q, k, q_len, k_len)", lines))
+            parts.append(_function(f"stores(ds, more, parts, numbers, {_PAIRS}: tl.constexpr)", lines))
 
     def _load(self, node: Node) -> Load:
         """How the gradient of a load is written."""
