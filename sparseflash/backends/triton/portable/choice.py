@@ -12,7 +12,12 @@ from sparseflash.backends.triton.alignment import is_aligned
 from sparseflash.backends.triton.configs import Arithmetic, Config, Kernel, arithmetic_of, has_room_for_pieces
 from sparseflash.backends.triton.family import Setting
 from sparseflash.backends.triton.overrides import overrides
-from sparseflash.backends.triton.portable.fitting import config_for, with_addresses, with_more_registers
+from sparseflash.backends.triton.portable.fitting import (
+    config_for,
+    tuned_for_biases,
+    with_addresses,
+    with_more_registers,
+)
 from sparseflash.backends.triton.portable.fp32_split import is_in_pieces
 from sparseflash.backends.triton.portable.occupancy import held_and_streamed, padded_dims
 from sparseflash.backends.triton.schedule.plan import Plan
@@ -115,14 +120,15 @@ class Chooser:
         if not why and not (few_registers or from_shared):
             why = "tiles that are multiplied from registers need not come through shared memory"
         descriptors = not why
+        tuned = self._tuned(descriptors) is not None
         config = with_more_registers(
             self._config(block, descriptors),
             lengths=self._lengths,
             dropout=self._dropout,
-            changes=len(self._changes) > 0,
+            changes=len(self._changes) > 0 and not tuned,
         )
         table = "relative" in self._changes
-        if table or not {"bias", "tile_bias"}.isdisjoint(self._changes):
+        if not tuned and (table or not {"bias", "tile_bias"}.isdisjoint(self._changes)):
             whole = tiling.gathered > 0
             config = with_addresses(
                 self._kernel, config, max(self._padded), arithmetic=self._arithmetic, table=table, whole=whole
@@ -138,7 +144,15 @@ class Chooser:
         config = self._overrides.configs.get(self._kernel)
         if config is not None:
             return config._replace(block_m=min(config.block_m, block[0]), block_n=min(config.block_n, block[1]))
-        return config_for(self._kernel, self._capability, self._arithmetic, max(self._padded), block, descriptors)
+        return config_for(
+            self._kernel, self._capability, self._arithmetic, max(self._padded), block, descriptors,
+            self._tuned(descriptors),
+        )  # fmt: skip
+
+    def _tuned(self, descriptors: bool) -> Config | None:
+        return tuned_for_biases(
+            self._kernel, self._capability, self._arithmetic, max(self._padded), self._changes, descriptors
+        )  # fmt: skip
 
     def _warps(self, tile: Tile, is_gathered: bool) -> int:
         return self._config(held_and_streamed(self._kernel, tile), self._may_describe and not is_gathered).num_warps

@@ -4,7 +4,18 @@ kernel does.
 
 from __future__ import annotations
 
-from sparseflash.backends.triton.configs import HOPPER_64, Arithmetic, Config, Kernel, table_for, uses_hopper_tables
+from collections.abc import Collection
+
+from sparseflash.backends.triton.configs import (
+    HOPPER_64,
+    HOPPER_BIASED,
+    HOPPER_TILE_BIASED,
+    Arithmetic,
+    Config,
+    Kernel,
+    table_for,
+    uses_hopper_tables,
+)
 from sparseflash.backends.triton.portable.occupancy import held_and_streamed, results_and_scores
 
 _SCORES_A_WARP = 256  # tensor cores process patches of 16 x 16
@@ -12,12 +23,15 @@ _SCORES_A_WARP = 256  # tensor cores process patches of 16 x 16
 
 def config_for(
     kernel: Kernel, capability: tuple[int, int], arithmetic: Arithmetic, padded_dim: int, block: tuple[int, int],
-    descriptors: bool,
+    descriptors: bool, tuned: Config | None = None,
 ) -> Config:  # fmt: skip
-    """The configuration to run, cut down to the mask's `block = (block_q, block_k)`, which its tiles must divide."""
+    """The configuration to run, cut down to the mask's `block = (block_q, block_k)`, which its tiles must divide.
+
+    tuned: the one to cut down, if it is not that of the general tables.
+    """
     entry = kernel, arithmetic, max(padded_dim, 32)
-    chosen = table_for(capability, descriptors)[entry]
-    if uses_hopper_tables(capability) and descriptors and held_and_streamed(kernel, block)[0] == 64:
+    chosen = tuned or table_for(capability, descriptors)[entry]
+    if tuned is None and uses_hopper_tables(capability) and descriptors and held_and_streamed(kernel, block)[0] == 64:
         chosen = HOPPER_64.get(entry, chosen)
     block_m, block_n = min(chosen.block_m, block[0]), min(chosen.block_n, block[1])
     if arithmetic == "fp32":  # the pieces need the registers of all the warps that share the columns
@@ -36,6 +50,23 @@ def config_for(
         num_warps = min(num_warps, _fewest_warps(kernel, block_m, block_n, padded_dim))
     is_whole = (block_m, block_n, num_warps) == chosen[:3]  # otherwise there is no need to limit registers
     return chosen if is_whole else Config(block_m, block_n, num_warps, chosen.num_stages)
+
+
+def tuned_for_biases(
+    kernel: Kernel, capability: tuple[int, int], arithmetic: Arithmetic, padded_dim: int, changes: Collection[str],
+    descriptors: bool,
+) -> Config | None:  # fmt: skip
+    """The configuration that was tuned for these changes of scores, by their kinds, if a bias is the widest of them.
+
+    >>> print(tuned_for_biases("dk_dv", (9, 0), "half", 128, {"bias", "softcap"}, True))
+    64x64x4x2
+    """
+    if not (uses_hopper_tables(capability) and descriptors) or not {"relative", "function"}.isdisjoint(changes):
+        return None
+    entry = kernel, arithmetic, padded_dim
+    if "tile_bias" in changes:
+        return HOPPER_TILE_BIASED.get(entry)
+    return HOPPER_BIASED.get(entry) if "bias" in changes else None
 
 
 def with_more_registers(config: Config, *, lengths: bool, dropout: bool, changes: bool = False) -> Config:
