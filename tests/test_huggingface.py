@@ -31,6 +31,10 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 LLAMA = transformers.LlamaForCausalLM, transformers.LlamaConfig(**SIZES)
 # The argument and the output that hold a model's cache; Transformers 5.24 has renamed them.
 CACHE = "cache" if "cache" in inspect.signature(LLAMA[0].forward).parameters else "past_key_values"
+GPT2 = (
+    transformers.GPT2LMHeadModel,
+    transformers.GPT2Config(vocab_size=64, n_embd=64, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=None),
+)
 MISTRAL = transformers.MistralForCausalLM, transformers.MistralConfig(**SIZES, sliding_window=16)
 GPT_OSS = (
     transformers.GptOssForCausalLM,
@@ -264,7 +268,7 @@ def test_each_layer_may_have_a_pattern_of_its_own():
         torch.testing.assert_close(ours(ids(70, batch=1)).logits, want, **CLOSE)
 
 
-@pytest.mark.parametrize("model", [LLAMA, MISTRAL, GPT_OSS, GEMMA3, GEMMA4], ids=name_of)
+@pytest.mark.parametrize("model", [LLAMA, GPT2, MISTRAL, GPT_OSS, GEMMA3, GEMMA4], ids=name_of)
 @pytest.mark.parametrize("left", [0, 4])
 @pytest.mark.parametrize("cache", [None, "static"])
 def test_generated_tokens_are_those_of_its_own_attention(model, left, cache):
@@ -651,7 +655,7 @@ def test_what_is_kept_is_freed_by_clear_caches():
 # ---------------------------------------------------------------------- what cannot be
 
 
-@pytest.mark.parametrize("name", ["sparseflash", "a|b", "user/repository", ""])
+@pytest.mark.parametrize("name", ["sparseflash", "a|b", "user/repository", "", None])
 def test_names_that_transformers_would_read_are_refused(name):
     with pytest.raises(ValueError, match="name must be an identifier that does not contain flash"):
         huggingface.register(name=name)

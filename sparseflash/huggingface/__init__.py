@@ -72,7 +72,7 @@ def register(pattern: Pattern = None, *, name: str = "block_sparse", block: Bloc
     with their masks themselves, NotImplementedError for `torch.export`. `torch.compile` works without `fullgraph`.
     """
     attentions, rules = _interfaces()
-    if not name.isidentifier() or "flash" in name:
+    if not isinstance(name, str) or not name.isidentifier() or "flash" in name:
         raise ValueError(
             "name must be an identifier that does not contain flash, or Transformers would look for a FlashAttention "
             f"or a kernel to load; got {name!r}."

@@ -47,6 +47,11 @@ class ModelMask(FlexMask):
     def shape(self) -> tuple[int, int, int, int]:
         return self.batch, 1, self.queries[1] - self.queries[0], self.keys[1] - self.keys[0]
 
+    @property
+    def ndim(self) -> int:
+        """Asked by models that also take a two-dimensional mask of padding, such as GPT-2."""
+        return 4
+
     def __repr__(self) -> str:
         return f"ModelMask(queries {self.queries}, keys {self.keys}, batch {self.batch})"
 
