@@ -746,6 +746,12 @@ def test_finished_masks_that_are_none_are_refused():
             ours(ids(3), **{CACHE: cache}, attention_mask=torch.ones(2, 1, 3, 13, dtype=torch.bool))
 
 
+@pytest.mark.parametrize("shape", [(10,), (2, 10, 10)])
+def test_masks_that_are_neither_padding_nor_finished_are_refused(shape):
+    with pytest.raises(ValueError, match=r"attention_mask must have shape \[batch, tokens\], .*; got \["):
+        pair(LLAMA)[1](ids(10), attention_mask=torch.ones(shape, dtype=torch.bool))
+
+
 @pytest.mark.parametrize("shape", [(1, 1, 40, 1), (1, 1, 3, 40), (1, 1, 40, 39)])
 def test_a_finished_mask_of_other_sizes_is_refused(shape):
     q = torch.zeros(1, 2, 40, 16)

@@ -221,6 +221,11 @@ def mask_of_forward(
             "torch.export must see a mask made of tensors, but sparseflash builds masks outside of the graph; call "
             "model.set_attn_implementation('sdpa') before the export."
         )
+    if attention_mask is not None and attention_mask.ndim != 2:
+        raise ValueError(
+            "attention_mask must have shape [batch, tokens], or be finished, [batch, heads, queries, keys]; got "
+            f"{list(attention_mask.shape)}."
+        )
     q_start = int(q_offset)
     if attention_mask is not None and (missing := kv_length + kv_offset - attention_mask.shape[-1]) > 0:
         attention_mask = nn.functional.pad(attention_mask, (0, missing))  # the rest of a preallocated cache

@@ -28,10 +28,11 @@ class KVCache:
         device = None if device is None else checked_device(device)
         if dtype is not None:
             check_floating(dtype)
-        self.k = torch.zeros(batch, kv_heads, capacity, head_dim, device=device, dtype=dtype)
-        self.v = torch.zeros_like(self.k)
+        with torch.inference_mode(False):  # or it could not be written to outside of inference mode
+            self.k = torch.zeros(batch, kv_heads, capacity, head_dim, device=device, dtype=dtype)
+            self.v = torch.zeros_like(self.k)
+            self.lengths = torch.zeros(batch, dtype=torch.int32, device=self.k.device)
         self.length = 0
-        self.lengths = torch.zeros(batch, dtype=torch.int32, device=self.k.device)
 
     @property
     def capacity(self) -> int:

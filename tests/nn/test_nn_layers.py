@@ -210,6 +210,17 @@ def test_a_cache_does_not_hide_that_a_backend_cannot_run(tokens):
                 layer(torch.randn(1, tokens, 32), cache=layer.new_cache(1, 32))
 
 
+def test_a_cache_may_be_made_in_inference_mode_and_used_outside():
+    layer, x = SparseSelfAttention(16, 2, masks.causal).eval(), torch.randn(1, 20, 16)
+    with torch.inference_mode():
+        cache = layer.new_cache(1, 32)
+        layer(x[:, :19], cache=cache)
+    with torch.no_grad():
+        last = layer(x[:, 19:], cache=cache)
+        cache.clear()
+        torch.testing.assert_close(last, layer(x, cache=cache)[:, 19:])
+
+
 def test_a_cache_is_not_for_a_mask_with_lengths():
     """Its sequences are equally long, and decoding refuses such a mask."""
     layer = SparseSelfAttention(16, 2, masks.causal(32).with_lengths([20])).eval()
