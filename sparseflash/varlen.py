@@ -113,8 +113,8 @@ def attention_varlen(
             raise ValueError(f"{name} must be a tensor of packed tokens, [tokens, heads, head dim]; got {shown}.")
     if cu_seqlens_q is None:
         raise TypeError("cu_seqlens_q must be given unless q, k and v are nested tensors; got None.")
-    mask = varlen_mask(cu_seqlens_q, cu_seqlens_k, pattern, block=block, device=q.device)
-    for name, got, want in (("q", q.shape[0], mask.q_len), ("k", k.shape[0], mask.k_len)):
+    mask, q_len, k_len = _mask_and_lengths(cu_seqlens_q, cu_seqlens_k, pattern, block, q.device)
+    for name, got, want in (("q", q.shape[0], q_len), ("k", k.shape[0], k_len)):
         if got != want:
             raise ValueError(f"cu_seqlens_{name} must end with the number of tokens of {name}, {got}; got {want}.")
     out, lse = attention(
@@ -162,10 +162,6 @@ def _nested(
     return (out, lse) if return_lse else out
 
 
-@torch.compiler.disable(  # type: ignore[untyped-decorator]
-    reason="lengths are read on the host. Call varlen_mask outside and attention with its mask, or compile without "
-    "fullgraph=True."
-)
 def varlen_mask(
     cu_seqlens_q: Any, cu_seqlens_k: Any = None, pattern: Pattern | None = None, *, block: Block = 128,
     device: torch.device | str = "cpu",
@@ -178,6 +174,20 @@ def varlen_mask(
 
     The arguments are those of `attention_varlen`. Made once for these lengths and this pattern, and cached.
     """
+    mask: BlockMask | None = _mask_and_lengths(cu_seqlens_q, cu_seqlens_k, pattern, block, device)[0]
+    if mask is None:
+        raise ValueError("cu_seqlens must be of at least one query and one key to make a mask; got none.")
+    return mask
+
+
+@torch.compiler.disable(  # type: ignore[untyped-decorator]
+    reason="lengths are read on the host. Call varlen_mask outside and attention with its mask, or compile without "
+    "fullgraph=True."
+)
+def _mask_and_lengths(
+    cu_seqlens_q: Any, cu_seqlens_k: Any, pattern: Pattern | None, block: Block, device: torch.device | str
+) -> tuple[BlockMask | None, int, int]:
+    """`(mask, queries, keys)` of all sequences together; without a query or a key there is no mask, and no need."""
     q_sums = _running_sums(cu_seqlens_q, "cu_seqlens_q")
     k_sums = q_sums if cu_seqlens_k is None else _running_sums(cu_seqlens_k, "cu_seqlens_k")
     if len(q_sums) != len(k_sums):
@@ -187,7 +197,10 @@ def varlen_mask(
     check_pattern(pattern)
     key = q_sums, k_sums, pattern, block_pair(block), checked_device(device)
     mask: BlockMask | None = _masks.get(key)
-    return _masks.put(key, _made(q_sums, k_sums, pattern, block).to(device)) if mask is None else mask
+    q_len, k_len = q_sums[-1], k_sums[-1]
+    if mask is None and q_len and k_len:
+        mask = _masks.put(key, _made(q_sums, k_sums, pattern, block).to(device))
+    return mask, q_len, k_len
 
 
 def _made(q_sums: tuple[int, ...], k_sums: tuple[int, ...], pattern: Pattern | None, block: Block) -> BlockMask:
@@ -201,8 +214,6 @@ def _made(q_sums: tuple[int, ...], k_sums: tuple[int, ...], pattern: Pattern | N
             of_length[size] = mask_of_lengths(pattern, *size, block=block)
         parts.append((of_length[size], q_sums[i], k_sums[i]))
     if not parts:
-        if 0 in (q_sums[-1], k_sums[-1]):
-            raise ValueError("cu_seqlens must be of at least one query and one key to make a mask; got none.")
         nothing = torch.zeros(0, dtype=torch.int64, device="cpu")
         block_q, block_k = block_pair(block)
         words = torch.zeros(0, block_q, bitmask.words_per_row(block_k), dtype=torch.int32, device="cpu")

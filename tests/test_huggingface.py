@@ -31,6 +31,10 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 LLAMA = transformers.LlamaForCausalLM, transformers.LlamaConfig(**SIZES)
 # The argument and the output that hold a model's cache; Transformers 5.24 has renamed them.
 CACHE = "cache" if "cache" in inspect.signature(LLAMA[0].forward).parameters else "past_key_values"
+GPT2 = (
+    transformers.GPT2LMHeadModel,
+    transformers.GPT2Config(vocab_size=64, n_embd=64, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=None),
+)
 MISTRAL = transformers.MistralForCausalLM, transformers.MistralConfig(**SIZES, sliding_window=16)
 GPT_OSS = (
     transformers.GptOssForCausalLM,
@@ -264,7 +268,7 @@ def test_each_layer_may_have_a_pattern_of_its_own():
         torch.testing.assert_close(ours(ids(70, batch=1)).logits, want, **CLOSE)
 
 
-@pytest.mark.parametrize("model", [LLAMA, MISTRAL, GPT_OSS, GEMMA3, GEMMA4], ids=name_of)
+@pytest.mark.parametrize("model", [LLAMA, GPT2, MISTRAL, GPT_OSS, GEMMA3, GEMMA4], ids=name_of)
 @pytest.mark.parametrize("left", [0, 4])
 @pytest.mark.parametrize("cache", [None, "static"])
 def test_generated_tokens_are_those_of_its_own_attention(model, left, cache):
@@ -651,7 +655,7 @@ def test_what_is_kept_is_freed_by_clear_caches():
 # ---------------------------------------------------------------------- what cannot be
 
 
-@pytest.mark.parametrize("name", ["sparseflash", "a|b", "user/repository", ""])
+@pytest.mark.parametrize("name", ["sparseflash", "a|b", "user/repository", "", None])
 def test_names_that_transformers_would_read_are_refused(name):
     with pytest.raises(ValueError, match="name must be an identifier that does not contain flash"):
         huggingface.register(name=name)
@@ -740,6 +744,12 @@ def test_finished_masks_that_are_none_are_refused():
         cache = ours(ids(10), use_cache=True)[CACHE]
         with pytest.raises(ValueError, match="must give the positions of its 3 queries among 13 keys"):
             ours(ids(3), **{CACHE: cache}, attention_mask=torch.ones(2, 1, 3, 13, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("shape", [(10,), (2, 10, 10)])
+def test_masks_that_are_neither_padding_nor_finished_are_refused(shape):
+    with pytest.raises(ValueError, match=r"attention_mask must have shape \[batch, tokens\], .*; got \["):
+        pair(LLAMA)[1](ids(10), attention_mask=torch.ones(shape, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 40, 1), (1, 1, 3, 40), (1, 1, 40, 39)])

@@ -177,7 +177,7 @@ N = torch.nested.nested_tensor([X, X], layout=torch.jagged)
         ((X, X, X), {"pattern": lambda b, h, q, k: k}, TypeError, r"positions \(q, k\); got one of \(b, h, q, k\)"),
         ((X, X, X), {"pattern": lambda n: None}, TypeError, r"mask must be a sparseflash BlockMask; got NoneType"),
         ((X, X, X), {"pattern": lambda n: masks.causal(9)}, ValueError, r"must return .* 10 queries .*; it .* 9 and 9"),
-        ((X, X, X), {"cu_seqlens_k": [0, 0]}, ValueError, r"at least one query and one key to make a mask; got none"),
+        ((X, X, X), {"cu_seqlens_k": [0, 0]}, ValueError, r"cu_seqlens_k must end with .* of k, 10; got 0"),
         ((N, N, N), {}, TypeError, r"cu_seqlens must not be given with nested tensors, .*; got both"),
         ((N, N, X), {"cu_seqlens_q": None}, TypeError, r"v must be a nested tensor .*; got torch\.strided of 3 dim"),
         (
@@ -223,3 +223,22 @@ def test_sequences_of_which_none_has_both_a_query_and_a_key_give_zeros():
     assert (out == 0).all() and (lse == -torch.inf).all() and out.shape == q.shape
     for gradient in torch.autograd.grad(out.sum(), (q, k, v)):
         assert (gradient == 0).all()
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(0, 0), (0, 5), (5, 0)])
+@pytest.mark.parametrize("pattern", [None, masks.causal])
+def test_without_any_query_or_any_key_there_is_nothing_to_attend_to(queries, keys, pattern):
+    q, k, v = (torch.ones(n, 2, 16, requires_grad=True) for n in (queries, keys, keys))
+    sums = [0, queries, queries], [0, 0, keys]
+    out, lse = attention_varlen(q, k, v, *sums, pattern, return_lse=True)
+    out.sum().backward()
+    assert torch.equal(out, torch.zeros(queries, 2, 16)) and torch.equal(lse, torch.full((2, queries), -torch.inf))
+    for x in (q, k, v):
+        assert torch.equal(x.grad, torch.zeros_like(x))
+    with pytest.raises(ValueError, match="at least one query and one key to make a mask; got none"):
+        varlen_mask(*sums, pattern)
+
+
+def test_nested_tensors_of_empty_sequences_alone_give_such():
+    x = torch.nested.nested_tensor([torch.ones(0, 2, 16)] * 3, layout=torch.jagged)
+    assert attention_varlen(x, x, x, pattern=masks.causal).offsets().tolist() == [0, 0, 0, 0]

@@ -65,9 +65,13 @@ def asked(text: str, sources: list[str] | None) -> BlockMask:
 
 def place(device: str | None) -> torch.device:
     """The device that was named, or the default one."""
-    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    refused = ValueError(f"--device must be cpu or cuda, such as cuda:1; got {device}")
+    try:
+        chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise refused from error
     if chosen.type not in ("cpu", "cuda"):
-        raise ValueError(f"--device must be cpu or cuda, such as cuda:1; got {device}")
+        raise refused
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"--device {device} needs a GPU that PyTorch sees; there is none")
     if chosen.type == "cuda" and chosen.index is not None:

@@ -26,6 +26,8 @@ def merged(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     With `lse = log(sum(exp(lse_s)))`, `out = sum(exp(lse_s - lse) * out_s)`, summed in the order of the parts, in fp32
     (fp64 for fp64 inputs). A query without keys in any part has `out = 0` and `lse = -inf`. Differentiable.
     """
+    if not parts:
+        raise ValueError("parts must be of at least one set of keys; got none.")
     if len(parts) == 1:
         return parts[0]
     out, lse = _Merge.apply(len(parts), *(out for out, _ in parts), *(lse for _, lse in parts))  # type: ignore[no-untyped-call]

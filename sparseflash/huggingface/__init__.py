@@ -68,11 +68,13 @@ def register(pattern: Pattern = None, *, name: str = "block_sparse", block: Bloc
     Raises ValueError for the name of another implementation or one that Transformers would interpret differently,
     TypeError for a function of lengths or of positions, ImportError if Transformers is missing or too old. Models raise
     ValueError if a layer needs something that is not a mask and no change of scores (keys that it chooses itself, a
-    paged cache) or is asked for attention weights (`output_attentions`), TypeError or AttributeError if they compute
-    with their masks themselves, NotImplementedError for `torch.export`. `torch.compile` works without `fullgraph`.
+    paged cache) or is asked for attention weights (`output_attentions`; GPT-2 and OPT do not pass that on, and return
+    an empty tuple of them), TypeError or AttributeError if they compute with their masks themselves,
+    NotImplementedError for `torch.export`. `torch.compile` works without `fullgraph`; compile with `dynamic=True` if
+    lengths vary, or PyTorch reaches its limit of recompilations and runs parts of the model uncompiled.
     """
     attentions, rules = _interfaces()
-    if not name.isidentifier() or "flash" in name:
+    if not isinstance(name, str) or not name.isidentifier() or "flash" in name:
         raise ValueError(
             "name must be an identifier that does not contain flash, or Transformers would look for a FlashAttention "
             f"or a kernel to load; got {name!r}."

@@ -47,6 +47,11 @@ class ModelMask(FlexMask):
     def shape(self) -> tuple[int, int, int, int]:
         return self.batch, 1, self.queries[1] - self.queries[0], self.keys[1] - self.keys[0]
 
+    @property
+    def ndim(self) -> int:
+        """Asked by models that also take a two-dimensional mask of padding, such as GPT-2."""
+        return 4
+
     def __repr__(self) -> str:
         return f"ModelMask(queries {self.queries}, keys {self.keys}, batch {self.batch})"
 
@@ -215,6 +220,11 @@ def mask_of_forward(
         raise NotImplementedError(
             "torch.export must see a mask made of tensors, but sparseflash builds masks outside of the graph; call "
             "model.set_attn_implementation('sdpa') before the export."
+        )
+    if attention_mask is not None and attention_mask.ndim != 2:
+        raise ValueError(
+            "attention_mask must have shape [batch, tokens], or be finished, [batch, heads, queries, keys]; got "
+            f"{list(attention_mask.shape)}."
         )
     q_start = int(q_offset)
     if attention_mask is not None and (missing := kv_length + kv_offset - attention_mask.shape[-1]) > 0:

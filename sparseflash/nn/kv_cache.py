@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparseflash.blockmask.arguments import check_at_least_one
+from sparseflash.blockmask.arguments import check_at_least_one, check_floating, checked_device, dense_tensor
 
 
 class KVCache:
@@ -25,10 +25,14 @@ class KVCache:
         dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         check_at_least_one(batch=batch, kv_heads=kv_heads, capacity=capacity, head_dim=head_dim)
-        self.k = torch.zeros(batch, kv_heads, capacity, head_dim, device=device, dtype=dtype)
-        self.v = torch.zeros_like(self.k)
+        device = None if device is None else checked_device(device)
+        if dtype is not None:
+            check_floating(dtype)
+        with torch.inference_mode(False):  # or it could not be written to outside of inference mode
+            self.k = torch.zeros(batch, kv_heads, capacity, head_dim, device=device, dtype=dtype)
+            self.v = torch.zeros_like(self.k)
+            self.lengths = torch.zeros(batch, dtype=torch.int32, device=self.k.device)
         self.length = 0
-        self.lengths = torch.zeros(batch, dtype=torch.int32, device=self.k.device)
 
     @property
     def capacity(self) -> int:
@@ -36,11 +40,16 @@ class KVCache:
         return self.k.shape[2]
 
     def append(self, k: Tensor, v: Tensor) -> None:
-        """Adds the keys and values of new tokens, `[B, Hkv, N, D]`."""
-        shape = (*self.k.shape[:2], k.shape[2], self.k.shape[3])
-        if k.shape != shape or v.shape != shape:
+        """Adds the keys and values of new tokens, `[B, Hkv, N, D]`, of the cache's dtype and on its device."""
+        for name, x in (("k", k), ("v", v)):
+            if dense_tensor(x, name).dtype != self.k.dtype:
+                raise TypeError(f"{name} must have the cache's dtype {self.k.dtype}; got {x.dtype}. Cast it first.")
+            if x.device != self.k.device:
+                raise ValueError(f"{name} must be on the cache's device {self.k.device}; it is on {x.device}.")
+        batch, kv_heads, _, head_dim = self.k.shape
+        if k.ndim != 4 or k.shape != v.shape or k.shape != (batch, kv_heads, k.shape[2], head_dim):
             raise ValueError(
-                f"k and v must have shape [{shape[0]}, {shape[1]}, N, {shape[3]}] to be added to this cache; got "
+                f"k and v must have shape [{batch}, {kv_heads}, N, {head_dim}] to be added to this cache; got "
                 f"{list(k.shape)} and {list(v.shape)}."
             )
         stop = self.length + k.shape[2]

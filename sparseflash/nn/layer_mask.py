@@ -57,12 +57,20 @@ class LayerMask:
         return found
 
     def causal_of(self, tokens: int, device: torch.device) -> BlockMask:
-        """The mask for so many tokens that are generated one after another. Raises ValueError unless it is causal."""
+        """The mask for so many tokens that are generated one after another.
+
+        Raises ValueError unless it is causal and has no lengths.
+        """
         mask = self(tokens, tokens, device)
         if mask is None:
             raise ValueError(
                 "mask must be causal for generation, since a new token cannot see later ones; got None, with which all "
                 "tokens see one another. Give the layer mask=masks.causal."
+            )
+        if mask.lengths is not None:
+            raise ValueError(
+                "mask must have no lengths of its own for generation, in which all sequences are equally long; got "
+                "some. Give the layer the mask without them, and lengths to the calls without a cache."
             )
         key = "causal", tokens, device
         if torch.compiler.is_compiling() or self._made.get(key) is mask:  # looked at when the cache was made, or before

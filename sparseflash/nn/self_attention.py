@@ -106,8 +106,8 @@ class SparseSelfAttention(Heads):
     ) -> KVCache:
         """An empty cache for `batch` sequences of up to `capacity` tokens; by default like the layer's weights.
 
-        Raises ValueError unless the layer has a mask that is causal for `capacity` tokens: a token that was generated
-        cannot see the next one.
+        Raises ValueError unless the layer has a mask that is causal for `capacity` tokens, since a token that was
+        generated cannot see the next one, and has no lengths.
         """
         check_at_least_one(batch=batch, capacity=capacity)
         device = checked_device(self.out.weight.device if device is None else device)
@@ -139,6 +139,8 @@ class SparseSelfAttention(Heads):
         """
         check_input(x, "x", plain_weight(self.qkv), "lengths")
         check_features(x, "x", self.embed_dim)
+        if not (cache is None or isinstance(cache, KVCache)):
+            raise TypeError(f"cache must be a KVCache, as layer.new_cache makes it; got {type(cache).__name__}.")
         q, k, v = self.split(self.qkv(x), self.num_heads, self.kv_heads, self.kv_heads)
         if self.rotary is not None:
             if positions is None:

@@ -314,7 +314,7 @@ def test_check_tells_errors_and_ends_with_one_where_attention_is_wrong(monkeypat
         (("--kv-heads", "3"), "--kv-heads must divide the 2 heads; got 3"),
         (("--dtype", "fp8"), "--dtype must be of bf16, fp16, fp32; got 'fp8'"),
         (("--dtype", ""), "--dtype must be of bf16, fp16, fp32; got ''"),
-        (("--device", "nowhere"), "nowhere"),
+        (("--device", "nowhere"), "--device must be cpu or cuda, such as cuda:1; got nowhere"),
         (("--device", "xpu"), "--device must be cpu or cuda, such as cuda:1; got xpu"),
     ],
 )

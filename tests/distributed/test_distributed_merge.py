@@ -54,6 +54,11 @@ def test_the_kernels_merge_as_exactly_as_operations(count, dtype, seed, shape, h
     assert torch.equal(got["lse"] == -torch.inf, empty) and got["out"][empty].eq(0).all()
 
 
+def test_there_must_be_a_part():
+    with pytest.raises(ValueError, match=r"parts must be of at least one set of keys; got none"):
+        distributed.merged([])
+
+
 @pytest.mark.parametrize("dtype", [torch.float64])
 def test_fp64_is_merged_by_operations(dtype):
     given_ = parts_of(2, (1, 1, 4, 16), dtype, 0, False)

@@ -154,6 +154,21 @@ def test_a_cache_is_for_causal_masks_and_inference():
         half = layer.new_cache(1, 32, dtype=torch.bfloat16)
         assert layer(torch.randn(1, 20, 16), cache=half).dtype == torch.float32
         assert layer(torch.randn(1, 1, 16), cache=half).dtype == torch.float32
+    for k, error, got in (
+        ("k", TypeError, "k must be a tensor; got str"),
+        (torch.ones(2), ValueError, r"k and v must have shape \[1, 2, N, 8\] to be added to this cache; got \[2\]"),
+        (torch.ones(1, 2, 3, 8, dtype=torch.float64), TypeError, "k must have the cache's dtype torch.float32; got"),
+        (torch.ones(1, 2, 3, 8, device="meta"), ValueError, "k must be on the cache's device cpu; it is on meta"),
+    ):
+        with pytest.raises(error, match=got):
+            cache.append(k, torch.ones(1, 2, 3, 8))
+    assert cache.length == 0
+    with pytest.raises(TypeError, match=r"dtype must be a floating-point type; got torch\.int8"):
+        layer.new_cache(1, 32, dtype=torch.int8)
+    with pytest.raises(ValueError, match=r"device must be a torch\.device or its name"):
+        KVCache(1, 2, 32, 8, device="gpu")
+    with torch.no_grad(), pytest.raises(TypeError, match=r"cache must be a KVCache, .*; got dict"):
+        layer(torch.randn(1, 4, 16), cache={})
     for sizes, name in (((1, 2, 0, 8), "capacity"), ((1, 0, 4, 8), "kv_heads"), ((1, 2, 4, 0), "head_dim")):
         with pytest.raises(ValueError, match=f"{name} must be at least 1; got 0"):
             KVCache(*sizes)
@@ -193,6 +208,26 @@ def test_a_cache_does_not_hide_that_a_backend_cannot_run(tokens):
             layer = SparseSelfAttention(32, 2, NEAR, backend=backend).eval()
             with pytest.raises(ValueError, match=words):
                 layer(torch.randn(1, tokens, 32), cache=layer.new_cache(1, 32))
+
+
+def test_a_cache_may_be_made_in_inference_mode_and_used_outside():
+    layer, x = SparseSelfAttention(16, 2, masks.causal).eval(), torch.randn(1, 20, 16)
+    with torch.inference_mode():
+        cache = layer.new_cache(1, 32)
+        layer(x[:, :19], cache=cache)
+    with torch.no_grad():
+        last = layer(x[:, 19:], cache=cache)
+        cache.clear()
+        torch.testing.assert_close(last, layer(x, cache=cache)[:, 19:])
+
+
+def test_a_cache_is_not_for_a_mask_with_lengths():
+    """Its sequences are equally long, and decoding refuses such a mask."""
+    layer = SparseSelfAttention(16, 2, masks.causal(32).with_lengths([20])).eval()
+    with pytest.raises(ValueError, match=r"mask must have no lengths of its own for generation, .*; got some"):
+        layer.new_cache(1, 32)
+    with torch.no_grad(), pytest.raises(ValueError, match="mask must have no lengths of its own for generation"):
+        layer(torch.randn(1, 20, 16), cache=KVCache(1, 2, 32, 8))
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 20])

@@ -29,6 +29,7 @@ from sparseflash.backends.triton.portable.merging import bind_merge, merge_launc
 from sparseflash.backends.triton.portable.passes import like, one_number_of
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
+from sparseflash.blockmask.transfer import to_device
 from sparseflash.dropout import Dropout
 from sparseflash.scores.change import Scores
 
@@ -207,11 +208,7 @@ def planned_backward(plan: Plan, programs: int) -> BackwardPlan:
     """What the backward walks, from the plan's cache. Waits for the device, once, unless the mask is made at every
     step.
     """
-    key = "hopper backward", programs
-    found: BackwardPlan | None = plan.derived.get(key)
-    if found is None:
-        found = plan.derived[key] = _planned(plan, programs)
-    return found
+    return plan.derived(("hopper backward", programs), lambda: _planned(plan, programs))
 
 
 def _planned(plan: Plan, programs: int) -> BackwardPlan:
@@ -221,6 +218,7 @@ def _planned(plan: Plan, programs: int) -> BackwardPlan:
     may_wait = plan.lists.reusable
     if plan.device.type != "cuda" or not fused_plan.can_plan(lists, plan.pattern, programs):
         return backward_plan(lists, *sizes, programs=programs, may_wait=may_wait)
-    rows = plan.lists.get(0, Tiling(*BLOCK)).to(plan.device)
+    rows = plan.lists.get(0, Tiling(*BLOCK))
     rows.ready.wait()
-    return fused_plan.backward_plan(lists, rows.count, *sizes, programs=programs, may_wait=may_wait)
+    (counted,) = to_device((rows.count,), plan.device)
+    return fused_plan.backward_plan(lists, counted, *sizes, programs=programs, may_wait=may_wait)

@@ -150,11 +150,7 @@ class Forward:
 
 def planned_forward(plan: Plan, tile: tuple[int, int], programs: int) -> Worklist:
     """What the forward walks in such tiles, from the plan's cache. programs: as many as run items at a time."""
-    key = "hopper forward", tile, programs
-    found: Worklist | None = plan.derived.get(key)
-    if found is None:
-        found = plan.derived[key] = _planned(plan, tile, programs)
-    return found
+    return plan.derived(("hopper forward", tile, programs), lambda: _planned(plan, tile, programs))
 
 
 def _planned(plan: Plan, tile: tuple[int, int], programs: int) -> Worklist:

@@ -9,7 +9,7 @@ the lengths of the lists once, to cut those that are far too long (see splits.py
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,6 +37,8 @@ from sparseflash.blockmask import bitmask
 from sparseflash.blockmask.cache import BoundedDict, MaskCache, bounded, mask_cache
 from sparseflash.blockmask.csr import columns_of
 from sparseflash.blockmask.transfer import to_device
+
+T = TypeVar("T")
 
 _MOST_PLANS = 64  # per mask, or for dense attention; with more batch sizes or lengths none repeats often enough
 _MOST_LAUNCHES = 64  # per plan
@@ -92,7 +94,7 @@ class Plan:
         self._worklists: dict[tuple[int, int, Tiling | None, int], Worklist] = {}
         self.tiles_per_head = tiles_per_head  # live tiles, mean over the patterns; capacity of a dynamic mask
         self.launches = BoundedDict(_MOST_LAUNCHES)
-        self.derived: dict[Any, Any] = {}  # the work in other forms, one entry a kind, with a `ReadyEvent` of its own
+        self._derived: dict[Any, Any] = {}
 
     @property
     def device(self) -> torch.device:
@@ -118,6 +120,13 @@ class Plan:
         found = self._worklists.get(key)
         if found is None:
             found = self._worklists[key] = self._made(self.lists.get(axis, tiling), axis, tile, resident)
+        return found
+
+    def derived(self, key: Any, make: Callable[[], T]) -> T:
+        """The work in another form, with a `ReadyEvent` of its own: made once, one entry a kind."""
+        found: T | None = self._derived.get(key)
+        if found is None:
+            found = self._derived[key] = make()
         return found
 
     def _made(self, lists: TileLists, axis: int, tile: int, resident: int) -> Worklist:
