@@ -93,7 +93,9 @@ def attention(
         scores: changes of the scores, as on one GPU: the same on every rank, for all heads, with tensors along tokens
             whole. Each rank gets its part of the gradients of their tensors: sum these over the group, as those of all
             parameters. Distances, relative tables and functions take positions in the whole sequence, which they read
-            from tensors, and cost the kernels more than on one GPU unless heads travel. A `tile_bias` is refused.
+            from tensors, and cost the kernels more than on one GPU unless heads travel. A `tile_bias` is refused, and
+            so is, on GPUs, a learned tensor of more than 16,384 numbers a head that a function indexes by query and
+            key: pass it as `scores.bias`.
 
     Returns:
         This rank's part of `out [B, Hq, n, Dv]`, or of `(out, lse)`.

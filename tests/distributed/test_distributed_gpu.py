@@ -10,6 +10,7 @@ from process_pool import Processes
 from scored import FUNCTIONS, SHARDED, scored
 from sharded_attention import check_dropping, check_scored, check_transports, sharded
 from sparseflash import attention, distributed, dropout, masks, testing
+from sparseflash.backends.triton.portable.own_source import MOST_ENTRIES
 from strategies import problems
 
 pytestmark = pytest.mark.gpu
@@ -64,6 +65,8 @@ def test_it_is_as_exact_as_attention_on_one_gpu(pool, dtype, stages, data):
 def test_changed_scores_are_as_exact(pool, case, strategy):
     mask, ranks = case.problem.mask, len(pool.pipes)
     assume(mask is not None and min(mask.q_len, mask.k_len) > (ranks - 1) * max(mask.block_q, mask.block_k))
+    # Over ranks a function reads numbers of pairs as those of a table, of which the kernels learn only so many.
+    assume("function of tables" not in case.kinds or mask.q_len * mask.k_len <= MOST_ENTRIES)
     check_scored(pool, ranks, case, {"strategy": strategy})
 
 

@@ -129,7 +129,8 @@ class Source:
                 raise ValueError(
                     "a tensor of scores.function that is learned must be indexed by b, h, q and k, or have at most "
                     f"{MOST_ENTRIES:,} entries for each b and h; tensor {loads[at].tensor} has "
-                    f"{loads[at].entries(x):,}. Use backend='blockwise'."
+                    f"{loads[at].entries(x):,}. Use backend='blockwise'; over several GPUs, where q and k are read "
+                    "from tensors of positions, pass numbers of pairs as scores.bias."
                 )
             lines.append(f"entries = {' * '.join(sizes)}")
             lines.append(f"own = {part} + tl.cast(tl.program_id(0), tl.int64) * entries")
