@@ -22,6 +22,7 @@ from sparseflash.backends.triton.portable.fp32_split import (
     PIECES_CORRECTED,
     in_pieces,
     precision_of,
+    products,
     six_products,
 )
 from sparseflash.blockmask import streams
@@ -194,12 +195,49 @@ def test_sums_are_corrected_on_the_gpus_that_it_was_fitted_on_alone(monkeypatch)
     assert precision_of("half", (9, 0), in_pieces=False) == precision_of("tf32", (8, 0), in_pieces=False) == "tf32"
 
 
+@triton.jit
+def _whole_product_kernel(
+    x_ptr, y_ptr, out_ptr, ROWS: tl.constexpr, DIM: tl.constexpr, PRECISION: tl.constexpr, MIRRORED: tl.constexpr
+):  # fmt: skip
+    """out = x y^T of [ROWS, DIM]."""
+    at = tl.arange(0, ROWS)[:, None] * DIM + tl.arange(0, DIM)[None, :]
+    product = products(tl.load(x_ptr + at), tl.load(y_ptr + at), PRECISION, MIRRORED)
+    tl.store(out_ptr + tl.arange(0, ROWS)[:, None] * ROWS + tl.arange(0, ROWS)[None, :], product)
+
+
+def whole_product(x: Tensor, y: Tensor, mirrored: bool = False) -> Tensor:
+    """Of [rows, dim] each, which the kernel splits."""
+    out = x.new_empty(len(x), len(x))
+    precision = precision_of("fp32", capability_of(x.device), in_pieces=False)
+    _whole_product_kernel[(1,)](x, y, out, *x.shape, precision, mirrored)
+    return out
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [16, 32, 64])  # matrix instructions of one warp, and of four
-@pytest.mark.parametrize("dim", [16, 64, 128])
-def test_a_product_mirrored_has_the_same_bits(dim, rows):
+@pytest.mark.parametrize("dim", [16, 64, 128, 256])
+@pytest.mark.parametrize("multiply", [product, whole_product], ids=["pieces", "whole"])
+def test_a_product_mirrored_has_the_same_bits(multiply, dim, rows):
+    if multiply is product and dim > 128:
+        pytest.skip("attention sums them in two halves")
     x, y = (torch.randn(rows, dim, device="cuda") for _ in range(2))
-    assert torch.equal(product(x, y), product(y, x, True).T)
+    assert torch.equal(multiply(x, y), multiply(y, x, True).T)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dim", [16, 256])
+def test_products_of_whole_tiles_are_as_good_as_in_fp32_and_keep_infinities(dim, device):
+    generator = torch.Generator().manual_seed(dim)
+    x, y = (torch.randn(32, dim, generator=generator).to(device) for _ in range(2))
+    truth = x.double() @ y.double().T
+    plain, found = ((each - truth).abs() for each in (x @ y.T, whole_product(x, y)))
+    assert found.max() <= 2 * plain.max() + torch.finfo(torch.float32).eps
+    x[3, 5], y[7, 2] = torch.inf, -torch.inf
+    wanted = (x.double() @ y.double().T).float()
+    finite = wanted.isfinite()
+    found = whole_product(x, y)
+    assert torch.equal(found.isfinite(), finite)
+    assert torch.equal(found[~finite].nan_to_num(0.5), wanted[~finite].nan_to_num(0.5))
 
 
 @pytest.mark.gpu

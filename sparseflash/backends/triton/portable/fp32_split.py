@@ -66,6 +66,8 @@ def six_products(x, y, PRECISION: tl.constexpr, MIRRORED: tl.constexpr, OVER_DIM
     corrected. In a sum over tokens only few weights may contribute; nothing must be added if nothing was cut off.
     """
     small = small_products(x, y, MIRRORED)
+    if PRECISION == WHOLE or PRECISION == WHOLE_CORRECTED:  # of an infinity only the first piece is a number
+        small = tl.where(small == small, small, 0.0)
     if OVER_DIMS:
         return corrected(tl.dot(x[0], y[0]), x[0].shape[1], small, PRECISION)
     else:
@@ -128,12 +130,23 @@ def products(x_tile, y_tile, PRECISION: tl.constexpr, MIRRORED: tl.constexpr = F
     elif PRECISION != "tf32" and x_tile.shape[1] > 128:
         x_low, x_high = halves(x_tile)
         y_low, y_high = halves(y_tile)
-        low = corrected(tl.dot(x_low, y_low.T, input_precision=_SPLITTING), x_low.shape[1], 0.0, PRECISION)
-        return low + corrected(tl.dot(x_high, y_high.T, input_precision=_SPLITTING), x_low.shape[1], 0.0, PRECISION)
+        low = product_of_whole(x_low, y_low.T, PRECISION, MIRRORED)
+        return low + product_of_whole(x_high, y_high.T, PRECISION, MIRRORED)
     elif PRECISION != "tf32":
-        return corrected(tl.dot(x_tile, y_tile.T, input_precision=_SPLITTING), x_tile.shape[1], 0.0, PRECISION)
+        return product_of_whole(x_tile, y_tile.T, PRECISION, MIRRORED)
     else:
         return tl.dot(x_tile, y_tile.T, input_precision=PRECISION)
+
+
+@triton.jit
+def product_of_whole(x, y, PRECISION: tl.constexpr, MIRRORED: tl.constexpr):
+    """x y, split here, because `tl.dot` sums the six products always in the same order. The interpreter, which rounds,
+    needs no pieces.
+    """
+    if _SPLITTING == "ieee":
+        return tl.dot(x, y, input_precision=_SPLITTING)
+    else:
+        return six_products(split(x, tl.bfloat16), split(y, tl.bfloat16), PRECISION, MIRRORED)
 
 
 @triton.jit
@@ -234,6 +247,6 @@ PIECES_DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
 _CUT_OFF = tl.constexpr(0.36 * 2.0**-24)
 _FITTED = (9, 0)
 _SMALL = tl.constexpr(16384.0)  # a sum of other numbers is rarely whole below this
-# The input_precision of tl.dot for whole tiles: Triton splits them itself, and sums the six products starting with the
-# small ones. Its interpreter does not support bf16x6.
+# The input_precision of sums over tokens for whole tiles: Triton splits them itself, and sums the six products starting
+# with the small ones. Its interpreter does not support bf16x6.
 _SPLITTING = tl.constexpr("ieee" if INTERPRETED else "bf16x6")
