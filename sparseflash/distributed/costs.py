@@ -21,6 +21,10 @@ from sparseflash.distributed.shards import Integers
 
 Floats = NDArray[np.float64]
 MOST_STAGES = 4
+# The share of queries with remote keys up to which they attend apart from the others, if keys travel in one exchange
+# before any attention. Each attention has a beginning and an end at which the GPU is not full; what is saved is a copy
+# of the keys that the others see.
+FEW_QUERIES = 0.125
 
 
 @dataclass(frozen=True)
@@ -166,6 +170,7 @@ def keys_travel(
 ) -> Estimate:
     """Each rank receives the live remote keys in so many stages; 0: before it begins."""
     passes, rate = 1 + BACKWARD_BYTES, shape.flops_per_score / machine.flops
+    backward = rate * BACKWARD_FLOPS / (1 + BACKWARD_FLOPS)
     sent = traffic.sent * shape.key_bytes
     most = traffic.busiest * shape.key_bytes
     if not most.any():
@@ -178,21 +183,28 @@ def keys_travel(
         share = loads.waiting / np.maximum(loads.total, 1.0)
         copying = 2 * passes * share * k_tokens * shape.batch * shape.kv_heads * shape.key_bytes / machine.memory
         busy, finished = loads.total * rate + copying, loads.total * rate + copying + each
+        # The gradients of remote keys are sent after the attention to them; then come the queries without any, which
+        # attend apart if the others are few.
+        first = np.where(share > FEW_QUERIES, loads.total, loads.waiting)
+        finished = finished + _waited(first, loads.total - first) * backward
     else:
         result = q_tokens * shape.batch * shape.heads * shape.v_dim * shape.dtype.itemsize
         merging = _PARTIAL_PASSES * result / machine.memory
         busy, finished = loads.total * rate + (stages + 1) * merging, loads.local * rate + merging
         for stage in range(1, stages + 1):
             finished = np.maximum(finished, stage * each) + loads.remote * rate / stages + merging
-        # Before a stage of the backward pass, ranks wait until all have finished the one before it.
-        together = loads.local.max() + loads.remote.max() - loads.total.max()
-        finished = finished + together * rate * BACKWARD_FLOPS / (1 + BACKWARD_FLOPS)
+        finished = finished + _waited(loads.remote, loads.local) * backward
     if not machine.overlaps:
         finished = busy + parts * each
     return Estimate(
         "keys", stages, float(sent.mean()), float(most.max()), float(busy.max()), float(each.max()) * parts,
         float(finished.max()),
     )  # fmt: skip
+
+
+def _waited(before: Floats, after: Floats) -> float:
+    """What ranks wait for each other in a backward pass, where all must have ended one part before the other begins."""
+    return float(before.max() + after.max() - (before + after).max())
 
 
 def queries_travel(loads: Loads, traffic: Traffic, tokens: Integers, shape: Shape, machine: Machine) -> Estimate:

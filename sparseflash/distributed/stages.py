@@ -17,16 +17,13 @@ from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.cache import once
+from sparseflash.distributed.costs import FEW_QUERIES
 from sparseflash.distributed.entries import Entries
 from sparseflash.distributed.planner import Assignment
 from sparseflash.distributed.positions import Positions
 from sparseflash.distributed.routes import Booleans, Heads, Readers
 from sparseflash.distributed.rows import Additions, Rows
 from sparseflash.distributed.shards import Integers, in_blocks
-
-# The share of block rows with remote keys up to which they attend apart from the others. Each attention has a beginning
-# and an end at which the GPU is not full; what is saved is a copy of the keys that the others see.
-_FEW_ROWS = 0.125
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,7 +181,7 @@ class _Work:
         rows = self.entries.rows_with(self.stage_of > 0)
         if not rows.any():
             rows[-1] = True  # so that there is a stage in which keys are sent
-        if rows.mean() > _FEW_ROWS:
+        if rows.mean() > FEW_QUERIES:
             rows[:] = True
         own = self.entries.columns_of(rows) & (self.stage_of == 0)
         first = int(own.sum())
