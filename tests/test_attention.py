@@ -227,6 +227,7 @@ def test_tensors_that_do_not_fit_are_refused(inputs, error, message):
             r"sparseflash BlockMask or None; got torch\.nn\.attention.*\.BlockMask .*from_flex",
         ),
         (torch.zeros(32, 32), TypeError, r"got torch\.Tensor .*interop\.from_sdpa tensors of 0 and -inf"),
+        ([masks.causal(32)] * 4, TypeError, r"got list .*masks\.per_head and masks\.per_batch lists of masks"),
         (masks.causal, TypeError, r"got function .*from_function rules.* a pattern is called .*masks\.causal\(q_len\)"),
         (masks.causal(33), ValueError, r"is for 33 queries and 33 keys, got 32 and 32"),
         (masks.causal(32, 64), ValueError, r"is for 32 queries and 64 keys, got 32 and 32"),

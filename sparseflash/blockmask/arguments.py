@@ -174,8 +174,8 @@ def described(value: Any) -> str:
 
 MADE_FROM = (
     "BlockMask.from_dense takes boolean tensors, interop.from_sdpa tensors of 0 and -inf, BlockMask.from_function "
-    "rules of positions, interop.from_flex FlexAttention's masks; a pattern is called with its lengths: "
-    "masks.causal(q_len)"
+    "rules of positions, interop.from_flex FlexAttention's masks, masks.per_head and masks.per_batch lists of masks; "
+    "a pattern is called with its lengths: masks.causal(q_len)"
 )
 
 

@@ -79,7 +79,7 @@ def measured(inputs: Inputs, mask: BlockMask, peers: list[str], seconds: float) 
         except Exception as failure:  # one peer's failure must not lose the times of the others
             words = str(failure).strip().splitlines() or [type(failure).__name__]
             fits = not isinstance(failure, torch.OutOfMemoryError)
-            yield Times(PEERS[peer], why=words[0][:100] if fits else "does not fit into memory")
+            yield Times(PEERS[peer], why=words[0] if fits else "does not fit into memory")
 
 
 def masked_sdpa(mask: BlockMask, grouped: bool) -> Call:
