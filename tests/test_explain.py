@@ -208,7 +208,7 @@ def test_it_waits_for_plans_that_another_stream_makes(backend, monkeypatch):
     mask = masks.causal(4096, block=128)
     explain(*empty(), mask, backend=backend, **HOPPER)
     (plan,) = plans_of(mask)
-    made = [*plan._worklists.values(), *plan.derived.values()]
+    made = [*plan._worklists.values(), *plan._derived.values()]
     with mock.patch.object(ReadyEvent, "wait", autospec=True) as wait:
         explain(*empty(), mask, backend=backend, **HOPPER)
     assert made and all(mock.call(each.ready) in wait.call_args_list for each in made)
