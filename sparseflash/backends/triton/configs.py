@@ -140,16 +140,12 @@ HOPPER_BIASED: _Table = {
     ("forward", "half", 64): Config(64, 64, 4, 3, 168),
     ("forward", "half", 128): Config(128, 64, 8, 3),
     ("dk_dv", "half", 64): Config(64, 64, 4, 2, 168),
-    ("dk_dv", "half", 128): Config(64, 64, 4, 2),
+    ("dk_dv", "half", 128): _HOPPER["dk_dv", "half", 128],
     ("dq", "half", 64): Config(64, 64, 4, 3),
 }
 
 # The same for a bias that is stored for live tiles, which the kernels do not load through shared memory.
-HOPPER_TILE_BIASED: _Table = {
-    ("forward", "half", 128): Config(64, 64, 4, 2, q_in_registers=True),
-    ("dk_dv", "half", 128): Config(64, 64, 4, 2),
-    ("dq", "half", 128): Config(64, 64, 4, 2),
-}
+HOPPER_TILE_BIASED: _Table = {**HOPPER_64, ("dk_dv", "half", 128): _HOPPER["dk_dv", "half", 128]}
 
 # sm_90 with pointers: their addresses take registers that the largest tiles need.
 _HOPPER_POINTERS: _Table = {

@@ -43,7 +43,6 @@ class Learned:
         # Triton functions that the kernels call for them.
         self.functions_of_queries: dict[str, Any] = {}
         self.functions_of_keys: dict[str, Any] = {}
-        self.table_size = 0
         self.tiles: torch.Size | None = None  # the shape of a bias of live tiles that gets a gradient
         some = torch.empty(16, dtype=torch.float32, device="meta")
         if self.wants.get("distance"):
@@ -58,9 +57,8 @@ class Learned:
             self.of_queries["dtiles_starts_ptr"] = some.to(torch.int64)
         if self.wants.get("relative"):
             table = changes.find("relative")
-            self.table_size = table.table.shape[1]
             self.of_queries |= {"dtable_ptr": some, "buckets_ptr": like(table.buckets)}
-            self.numbers_of_queries["table_size"] = self.table_size
+            self.numbers_of_queries["table_size"] = table.table.shape[1]
         if self.wants.get("key_bias"):
             self.of_keys["dkey_ptr"] = some
         if self.own is not None:
@@ -116,7 +114,7 @@ class Sums:
             dtype = learned.of_queries["dtiles_ptr"].dtype
             self._parts["tile_bias"] = torch.zeros(places.copies, *learned.tiles, dtype=dtype, device=q.device)
         if "dtable_ptr" in learned.of_queries:
-            self._parts["relative"] = empty(programs, learned.table_size).zero_()
+            self._parts["relative"] = empty(programs, learned.numbers_of_queries["table_size"]).zero_()
         if "dkey_ptr" in learned.of_keys:
             self._parts["key_bias"] = empty(len(keys.work.work), learned.numbers.heads // k.shape[1], keys.tile)
         self._own: list[Tensor] = []  # by the loads of one's own function
