@@ -7,7 +7,7 @@ time and none is computed twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,11 +16,21 @@ from torch.nn import functional as F
 
 CHUNK_BYTES = 2**30  # of a chunk's logits
 
-Gradient = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor]]
-
 
 def loss_and_gradient(logits: Tensor, labels: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    """The sum of the cross-entropies of logits [M, V], fp32, and the gradient of `factor` times the sum."""
+    """The sum of the cross-entropies of logits [M, V], fp32, and the gradient of `factor` times the sum.
+
+    The logits are not to be read again: on a GPU the gradient has their memory.
+    """
+    if logits.is_cuda:
+        from experiments.lm.model.fused_loss import fused_loss_and_gradient
+
+        return fused_loss_and_gradient(logits, labels, factor)
+    return plain_loss_and_gradient(logits, labels, factor)
+
+
+def plain_loss_and_gradient(logits: Tensor, labels: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """The same by PyTorch's operations, on any device; the logits stay as they are."""
     scores = logits.float()
     lse = scores.logsumexp(-1, keepdim=True)
     label = labels[:, None]
@@ -34,13 +44,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """The mean loss. Its forward computes the gradients, too, which its backward multiplies by that of the loss."""
 
     @staticmethod
-    def forward(ctx: Any, features: Tensor, weight: Tensor, labels: Tensor, gradient: Gradient) -> Tensor:
+    def forward(ctx: Any, features: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         head = weight.to(features.dtype)
         total = features.new_zeros((), dtype=torch.float32)
         features_gradient, weight_gradient = torch.empty_like(features), torch.zeros_like(weight, dtype=torch.float32)
         for part in chunks(features, weight):
             chunk = features[part]
-            loss, chunk_gradient = gradient(chunk @ head.T, labels[part], 1 / len(features))
+            loss, chunk_gradient = loss_and_gradient(chunk @ head.T, labels[part], 1 / len(features))
             total += loss
             torch.mm(chunk_gradient, head, out=features_gradient[part])
             weight_gradient += chunk_gradient.T @ chunk  # fp32 sums of the chunks
@@ -49,19 +59,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total / len(features)
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, Tensor, None]:
         features_gradient, weight_gradient = ctx.saved_tensors
         of_features = features_gradient * upstream.to(features_gradient.dtype)
-        return of_features, (weight_gradient * upstream).to(ctx.dtype), None, None
+        return of_features, (weight_gradient * upstream).to(ctx.dtype), None
 
 
-def mean_loss(features: Tensor, weight: Tensor, labels: Tensor, gradient: Gradient = loss_and_gradient) -> Tensor:
-    """The mean cross-entropy, nats, of features [T, W] with the head's weight [V, W] and labels [T]; differentiable.
-
-    gradient: `loss_and_gradient`, or the same compiled.
-    """
+def mean_loss(features: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """The mean cross-entropy, nats, of features [T, W] with the head's weight [V, W] and labels [T]; differentiable."""
     if torch.is_grad_enabled():
-        return _LinearCrossEntropy.apply(features, weight, labels, gradient)  # type: ignore[no-any-return,no-untyped-call]
+        return _LinearCrossEntropy.apply(features, weight, labels)  # type: ignore[no-any-return,no-untyped-call]
     return token_losses(features, weight, labels).mean()
 
 

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from experiments.lm.flops import matrix_weights
 from experiments.lm.model.attention import Attention
-from experiments.lm.model.loss import Gradient, loss_and_gradient, mean_loss, token_losses
+from experiments.lm.model.loss import mean_loss, token_losses
 from experiments.lm.model.shared_context import SharedContext
 from experiments.training.layers.rotary import RotaryPositions
 from sparseflash.nn.rotary import Rotation, rotate
@@ -169,13 +169,11 @@ class LanguageModel(nn.Module):
     ) -> None:
         super().__init__()
         self.sizes, self.attentions, self.dtype, self.shared = sizes, tuple(attentions), dtype, shared
-        halves, self.gradient, self.run = Halves(), loss_and_gradient, self.trunk
+        halves, self.run = Halves(), self.trunk
         if compiling == "block":
             halves = Halves(compiled(before_attention), compiled(after_attention))  # type: ignore[arg-type]
         if compiling == "model":
             self.run = compiled(self.trunk)  # type: ignore[assignment]
-        if compiling != "none":
-            self.gradient: Gradient = compiled(loss_and_gradient)  # type: ignore[assignment,no-redef]
         self.embedding = nn.Embedding(sizes.padded_vocabulary, sizes.width)
         self.places: nn.Embedding | None = None
         self.rotary: RotaryPositions | None = None
@@ -238,7 +236,7 @@ class LanguageModel(nn.Module):
         if each:
             found = token_losses(features, self.embedding.weight, labels.flatten()).view_as(ids)
             return found if self.shared is None else self.shared.gather(found)
-        loss = mean_loss(features, self.embedding.weight, labels.flatten(), self.gradient)
+        loss = mean_loss(features, self.embedding.weight, labels.flatten())
         return loss if self.shared is None else loss * self.shared.share
 
     @torch.no_grad()

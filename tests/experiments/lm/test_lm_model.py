@@ -15,6 +15,7 @@ from experiments.lm.model import attention as attentions
 from experiments.lm.model import loss as losses
 from experiments.lm.model import transformer
 from experiments.lm.model.attention import attention_over, is_dense_causal
+from experiments.lm.model.fused_loss import fused_loss_and_gradient
 from experiments.lm.model.transformer import LanguageModel, Sizes
 from lm_models import gradients, model_of, tiny
 from sparseflash import masks
@@ -114,6 +115,35 @@ def test_the_loss_in_chunks_is_the_cross_entropy(monkeypatch, bytes_of_chunk):
         torch.testing.assert_close(mine, right)
     each = losses.token_losses(features, weight, labels)
     torch.testing.assert_close(each, F.cross_entropy(features @ weight.T, labels, reduction="none"))
+
+
+def fused_is_plain(tokens, vocabulary, dtype, device):
+    torch.manual_seed(3)
+    logits = (4 * torch.randn(tokens, vocabulary, device=device)).to(dtype)
+    labels = torch.randint(vocabulary, (tokens,), device=device)
+    labels[:2] = torch.tensor([0, vocabulary - 1])
+    truth = logits.double().requires_grad_()
+    expected = F.cross_entropy(truth, labels, reduction="sum")
+    (gradient,) = torch.autograd.grad(0.25 * expected, truth)
+    plain, plain_gradient = losses.plain_loss_and_gradient(logits, labels, 0.25)
+    found, found_gradient = fused_loss_and_gradient(logits.clone(), labels, 0.25)
+    for mine, theirs, right in ((found, plain, expected.detach()), (found_gradient, plain_gradient, gradient)):
+        assert mine.dtype == theirs.dtype
+        ulp = torch.finfo(mine.dtype).eps * float(right.abs().max())
+        assert float((mine - right).abs().max()) <= 2 * float((theirs - right).abs().max()) + ulp
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("vocabulary", [300, 8192, 20_001])
+def test_the_fused_cross_entropy_is_the_plain_one(vocabulary, dtype):
+    fused_is_plain(5, vocabulary, dtype, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("vocabulary", [384, 50_304, 20_001])
+def test_the_fused_cross_entropy_is_the_plain_one_on_a_gpu(vocabulary, dtype):
+    fused_is_plain(700, vocabulary, dtype, "cuda")
 
 
 def test_the_vocabulary_is_padded_and_no_padding_is_ever_chosen():

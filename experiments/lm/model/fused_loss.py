@@ -1,0 +1,49 @@
+"""Cross-entropy and its gradient as one Triton kernel, which reads logits from memory once and replaces them.
+
+Inductor's code for `loss.loss_and_gradient` takes three passes over the logits, 5 GB for 8,192 tokens with GPT-2's
+vocabulary in place of 1.6. Here a program has a token: the second of its two passes finds the row in the L2 cache.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_STEP, _WARPS = 8192, 16
+
+
+@triton.jit
+def _kernel(logits, labels, losses, vocabulary, stride, factor, STEP: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    row = logits + token * stride
+    columns = tl.arange(0, STEP)
+    largest = -float("inf")
+    total = 0.0
+    for start in range(0, vocabulary, STEP):
+        inside = start + columns < vocabulary
+        scores = tl.load(row + start + columns, mask=inside, other=-float("inf")).to(tl.float32)
+        new = tl.maximum(largest, tl.max(scores, 0))
+        total = total * tl.exp(largest - new) + tl.sum(tl.exp(scores - new), 0)
+        largest = new
+    lse = largest + tl.log(total)
+    label = tl.load(labels + token)
+    tl.store(losses + token, lse - tl.load(row + label).to(tl.float32))
+    tl.debug_barrier()  # no warp writes before the label's score was read
+    for start in range(0, vocabulary, STEP):
+        inside = start + columns < vocabulary
+        scores = tl.load(row + start + columns, mask=inside, other=0.0).to(tl.float32)
+        right = (start + columns == label).to(tl.float32)
+        gradient = (tl.exp(scores - lse) - right) * factor
+        tl.store(row + start + columns, gradient.to(logits.dtype.element_ty), mask=inside)
+
+
+def fused_loss_and_gradient(logits: Tensor, labels: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    """What `loss.loss_and_gradient` returns; the gradient replaces the logits [M, V], whose rows are contiguous."""
+    tokens, vocabulary = logits.shape
+    losses = logits.new_empty(tokens, dtype=torch.float32)
+    _kernel[tokens,](
+        logits, labels, losses, vocabulary, logits.stride(0), factor, STEP=_STEP, num_warps=_WARPS
+    )  # fmt: skip
+    return losses.sum(), logits
