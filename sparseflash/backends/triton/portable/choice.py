@@ -14,7 +14,7 @@ from sparseflash.backends.triton.family import Setting
 from sparseflash.backends.triton.overrides import overrides
 from sparseflash.backends.triton.portable.fitting import (
     config_for,
-    tuned_for_biases,
+    tuned_for_scores,
     with_addresses,
     with_more_registers,
 )
@@ -150,7 +150,7 @@ class Chooser:
         )  # fmt: skip
 
     def _tuned(self, descriptors: bool) -> Config | None:
-        return tuned_for_biases(
+        return tuned_for_scores(
             self._kernel, self._capability, self._arithmetic, max(self._padded), self._changes, descriptors
         )  # fmt: skip
 

@@ -9,6 +9,7 @@ from collections.abc import Collection
 from sparseflash.backends.triton.configs import (
     HOPPER_64,
     HOPPER_BIASED,
+    HOPPER_TABLE,
     HOPPER_TILE_BIASED,
     Arithmetic,
     Config,
@@ -52,18 +53,22 @@ def config_for(
     return chosen if is_whole else Config(block_m, block_n, num_warps, chosen.num_stages)
 
 
-def tuned_for_biases(
+def tuned_for_scores(
     kernel: Kernel, capability: tuple[int, int], arithmetic: Arithmetic, padded_dim: int, changes: Collection[str],
     descriptors: bool,
 ) -> Config | None:  # fmt: skip
-    """The configuration that was tuned for these changes of scores, by their kinds, if a bias is the widest of them.
+    """The configuration that was tuned for these changes of scores, by their kinds, if a bias or a table is the widest.
 
-    >>> print(tuned_for_biases("dk_dv", (9, 0), "half", 128, {"bias", "softcap"}, True))
+    >>> print(tuned_for_scores("dk_dv", (9, 0), "half", 128, {"bias", "softcap"}, True))
     64x64x4x2
+    >>> print(tuned_for_scores("dk_dv", (9, 0), "half", 128, {"bias", "relative"}, True))
+    None
     """
-    if not (uses_hopper_tables(capability) and descriptors) or not {"relative", "function"}.isdisjoint(changes):
-        return None
     entry = kernel, arithmetic, padded_dim
+    if not (uses_hopper_tables(capability) and descriptors) or "function" in changes:
+        return None
+    if "relative" in changes:
+        return None if {"bias", "tile_bias"} & set(changes) else HOPPER_TABLE.get(entry)
     if "tile_bias" in changes:
         return HOPPER_TILE_BIASED.get(entry)
     return HOPPER_BIASED.get(entry) if "bias" in changes else None
