@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparseflash.blockmask.arguments import check_at_least_one, check_floating, checked_device, dense_tensor
+from sparseflash.blockmask.arguments import check_at_least_one, check_floating, checked_device, dense_tensor, integer
 
 
 class KVCache:
@@ -63,7 +63,23 @@ class KVCache:
         self.length = stop
         self.lengths.fill_(stop)
 
+    def truncate(self, length: int) -> None:
+        """Forgets the tokens after the first `length`, such as drafts that were not accepted.
+
+        >>> cache = KVCache(1, 4, 100, 16)
+        >>> cache.append(torch.randn(1, 4, 7, 16), torch.randn(1, 4, 7, 16))
+        >>> cache.truncate(5)
+        >>> cache.length
+        5
+
+        Raises ValueError for more tokens than there are.
+        """
+        length = integer(length, "length", "tokens")
+        if not 0 <= length <= self.length:
+            raise ValueError(f"length must be from 0 to the cache's {self.length} tokens; got {length}.")
+        self.length = length
+        self.lengths.fill_(length)
+
     def clear(self) -> None:
         """Forgets all tokens."""
-        self.length = 0
-        self.lengths.zero_()
+        self.truncate(0)

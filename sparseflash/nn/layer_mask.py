@@ -56,8 +56,8 @@ class LayerMask:
                 found = self._made.put(key, self._for(q_len, k_len).to(device))
         return found
 
-    def causal_of(self, tokens: int, device: torch.device) -> BlockMask:
-        """The mask for so many tokens that are generated one after another.
+    def causal_of(self, batch: int, tokens: int, device: torch.device) -> BlockMask:
+        """The mask for so many tokens of so many sequences that are generated one after another.
 
         Raises ValueError unless it is causal and has no lengths.
         """
@@ -71,6 +71,10 @@ class LayerMask:
             raise ValueError(
                 "mask must have no lengths of its own for generation, in which all sequences are equally long; got "
                 "some. Give the layer the mask without them, and lengths to the calls without a cache."
+            )
+        if mask.shape[0] not in (1, batch):
+            raise ValueError(
+                f"mask must be for one sequence or for {batch}, as the cache is; got one for {mask.shape[0]}."
             )
         key = "causal", tokens, device
         if torch.compiler.is_compiling() or self._made.get(key) is mask:  # looked at when the cache was made, or before

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from sparseflash.attention import Backend, attention
+from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import check_at_least_one, checked_device, flag
 from sparseflash.decode import FEW, attention_with_cache
 from sparseflash.nn.heads import Heads, check_features, check_input, padded, plain_weight
@@ -111,7 +112,7 @@ class SparseSelfAttention(Heads):
         """
         check_at_least_one(batch=batch, capacity=capacity)
         device = checked_device(self.out.weight.device if device is None else device)
-        self.mask.causal_of(capacity, device)
+        self.mask.causal_of(batch, capacity, device)
         dtype = self.out.weight.dtype if dtype is None else dtype
         return KVCache(batch, self.kv_heads, capacity, self.head_dim, device=device, dtype=dtype)
 
@@ -171,19 +172,27 @@ class SparseSelfAttention(Heads):
                 "cache must be used for inference, without gradients: call layer.eval(), and the layer under "
                 "torch.inference_mode() or torch.no_grad()."
             )
-        mask = self.mask.causal_of(cache.capacity, q.device)
+        mask = self.mask.causal_of(cache.k.shape[0], cache.capacity, q.device)
         start = cache.length
         cache.append(k.to(cache.k.dtype), v.to(cache.v.dtype))
-        dtype, q = q.dtype, q.to(cache.k.dtype)
+        try:
+            out = self._attend_to_cache(q.to(cache.k.dtype), cache, start, mask)
+        except BaseException:
+            cache.truncate(start)  # or the tokens would be there twice when the call is made again
+            raise
+        return out.to(q.dtype).transpose(1, 2).flatten(2)
+
+    def _attend_to_cache(self, q: Tensor, cache: KVCache, start: int, mask: BlockMask) -> Tensor:
+        """Attention of the queries [B, Hq, N, D] of the tokens of a cache from `start` on."""
         if q.shape[2] == 0:
-            return q.to(dtype).transpose(1, 2).flatten(2)
+            return q
         backend = self.backend
         if q.shape[2] <= min(FEW, mask.block_q) and (backend is None or backend == "triton" or backend == "reference"):
-            out = attention_with_cache(q, cache.k, cache.v, cache.lengths, mask=mask, scale=self.scale, backend=backend)
-        else:
-            stop = cache.length
-            out = attention(
-                q, cache.k[:, :, :stop], cache.v[:, :, :stop], mask.crop(q=(start, stop), k=(0, stop)),
-                scale=self.scale, backend=backend,
-            )  # fmt: skip
-        return out.to(dtype).transpose(1, 2).flatten(2)
+            return attention_with_cache(
+                q, cache.k, cache.v, cache.lengths, mask=mask, scale=self.scale, backend=backend
+            )
+        stop = cache.length
+        return attention(
+            q, cache.k[:, :, :stop], cache.v[:, :, :stop], mask.crop(q=(start, stop), k=(0, stop)),
+            scale=self.scale, backend=backend,
+        )  # fmt: skip

@@ -221,6 +221,45 @@ def test_a_cache_may_be_made_in_inference_mode_and_used_outside():
         torch.testing.assert_close(last, layer(x, cache=cache)[:, 19:])
 
 
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_a_call_that_fails_leaves_the_cache_as_it_was(tokens):
+    layer, x = SparseSelfAttention(32, 2, NEAR).eval(), torch.randn(2, 5 + tokens, 32)
+    cache = layer.new_cache(2, 32)
+    with torch.no_grad():
+        layer(x[:, :5], cache=cache)
+        for name in ("attention", "attention_with_cache"):
+            with mock.patch.object(self_attention, name, side_effect=torch.OutOfMemoryError):
+                if (tokens == 1) == (name == "attention_with_cache"):
+                    with pytest.raises(torch.OutOfMemoryError):
+                        layer(x[:, 5:], cache=cache)
+        assert cache.length == 5 and cache.lengths.tolist() == [5, 5]
+        torch.testing.assert_close(layer(x[:, 5:], cache=cache), layer(x)[:, 5:], atol=1e-5, rtol=1e-4)
+
+
+def test_a_cache_forgets_the_tokens_after_a_place():
+    cache = KVCache(2, 2, 32, 8)
+    k, v = torch.randn(2, 2, 2, 9, 8)
+    cache.append(k, v)
+    cache.truncate(4)
+    assert cache.length == 4 and cache.lengths.tolist() == [4, 4]
+    cache.append(k[:, :, 4:], v[:, :, 4:])
+    assert torch.equal(cache.k[:, :, :9], k) and torch.equal(cache.v[:, :, :9], v)
+    for wrong in (10, -1):
+        with pytest.raises(ValueError, match=f"length must be from 0 to the cache's 9 tokens; got {wrong}"):
+            cache.truncate(wrong)
+
+
+def test_a_cache_is_for_as_many_sequences_as_the_mask():
+    three = BlockMask.from_dense(torch.ones(3, 1, 32, 32, dtype=torch.bool).tril(), block=16)
+    layer = SparseSelfAttention(16, 2, three).eval()
+    words = "mask must be for one sequence or for 2, as the cache is; got one for 3"
+    with pytest.raises(ValueError, match=words):
+        layer.new_cache(2, 32)
+    with torch.no_grad(), pytest.raises(ValueError, match=words):
+        layer(torch.randn(2, 1, 16), cache=KVCache(2, 2, 32, 8))
+    layer.new_cache(3, 32)
+
+
 def test_a_cache_is_not_for_a_mask_with_lengths():
     """Its sequences are equally long, and decoding refuses such a mask."""
     layer = SparseSelfAttention(16, 2, masks.causal(32).with_lengths([20])).eval()
