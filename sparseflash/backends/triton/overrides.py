@@ -19,7 +19,7 @@ from sparseflash.blockmask.cache import clear_caches
 class Overrides(NamedTuple):
     """The defaults leave every choice to the library."""
 
-    # Replace those of the tables; cut down to the tiles of the lists.
+    # Replace those of the tables, whatever else the kernels do; cut down to the tiles of the lists.
     configs: Mapping[Kernel, Config] = MappingProxyType({})
     # Chooses the tiling, from candidates of which the mask's own is the first; None: the cheapest.
     tiling: Callable[[Sequence[Tiling]], Tiling] | None = None

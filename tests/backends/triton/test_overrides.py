@@ -4,17 +4,17 @@ import pytest
 import torch
 
 from plans import kernels_of
-from sparseflash import attention, masks
+from sparseflash import attention, masks, scores
 from sparseflash.backends.triton.configs import Config
 from sparseflash.backends.triton.overrides import Overrides, always_split, override, overrides
 from sparseflash.backends.triton.schedule.tilings import Tiling
 
 
-def prepared(mask, dtype=torch.float16):
+def prepared(mask, dtype=torch.float16, dim=16, changes=None):
     """`{kernel: Bound}` after a forward and a backward."""
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 1, mask.q_len, 16, generator=generator).to(dtype).requires_grad_() for _ in range(3))
-    attention(q, k, v, mask, backend="triton").sum().backward()
+    q, k, v = (torch.randn(1, 1, mask.q_len, dim, generator=generator).to(dtype).requires_grad_() for _ in range(3))
+    attention(q, k, v, mask, scores=changes, backend="triton").sum().backward()
     return kernels_of(mask)
 
 
@@ -28,6 +28,15 @@ def test_a_configuration_is_that_of_its_kernel_alone_cut_down_to_the_tiles(mask)
     with override(configs={"dq": Config(16, 64, 1, 1)}):
         inside = {name: kernel.choice.config for name, kernel in prepared(mask).items()}
     assert inside == shipped | {"dq": Config(16, 32, 1, 1)} != shipped
+
+
+def test_a_configuration_is_taken_as_it_is_also_where_scores_are_changed(mask):
+    """Without it, a kernel that reads a table would get more warps, and the limit of registers would be lifted."""
+    table = scores.relative(torch.randn(1, 9), scores.clipped(4))
+    given = Config(16, 32, 2, 1, 168)
+    with override(configs={"forward": given, "dq": given, "dk_dv": given}):
+        inside = prepared(mask, dim=128, changes=table)
+    assert {each.choice.config for each in inside.values()} == {given}
 
 
 def test_all_that_can_be_chosen_is_what_runs_and_the_library_chooses_again_afterwards(mask):

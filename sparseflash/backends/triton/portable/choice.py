@@ -120,24 +120,27 @@ class Chooser:
         if not why and not (few_registers or from_shared):
             why = "tiles that are multiplied from registers need not come through shared memory"
         descriptors = not why
-        tuned = self._tuned(descriptors) is not None
-        config = with_more_registers(
-            self._config(block, descriptors),
-            lengths=self._lengths,
-            dropout=self._dropout,
-            changes=len(self._changes) > 0 and not tuned,
-        )
-        table = "relative" in self._changes
-        if not tuned and (table or not {"bias", "tile_bias"}.isdisjoint(self._changes)):
-            whole = tiling.gathered > 0
-            config = with_addresses(
-                self._kernel, config, max(self._padded), arithmetic=self._arithmetic, table=table, whole=whole
-            )  # fmt: skip
+        config = self._config(block, descriptors)
+        if self._kernel not in self._overrides.configs:  # one that was asked for is taken as it is
+            config = self._fitted(config, tiling, self._tuned(descriptors) is not None)
         # TMA writes to multiples of 128 bytes of shared memory, and 16 numbers take only 64.
         describes_rows = self._kernel == "dk_dv" and descriptors and self._arithmetic == "half" and config.block_m >= 32
         return Choice(
             config, tiling, descriptors, describes_rows, self._arithmetic, self._pieces, self._padded,
             why or "TMA needs no registers for addresses", why_tiling,
+        )  # fmt: skip
+
+    def _fitted(self, config: Config, tiling: Tiling, tuned: bool) -> Config:
+        """The configuration for what the kernel does besides, for which it was not `tuned`."""
+        config = with_more_registers(
+            config, lengths=self._lengths, dropout=self._dropout, changes=len(self._changes) > 0 and not tuned
+        )
+        table = "relative" in self._changes
+        if tuned or not (table or not {"bias", "tile_bias"}.isdisjoint(self._changes)):
+            return config
+        return with_addresses(
+            self._kernel, config, max(self._padded), arithmetic=self._arithmetic, table=table,
+            whole=tiling.gathered > 0,
         )  # fmt: skip
 
     def _config(self, block: tuple[int, int], descriptors: bool) -> Config:
