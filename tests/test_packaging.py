@@ -99,6 +99,25 @@ def test_installed_wheel_imports_and_states_its_version(wheel, tmp_path):
     assert shown == [str(package / "__init__.py"), str(package / "masks" / "__init__.py"), VERSION, VERSION]
 
 
+def test_the_folder_of_a_clone_is_not_taken_for_an_editable_install(source, tmp_path):
+    """Beside a clone Python finds its folder, a package without `__init__.py`, before what is installed from it."""
+    site, beside = tmp_path / "site", tmp_path / "beside"
+    succeed("-m", "pip", "install", "--no-deps", "--no-build-isolation", "--target", site, "-e", source, cwd=tmp_path)
+    beside.mkdir()
+    (beside / "sparseflash").symlink_to(source)
+    # With -S the packages of this environment can be imported, but not what is installed in it as editable.
+    packages = os.pathsep.join([str(site), *(entry for entry in sys.path if entry.endswith("-packages"))])
+    program = f"import site; site.addsitedir({str(site)!r})\n"
+    names = ("analysis", "attention", "decode", "interop", "masks", "nn", "scores", "testing")
+    succeed("-S", "-c", f"{program}from sparseflash import {', '.join(names)}", cwd=tmp_path, path=packages)
+    for name in names:
+        program += f"try:\n    from sparseflash import {name}\nexcept ImportError as error:\n    print(error)\n"
+    errors = succeed("-S", "-c", program, cwd=beside, path=packages).splitlines()
+    assert len(errors) == len(names) and len(set(errors)) == 1
+    assert re.match("sparseflash must be the installed package; got the folder .*, because .*: start Python", errors[0])
+    assert f" {beside / 'sparseflash'}, " in errors[0]
+
+
 def test_the_changelog_and_the_citation_name_the_version():
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     newest = re.search(r"^## (\S+) - (\S+)$", changelog, re.MULTILINE)
