@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparseflash.blockmask.arguments import check_at_least_one, check_floating, checked_device, dense_tensor, integer
+from sparseflash.blockmask.arguments import check_at_least_one, checked_device, dense_tensor, integer
+from sparseflash.validation import check_dtype
 
 
 class KVCache:
@@ -27,7 +28,7 @@ class KVCache:
         check_at_least_one(batch=batch, kv_heads=kv_heads, capacity=capacity, head_dim=head_dim)
         device = None if device is None else checked_device(device)
         if dtype is not None:
-            check_floating(dtype)
+            check_dtype(dtype)
         with torch.inference_mode(False):  # or it could not be written to outside of inference mode
             self.k = torch.zeros(batch, kv_heads, capacity, head_dim, device=device, dtype=dtype)
             self.v = torch.zeros_like(self.k)
@@ -64,7 +65,8 @@ class KVCache:
         self.lengths.fill_(stop)
 
     def truncate(self, length: int) -> None:
-        """Forgets the tokens after the first `length`, such as drafts that were not accepted.
+        """Forgets the tokens after the first `length`, such as drafts that were not accepted, or those of a step in
+        which a later layer failed (a layer that fails itself leaves its cache as it was).
 
         >>> cache = KVCache(1, 4, 100, 16)
         >>> cache.append(torch.randn(1, 4, 7, 16), torch.randn(1, 4, 7, 16))
