@@ -11,7 +11,7 @@ from torch import Tensor
 from sparseflash.attention import Backend, attention
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.arguments import Block, block_pair, checked_device, integers, plain_tensor
-from sparseflash.blockmask.cache import BoundedDict
+from sparseflash.blockmask.cache import BoundedDict, once
 from sparseflash.blockmask.compiling import contents_when_faking
 from sparseflash.blockmask.ops.place import place
 from sparseflash.pattern import Pattern, check_pattern, mask_of_lengths
@@ -200,15 +200,15 @@ def _mask_and_lengths(
             f"cu_seqlens_k must be of as many sequences as cu_seqlens_q, {len(q_sums) - 1}; got {len(k_sums) - 1}."
         )
     check_pattern(pattern)
-    key = q_sums, k_sums, pattern, block_pair(block), checked_device(device)
-    mask: BlockMask | None = _masks.get(key)
     q_len, k_len = q_sums[-1], k_sums[-1]
-    if mask is None and q_len and k_len:
+    key = q_sums, k_sums, pattern, block_pair(block), checked_device(device)
+
+    def make() -> BlockMask:
         with contents_when_faking():
             made = _made(q_sums, k_sums, pattern, block)
-        mask = made.to(device)
-        if type(mask.indices) is Tensor:  # what is moved to another device under FakeTensorMode is fake
-            _masks[key] = mask
+        return made.to(device)
+
+    mask = once(_masks, key, make) if q_len and k_len else None
     return mask, q_len, k_len
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.blockmask.cache import BoundedDict
+from sparseflash.blockmask.cache import BoundedDict, once
 from sparseflash.masks.causal import causal
 from sparseflash.pattern import Pattern, mask_of_lengths
 
@@ -50,14 +49,12 @@ class LayerMask:
             return self._for(q_len, k_len).to(device)
         if isinstance(self.given, BlockMask) and self._fits(self.given, q_len, k_len, device):
             return self.given
-        key = q_len, k_len, device
-        found: BlockMask | None = self._made.get(key)
-        if found is None:
+
+        def make() -> BlockMask:
             with torch.inference_mode(False):  # or a later training step could not use it
-                found = self._for(q_len, k_len).to(device)
-            if type(found.indices) is Tensor:  # what is moved to another device under FakeTensorMode is fake
-                self._made[key] = found
-        return found
+                return self._for(q_len, k_len).to(device)
+
+        return once(self._made, (q_len, k_len, device), make)
 
     def causal_of(self, batch: int, heads: int, tokens: int, device: torch.device) -> BlockMask:
         """The mask for so many tokens of so many sequences that are generated one after another.
