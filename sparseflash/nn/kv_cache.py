@@ -47,6 +47,11 @@ class KVCache:
                 raise TypeError(f"{name} must have the cache's dtype {self.k.dtype}; got {x.dtype}. Cast it first.")
             if x.device != self.k.device:
                 raise ValueError(f"{name} must be on the cache's device {self.k.device}; it is on {x.device}.")
+        if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
+            raise ValueError(
+                "k and v must not require gradients: a cache is for inference, and would keep all that they were "
+                "computed from. Add them under torch.no_grad()."
+            )
         batch, kv_heads, _, head_dim = self.k.shape
         if k.ndim != 4 or k.shape != v.shape or k.shape != (batch, kv_heads, k.shape[2], head_dim):
             raise ValueError(

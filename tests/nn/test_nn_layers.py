@@ -285,6 +285,40 @@ def test_a_cache_is_for_as_many_heads_as_the_mask(heads):
     SparseSelfAttention(16, 4, masks.per_head([masks.causal(32)] * 4), kv_heads=2).new_cache(1, 32)
 
 
+def test_a_cache_is_no_part_of_an_autograd_graph():
+    cache, k = KVCache(1, 2, 32, 8), torch.randn(1, 2, 3, 8)
+    for pair in ((k.clone().requires_grad_(), k), (k, k.clone().requires_grad_())):
+        with pytest.raises(ValueError, match=r"k and v must not require gradients: a cache .* under torch\.no_grad"):
+            cache.append(*pair)
+        with torch.no_grad():
+            cache.append(*pair)
+    cache.append(k.clone().requires_grad_().detach(), k)
+    assert cache.length == 9 and not cache.k.requires_grad and not cache.v.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("positions", "error", "words"),
+    [
+        (torch.arange(4) + 0j, TypeError, r"positions must be real numbers; got torch\.complex64"),
+        (torch.ones(4, dtype=torch.bool), TypeError, r"positions must be real numbers; got torch\.bool"),
+        (torch.arange(4).to_sparse(), TypeError, "positions must be a dense tensor; got one with the layout"),
+    ],
+)
+def test_positions_are_real_numbers(positions, error, words):
+    for rotary in (Rotary(8), Rotary2D(8, width=2)):
+        with pytest.raises(error, match=words):
+            rotary(positions)
+
+
+def test_what_rotary_angles_are_made_of_is_finite():
+    for base in ("10000", float("inf"), float("nan"), 0, True):
+        with pytest.raises(ValueError, match="base must be a positive number; got"):
+            Rotary(8, base=base)
+    for wavelengths in (3.0, ("1", "2"), (1.0, float("inf")), (0.0, 1.0), (2.0, 1.0), (1.0,), (1.0, float("nan"))):
+        with pytest.raises(ValueError, match="wavelengths must be two positive numbers, the shorter one first; got"):
+            Rotary2D(8, width=2, wavelengths=wavelengths)
+
+
 def test_a_cache_has_a_dtype_that_attention_takes():
     layer = SparseSelfAttention(16, 2, NEAR)
     for dtype in (torch.int8, torch.float8_e4m3fn, torch.complex64, "half"):
@@ -589,12 +623,12 @@ def test_own_positions_of_a_batch():
     ("make", "words"),
     [
         (lambda: Rotary(7), "head_dim must be a positive multiple of 2 for rotary positions; got 7"),
-        (lambda: Rotary(8, base=0.0), "base must be positive; got 0.0"),
+        (lambda: Rotary(8, base=0.0), "base must be a positive number; got 0.0"),
         (lambda: Rotary2D(6, 8), "head_dim must be a positive multiple of 4 for rotary positions; got 6"),
         (lambda: Rotary2D(8, 0), "width must be at least 1 and first at least 0; got 0 and 0"),
         (
             lambda: Rotary2D(8, 4, wavelengths=(9, 3)),
-            r"wavelengths must be positive, the shorter one first; got",
+            r"wavelengths must be two positive numbers, the shorter one first; got",
         ),
         (lambda: Rotary(8)(torch.zeros(1, 2, 3)), r"positions must be a tensor of shape \[N\] or \[B, N\]; got \[1, 2"),
         (lambda: rotate(torch.ones(1, 1, 2, 4), Rotary(8)(torch.arange(2))), "x must have the head dim .* 8; got 4"),
