@@ -234,8 +234,8 @@ def _checked_choice(q: Any, k_min: Any, k_max: Any, lengths: Any) -> Tensor:
     if q.ndim != 4:
         raise ValueError(f"q must have shape [batch, heads, tokens, head dim]; got {list(q.shape)}.")
     batch, heads, q_len, dim = q.shape
-    if q_len == 0:
-        raise ValueError(f"q must have at least 1 token; got shape {list(q.shape)}.")
+    if heads == 0 or q_len == 0:
+        raise ValueError(f"q must have at least 1 {'token' if heads else 'head'}; got shape {list(q.shape)}.")
     if k_min.shape != k_max.shape or k_min.ndim != 4 or k_min.shape[0] != batch or k_min.shape[3] != dim:
         raise ValueError(
             f"k_min and k_max must have shape [{batch}, Hkv, pages, {dim}]; got {list(k_min.shape)} and "
@@ -258,13 +258,19 @@ def _checked(
     table = None if block_table is None else _integers(block_table, "block_table", 2, q)
     if table is None or not isinstance(k_cache, Tensor) or not isinstance(v_cache, Tensor):
         check_tensors(q, k_cache, v_cache)
-    else:  # the pages are of any number; for the rest they are checked as caches
+    else:  # the pages are of any number, alike; for the rest they are checked as caches
         caches = (k_cache, v_cache)
         if isinstance(q, Tensor) and all(
             x.ndim == q.ndim == 4 and x.layout == q.layout == torch.strided for x in caches
         ):
-            q_one, k_one, v_one = q[:1], k_cache[:1], v_cache[:1]
-            check_tensors(q_one, k_one, v_one)
+            if k_cache.shape[0] != v_cache.shape[0]:
+                raise ValueError(
+                    f"k_cache and v_cache must have equally many pages; got {k_cache.shape[0]} and {v_cache.shape[0]}."
+                )
+            if k_cache.shape[0] == 0:
+                raise ValueError("k_cache and v_cache must have at least 1 page; got 0.")
+            one = min(1, q.shape[0])
+            check_tensors(q[:one], k_cache[:one], v_cache[:one])
         else:
             check_tensors(q, k_cache, v_cache)
     if not q.dtype == k_cache.dtype == v_cache.dtype:
@@ -337,7 +343,7 @@ def _check_mask(mask: Any, q: Tensor, kv_heads: int, capacity: int) -> None:
 
 
 def _integers(value: Any, name: str, dimensions: int, q: Tensor) -> Tensor:
-    tensor = checked_integers(value, name)
+    tensor = dense_tensor(checked_integers(value, name), name)
     if tensor.ndim != dimensions:
         raise ValueError(f"{name} must have {dimensions} dimensions; got {list(tensor.shape)}.")
     if tensor.device != q.device:

@@ -8,8 +8,8 @@ from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from sparseflash.attention import Backend, attention
 from sparseflash.blockmask import BlockMask
-from sparseflash.blockmask.arguments import Block, dense_tensor, described, flag
-from sparseflash.blockmask.cache import bounded
+from sparseflash.blockmask.arguments import Block, dense_tensor, described, flag, plain_tensor
+from sparseflash.blockmask.cache import bounded_tensors
 from sparseflash.interop.sdpa import from_sdpa
 from sparseflash.masks.causal import causal
 from sparseflash.scores.bias import Bias, bias
@@ -103,7 +103,7 @@ def upper_left(q_len: int, k_len: int, block: Block, device: torch.device) -> Bl
     return _upper_left(q_len, k_len, block, device)
 
 
-@bounded(maxsize=32)
+@bounded_tensors(maxsize=32)
 def _upper_left(q_len: int, k_len: int, block: Block, device: torch.device) -> BlockMask:
     with torch.inference_mode(False):  # or a later training step could not use it
         return causal(q_len, k_len, offset=0, block=block).to(device)
@@ -149,6 +149,7 @@ def live_and_bias(
     whole = attn_mask[(None,) * (4 - attn_mask.ndim)]
     if 0 in whole.shape or q_len == 0 or k_len == 0:  # there are no scores
         return None, None
+    plain_tensor(whole, name)
     if whole.dtype == torch.bool:
         return from_sdpa(whole, q_len=q_len, k_len=k_len, block=block), None
     dead = whole.detach() == -torch.inf

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -13,6 +13,12 @@ from sparseflash.blockmask.arguments import MADE_FROM, described
 from sparseflash.scores.change import Scores, Sizes, scores_of
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check_dtype(dtype: Any) -> None:
+    """Raises TypeError unless queries, keys and values may have this dtype."""
+    if dtype not in _DTYPES:
+        raise TypeError(f"dtype must be fp16, bf16, fp32 or fp64; got {dtype!r}.")
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

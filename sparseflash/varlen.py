@@ -10,8 +10,9 @@ from torch import Tensor
 
 from sparseflash.attention import Backend, attention
 from sparseflash.blockmask import BlockMask, bitmask
-from sparseflash.blockmask.arguments import Block, block_pair, checked_device, integers
-from sparseflash.blockmask.cache import BoundedDict
+from sparseflash.blockmask.arguments import Block, block_pair, checked_device, integers, plain_tensor
+from sparseflash.blockmask.cache import BoundedDict, once
+from sparseflash.blockmask.compiling import contents_when_faking
 from sparseflash.blockmask.ops.place import place
 from sparseflash.pattern import Pattern, check_pattern, mask_of_lengths
 
@@ -100,8 +101,10 @@ def attention_varlen(
     One mask is made for the packed tokens, from the masks of the distinct lengths, without any N x N matrix. It is
     cached for these lengths and this `pattern`, so give the same function object at every call, not a new lambda. The
     lengths are read on the host: give `cu_seqlens` on the CPU, or else the first call with a tensor on a GPU waits for
-    it; in compiled code that breaks the graph. To make the mask yourself, once for all layers, call `varlen_mask`;
-    `attention` takes it, and with it `scores`, which are no argument here.
+    it; in compiled code that breaks the graph. In what `torch.export` exports (`strict=False`), and under
+    `FakeTensorMode`, the mask is a constant, so the lengths must be a list or a tensor from outside. To make the mask
+    yourself, once for all layers, call `varlen_mask`; `attention` takes it, and with it `scores`, which are no argument
+    here.
     """
     if any(isinstance(x, Tensor) and x.is_nested for x in (q, k, v)):
         if cu_seqlens_q is not None or cu_seqlens_k is not None:
@@ -142,6 +145,7 @@ def _nested(
         if x._ragged_idx != 1 or x.lengths() is not None:  # type: ignore[attr-defined]
             raise ValueError(f"{name} must have no gaps between its sequences; got a view. Call .contiguous().")
         packed.append(x)
+        plain_tensor(packed[-1].offsets(), f"the offsets of {name}")
     if not torch.equal(packed[1].offsets(), packed[2].offsets()):
         raise ValueError("k and v must have sequences of the same lengths; got different ones.")
     scale, return_lse, dropout_p, seed, backend = options
@@ -188,18 +192,23 @@ def _mask_and_lengths(
     cu_seqlens_q: Any, cu_seqlens_k: Any, pattern: Pattern | None, block: Block, device: torch.device | str
 ) -> tuple[BlockMask | None, int, int]:
     """`(mask, queries, keys)` of all sequences together; without a query or a key there is no mask, and no need."""
-    q_sums = _running_sums(cu_seqlens_q, "cu_seqlens_q")
-    k_sums = q_sums if cu_seqlens_k is None else _running_sums(cu_seqlens_k, "cu_seqlens_k")
+    with contents_when_faking():
+        q_sums = _running_sums(cu_seqlens_q, "cu_seqlens_q")
+        k_sums = q_sums if cu_seqlens_k is None else _running_sums(cu_seqlens_k, "cu_seqlens_k")
     if len(q_sums) != len(k_sums):
         raise ValueError(
             f"cu_seqlens_k must be of as many sequences as cu_seqlens_q, {len(q_sums) - 1}; got {len(k_sums) - 1}."
         )
     check_pattern(pattern)
-    key = q_sums, k_sums, pattern, block_pair(block), checked_device(device)
-    mask: BlockMask | None = _masks.get(key)
     q_len, k_len = q_sums[-1], k_sums[-1]
-    if mask is None and q_len and k_len:
-        mask = _masks.put(key, _made(q_sums, k_sums, pattern, block).to(device))
+    key = q_sums, k_sums, pattern, block_pair(block), checked_device(device)
+
+    def make() -> BlockMask:
+        with contents_when_faking():
+            made = _made(q_sums, k_sums, pattern, block)
+        return made.to(device)
+
+    mask = once(_masks, key, make) if q_len and k_len else None
     return mask, q_len, k_len
 
 

@@ -88,6 +88,7 @@ MAY_IMPORT = {
         "sparseflash/pattern.py",
         "sparseflash/scaled_dot_product.py",
         "sparseflash/scores",
+        "sparseflash/validation.py",
         "masks/causal.py",
     ),
     "sparseflash/decode.py": (

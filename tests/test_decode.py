@@ -363,6 +363,17 @@ def test_rows_of_a_mask_are_those_of_the_dense_one():
         assert torch.equal(found[b], dense[:, positions[b]])
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_without_queries_or_sequences_the_result_is_empty(backend):
+    mask = masks.causal(64, block=16)
+    for q, k, arguments in (
+        (Q[:, :, :0], K, {"lengths": L, "mask": mask}),
+        (Q[:0], K[:0], {"lengths": L[:0], "mask": mask}),
+        (Q[:0], K, {"lengths": L[:0], "block_table": T[:0]}),
+    ):
+        assert attention_with_cache(q, k, k, **arguments, backend=backend).shape == q.shape
+
+
 @given(SEEDS, st.integers(1, 12), st.integers(1, 128))
 @example(0, 9, 128)  # more than the 8 pages that there are
 @example(0, 1, 400)  # more tokens than they have room for
@@ -398,6 +409,9 @@ def test_the_chosen_pages_have_the_highest_bounds_and_the_newest_is_one(seed, k,
         ({"lengths": L.to("meta")}, ValueError, r"lengths must be on q's device cpu; got meta"),
         ({"starts": L[:1]}, ValueError, r"starts must have shape \[2\]; got \[1\]"),
         ({"block_table": T[:1]}, ValueError, r"block_table must have shape \[2, 4\]; got \[1, 4\]"),
+        ({"block_table": T, "v_cache": K[:1]}, ValueError, r"must have equally many pages; got 2 and 1"),
+        ({"block_table": T, "k_cache": K[:0], "v_cache": K[:0]}, ValueError, r"must have at least 1 page; got 0"),
+        ({"lengths": L.to_sparse()}, TypeError, r"lengths must be a dense tensor; .* layout torch\.sparse_coo"),
         ({"window": 0}, ValueError, r"window must be at least 1 key; got 0"),
         ({"sinks": 4}, ValueError, r"sinks must be at least 0 and go with a window; got 4 and window None"),
         ({"block_table": T, "page": 32}, ValueError, r"page must be that of the cache, 64 tokens; got 32"),
@@ -430,6 +444,7 @@ def test_double_precision_is_for_the_reference():
     [
         ({"q": Q[0]}, ValueError, r"q must have shape \[batch, heads, tokens, head dim\]; got \[4, 1, 16\]"),
         ({"q": Q[:, :, :0]}, ValueError, r"q must have at least 1 token; got shape \[2, 4, 0, 16\]"),
+        ({"q": Q[:, :0]}, ValueError, r"q must have at least 1 head; got shape \[2, 0, 1, 16\]"),
         ({"q": [1.0]}, TypeError, r"q must be a tensor; got list"),
         ({"q": Q.int()}, TypeError, r"q must have a floating dtype .*; got torch\.int32"),
         ({"k_min": 3}, TypeError, r"k_min must be a tensor; got int"),

@@ -4,12 +4,13 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import sparseflash
 from sparseflash import interop, masks, sdpa
-from sparseflash.scaled_dot_product import live_and_bias
+from sparseflash.scaled_dot_product import live_and_bias, upper_left
 
 
 def drawn(*shapes, dtype=torch.float64, seed=0):
@@ -119,10 +120,25 @@ def test_a_mask_that_is_written_to_is_read_again():
 def test_the_causal_mask_is_kept_and_can_be_cleared():
     from sparseflash import scaled_dot_product
 
-    make = scaled_dot_product.upper_left
-    assert make(20, 30, 16, torch.device("cpu")) is make(20, 30, 16, torch.device("cpu"))
+    made = scaled_dot_product.upper_left(20, 30, 16, torch.device("cpu"))
+    assert scaled_dot_product.upper_left(20, 30, 16, torch.device("cpu")) is made
     sparseflash.clear_caches()
-    assert scaled_dot_product._upper_left.cache_info().currsize == 0
+    assert scaled_dot_product.upper_left(20, 30, 16, torch.device("cpu")) is not made
+
+
+def test_what_is_made_of_fake_tensors_is_not_kept():
+    sparseflash.clear_caches()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        q = torch.empty(1, 2, 20, 16, device="meta")
+        assert sdpa(q, q, q, is_causal=True).shape == q.shape
+    assert type(upper_left(20, 20, 128, torch.device("meta")).indices) is torch.Tensor
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_a_mask_that_is_a_fake_tensor_is_refused(dtype):
+    words = "attn_mask must have contents; got a fake tensor, of torch.export or FakeTensorMode. Build masks outside."
+    with FakeTensorMode(), pytest.raises(ValueError, match=words):
+        sdpa(*[torch.empty(1, 2, 20, 16)] * 3, torch.empty(20, 20, dtype=dtype))
 
 
 def test_what_cannot_be_is_refused_with_advice():

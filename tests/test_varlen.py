@@ -6,6 +6,8 @@ import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import sparseflash
 from sparseflash import BlockMask, attention_varlen, masks, testing
@@ -242,3 +244,53 @@ def test_without_any_query_or_any_key_there_is_nothing_to_attend_to(queries, key
 def test_nested_tensors_of_empty_sequences_alone_give_such():
     x = torch.nested.nested_tensor([torch.ones(0, 2, 16)] * 3, layout=torch.jagged)
     assert attention_varlen(x, x, x, pattern=masks.causal).offsets().tolist() == [0, 0, 0, 0]
+
+
+SUMS = {"list": [0, 20, 20, 70], "tensor": torch.tensor([0, 20, 20, 70])}
+
+
+@pytest.mark.parametrize("sums", SUMS.values(), ids=SUMS)
+@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+def test_the_mask_has_contents_under_a_fake_mode(sums, pattern):
+    sparseflash.clear_caches()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.empty(70, 2, 16)
+        out, lse = attention_varlen(x, x, x, sums, pattern=pattern, return_lse=True)
+        mask = varlen_mask(sums, pattern=pattern)
+    assert out.shape == x.shape and lse.shape == (2, 70)
+    sparseflash.clear_caches()
+    assert mask == varlen_mask(sums, pattern=pattern)
+
+
+def test_a_mask_that_was_moved_under_a_fake_mode_is_not_kept():
+    sparseflash.clear_caches()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        varlen_mask([0, 20, 70], pattern=masks.causal, device="meta")
+    assert type(varlen_mask([0, 20, 70], pattern=masks.causal, device="meta").indices) is torch.Tensor
+
+
+@pytest.mark.parametrize("sums", SUMS.values(), ids=SUMS)
+def test_it_can_be_exported_with_lengths_that_are_constant(sums):
+    class Packed(torch.nn.Module):
+        def forward(self, x):
+            return attention_varlen(x, x, x, sums, pattern=masks.causal)
+
+    sparseflash.clear_caches()
+    x = torch.randn(70, 2, 16)
+    exported = torch.export.export(Packed(), (x,), strict=False)
+    assert torch.equal(exported.module()(x), Packed()(x))
+
+
+def test_lengths_without_contents_are_refused():
+    x = torch.nested.nested_tensor([torch.randn(n, 2, 16) for n in (5, 9)], layout=torch.jagged)
+    with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()) as mode:
+        q, sums = torch.empty(70, 2, 16), torch.tensor([0, 20, 70])
+        with pytest.raises(ValueError, match="cu_seqlens_q must have contents; got a fake tensor"):
+            attention_varlen(q, q, q, sums, pattern=masks.causal)
+        with pytest.raises(ValueError, match="cu_seqlens_k must have contents; got a fake tensor"):
+            attention_varlen(q, q, q, [0, 20, 70], sums, pattern=masks.causal)
+        fake = mode.from_tensor(x)
+        with pytest.raises(ValueError, match="the offsets of q must have contents; got a fake tensor"):
+            attention_varlen(fake, fake, fake, pattern=masks.causal)
+    with pytest.raises(ValueError, match="the offsets of q must lie on a device that holds its contents; got the meta"):
+        attention_varlen(x.to("meta"), x.to("meta"), x.to("meta"), pattern=masks.causal)

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.arguments import dense_tensor, described, has_integers, integer_tensor
 from sparseflash.blockmask.cache import bounded_tensors
+from sparseflash.blockmask.compiling import contents_when_faking
 from sparseflash.blockmask.csr import row_of_entry
 
 # Shares are added up in units of 2^-40, because a sum of integers does not depend on the order.
@@ -51,7 +51,7 @@ def frame(
     """
     block_q, block_k = block
     shift = k_len - q_len
-    with _disable_current_modes():  # of torch.export and FakeTensorMode, whose tensors have no contents
+    with contents_when_faking():
         i, j = (torch.arange(-(-n // b), device="cpu") for n, b in ((q_len, block_q), (k_len, block_k)))
         i = i[:, None]
         first, last = i * block_q + shift, (i * block_q + block_q).clamp(max=q_len) - 1 + shift  # keys on the diagonal

@@ -98,7 +98,7 @@ def rows_of(mask: BlockMask, positions: Tensor) -> Tensor:
     words = torch.where(kind.unsqueeze(-1) > 0, words, bitmask.full_word(mask.block_k))
     live = torch.zeros(row.numel(), col_blocks, mask.block_k, dtype=torch.bool, device=positions.device)
     live[which, mask.indices[entry].long()] = bitmask.unpack(words.unsqueeze(1), mask.block_k).squeeze(1)
-    return live.view(batch, row.shape[1], n, -1)
+    return live.view(batch, row.shape[1], n, col_blocks * mask.block_k)
 
 
 def _gathered(cache: Tensor, block_table: Tensor) -> Tensor:

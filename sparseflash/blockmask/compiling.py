@@ -13,6 +13,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -57,6 +58,11 @@ def clear() -> None:
 def is_faking() -> bool:
     """Whether new tensors are fake, without contents: under `FakeTensorMode`, which torch.export uses."""
     return not torch.compiler.is_dynamo_compiling() and torch._C._get_dispatch_mode(_FAKE) is not None
+
+
+def contents_when_faking() -> AbstractContextManager[None]:
+    """Inside it new tensors have contents, also where `is_faking`."""
+    return _disable_current_modes() if is_faking() else nullcontext()
 
 
 def constant_when_compiled(build: Callable[P, T]) -> Callable[P, T]:

@@ -135,22 +135,30 @@ def show(
     head_dim: HeadDim = 64,
     heads: Heads = 1,
     dtype: Annotated[Precision, typer.Option(help="Dtype of queries, keys and values.")] = "bf16",
-    causal: Annotated[bool, typer.Option("--causal", help="The mask must be causal: report future leaks.")] = False,
+    causal: Annotated[
+        bool, typer.Option("--causal", help="The mask must be causal: future leaks are errors, with exit status 1.")
+    ] = False,
     width: Annotated[int, typer.Option(help="Width of the drawing in cells; 0: no drawing.", min=0)] = 32,
     picture: Annotated[Path | None, typer.Option(help="Write a picture to this file: .png, .pdf, .svg.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page to this file, to zoom into in a browser.")] = None,
     save: Annotated[Path | None, typer.Option(help="Save the mask to this file, for BlockMask.load and MASK.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a mask costs and reaches, and what is probably wrong with it."""
+    """Show what a mask costs and reaches, and what is probably wrong with it.
+
+    Exits with status 1 if an error is among what is wrong; warnings and notes may be intended.
+    """
     found = asked(mask, sources)
     with short_errors():
-        if as_json:
-            say_json(words.figures(found, head_dim=head_dim, heads=heads, dtype=DTYPES[dtype], causal=causal))
-        else:
+        if not as_json:
             say(found.to_string(width) if width else repr(found))
             say_table(words.facts(found, head_dim=head_dim, heads=heads, dtype=DTYPES[dtype], causal=causal))
-            say(*map(str, analysis.lint(found, causal=causal)))
+        findings = analysis.lint(found, causal=causal)
+        if as_json:
+            figures = words.figures(found, head_dim=head_dim, heads=heads, dtype=DTYPES[dtype], causal=causal)
+            say_json({**figures, "findings": [asdict(each) for each in findings]})
+        else:
+            say(*map(str, findings))
         written = {"Picture": picture, "Page": html, "Mask": save}
         if picture is not None:
             found.plot().savefig(picture)
@@ -160,6 +168,8 @@ def show(
             found.save(save)
         if not as_json:
             say(*(f"{what}: {file}" for what, file in written.items() if file is not None))
+    if any(each.severity == "error" for each in findings):
+        raise typer.Exit(1)
 
 
 @app.command()

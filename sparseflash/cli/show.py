@@ -52,7 +52,6 @@ def figures(
         "balance": [asdict(each) for each in analysis.balance(mask)],
         "other_blocks": [asdict(each) for each in analysis.coarsening(mask)],
         "reach": reach(mask, causal),
-        "findings": [asdict(each) for each in analysis.lint(mask, causal=causal)],
     }
 
 

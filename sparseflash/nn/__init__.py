@@ -13,7 +13,8 @@ torch.Size([2, 256, 64])
 | `MultiheadAttention` | in place of `torch.nn.MultiheadAttention`, with its arguments and its `state_dict` |
 | `Rotary`, `Rotary2D` | positions in a sequence, or in an image |
 
-It may import `attention`, `blockmask`, `decode`, `pattern`, `scaled_dot_product`, `scores` and the mask `causal`.
+It may import `attention`, `blockmask`, `decode`, `pattern`, `scaled_dot_product`, `scores`, `validation` and the mask
+`causal`.
 """
 
 from sparseflash.nn.cross_attention import SparseCrossAttention

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparseflash.blockmask.arguments import check_at_least_one, check_floating, checked_device, dense_tensor, integer
+from sparseflash.blockmask.arguments import check_at_least_one, checked_device, dense_tensor, integer
+from sparseflash.validation import check_dtype
 
 
 class KVCache:
@@ -27,7 +28,7 @@ class KVCache:
         check_at_least_one(batch=batch, kv_heads=kv_heads, capacity=capacity, head_dim=head_dim)
         device = None if device is None else checked_device(device)
         if dtype is not None:
-            check_floating(dtype)
+            check_dtype(dtype)
         with torch.inference_mode(False):  # or it could not be written to outside of inference mode
             self.k = torch.zeros(batch, kv_heads, capacity, head_dim, device=device, dtype=dtype)
             self.v = torch.zeros_like(self.k)
@@ -46,6 +47,11 @@ class KVCache:
                 raise TypeError(f"{name} must have the cache's dtype {self.k.dtype}; got {x.dtype}. Cast it first.")
             if x.device != self.k.device:
                 raise ValueError(f"{name} must be on the cache's device {self.k.device}; it is on {x.device}.")
+        if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
+            raise ValueError(
+                "k and v must not require gradients: a cache is for inference, and would keep all that they were "
+                "computed from. Add them under torch.no_grad()."
+            )
         batch, kv_heads, _, head_dim = self.k.shape
         if k.ndim != 4 or k.shape != v.shape or k.shape != (batch, kv_heads, k.shape[2], head_dim):
             raise ValueError(
@@ -64,7 +70,8 @@ class KVCache:
         self.lengths.fill_(stop)
 
     def truncate(self, length: int) -> None:
-        """Forgets the tokens after the first `length`, such as drafts that were not accepted.
+        """Forgets the tokens after the first `length`, such as drafts that were not accepted, or those of a step in
+        which a later layer failed (a layer that fails itself leaves its cache as it was).
 
         >>> cache = KVCache(1, 4, 100, 16)
         >>> cache.append(torch.randn(1, 4, 7, 16), torch.randn(1, 4, 7, 16))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.blockmask.cache import BoundedDict
+from sparseflash.blockmask.cache import BoundedDict, once
 from sparseflash.masks.causal import causal
 from sparseflash.pattern import Pattern, mask_of_lengths
 
@@ -49,17 +49,17 @@ class LayerMask:
             return self._for(q_len, k_len).to(device)
         if isinstance(self.given, BlockMask) and self._fits(self.given, q_len, k_len, device):
             return self.given
-        key = q_len, k_len, device
-        found: BlockMask | None = self._made.get(key)
-        if found is None:
-            with torch.inference_mode(False):  # or a later training step could not use it
-                found = self._made.put(key, self._for(q_len, k_len).to(device))
-        return found
 
-    def causal_of(self, batch: int, tokens: int, device: torch.device) -> BlockMask:
+        def make() -> BlockMask:
+            with torch.inference_mode(False):  # or a later training step could not use it
+                return self._for(q_len, k_len).to(device)
+
+        return once(self._made, (q_len, k_len, device), make)
+
+    def causal_of(self, batch: int, heads: int, tokens: int, device: torch.device) -> BlockMask:
         """The mask for so many tokens of so many sequences that are generated one after another.
 
-        Raises ValueError unless it is causal and has no lengths.
+        Raises ValueError unless it is causal, has no lengths, and is for so many sequences and query heads or for one.
         """
         mask = self(tokens, tokens, device)
         if mask is None:
@@ -76,6 +76,8 @@ class LayerMask:
             raise ValueError(
                 f"mask must be for one sequence or for {batch}, as the cache is; got one for {mask.shape[0]}."
             )
+        if mask.shape[1] not in (1, heads):
+            raise ValueError(f"mask must be for one head or for the layer's {heads}; got one for {mask.shape[1]}.")
         key = "causal", tokens, device
         if torch.compiler.is_compiling() or self._made.get(key) is mask:  # looked at when the cache was made, or before
             return mask

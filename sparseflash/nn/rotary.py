@@ -6,11 +6,12 @@ So the product of a query and a key depends on their distance.
 from __future__ import annotations
 
 import math
+from typing import SupportsFloat
 
 import torch
 from torch import Tensor, nn
 
-from sparseflash.blockmask.arguments import integer
+from sparseflash.blockmask.arguments import dense_tensor, integer
 
 _BASE = 10_000.0  # tokens over which the slowest angle of a sequence grows by about 1
 _WAVELENGTHS = (3.0, 400.0)  # pixels, for the fastest and the slowest angle of an image
@@ -36,8 +37,8 @@ class Rotary(nn.Module):
     def __init__(self, head_dim: int, *, base: float = _BASE) -> None:
         super().__init__()
         _check_head_dim(head_dim, 2)
-        if not base > 0:
-            raise ValueError(f"base must be positive; got {base}.")
+        if not _is_positive(base):
+            raise ValueError(f"base must be a positive number; got {base!r}.")
         self.head_dim, self.base = head_dim, base
 
     def extra_repr(self) -> str:
@@ -74,10 +75,11 @@ class Rotary2D(nn.Module):
         _check_head_dim(head_dim, 4)
         if integer(width, "width", "pixels") < 1 or integer(first, "first", "tokens") < 0:
             raise ValueError(f"width must be at least 1 and first at least 0; got {width} and {first}.")
-        fastest, slowest = wavelengths
-        if not 0 < fastest <= slowest:
-            raise ValueError(f"wavelengths must be positive, the shorter one first; got {wavelengths}.")
-        self.head_dim, self.width, self.first, self.wavelengths = head_dim, width, first, (fastest, slowest)
+        two = isinstance(wavelengths, tuple | list) and len(wavelengths) == 2 and all(map(_is_positive, wavelengths))
+        if not two or wavelengths[0] > wavelengths[1]:
+            raise ValueError(f"wavelengths must be two positive numbers, the shorter one first; got {wavelengths!r}.")
+        self.head_dim, self.width, self.first = head_dim, width, first
+        self.wavelengths = wavelengths[0], wavelengths[1]
 
     def extra_repr(self) -> str:
         """For `print(model)`."""
@@ -141,10 +143,16 @@ def _check_head_dim(head_dim: int, parts: int) -> None:
         raise ValueError(f"head_dim must be a positive multiple of {parts} for rotary positions; got {head_dim}.")
 
 
+def _is_positive(number: object) -> bool:
+    return isinstance(number, SupportsFloat) and not isinstance(number, bool) and 0 < float(number) < math.inf
+
+
 def _by_batch(positions: Tensor) -> Tensor:
     if not isinstance(positions, Tensor) or positions.ndim not in (1, 2):
         got = list(positions.shape) if isinstance(positions, Tensor) else type(positions).__name__
         raise ValueError(f"positions must be a tensor of shape [N] or [B, N]; got {got}.")
+    if dense_tensor(positions, "positions").is_complex() or positions.dtype == torch.bool:
+        raise TypeError(f"positions must be real numbers; got {positions.dtype}.")
     return positions[None] if positions.ndim == 1 else positions
 
 

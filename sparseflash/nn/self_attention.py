@@ -108,11 +108,12 @@ class SparseSelfAttention(Heads):
         """An empty cache for `batch` sequences of up to `capacity` tokens; by default like the layer's weights.
 
         Raises ValueError unless the layer has a mask that is causal for `capacity` tokens, since a token that was
-        generated cannot see the next one, and has no lengths.
+        generated cannot see the next one, and has no lengths. It must be for `batch` sequences, or one, and for the
+        layer's query heads, or one.
         """
         check_at_least_one(batch=batch, capacity=capacity)
         device = checked_device(self.out.weight.device if device is None else device)
-        self.mask.causal_of(batch, capacity, device)
+        self.mask.causal_of(batch, self.num_heads, capacity, device)
         dtype = self.out.weight.dtype if dtype is None else dtype
         return KVCache(batch, self.kv_heads, capacity, self.head_dim, device=device, dtype=dtype)
 
@@ -159,28 +160,28 @@ class SparseSelfAttention(Heads):
         if cache is not None:
             if lengths is not None or mask is not None:
                 raise ValueError("cache must not be given with lengths or a mask; got both.")
-            mixed = self._attend_with_cache(q, k, v, cache)
-        else:
-            own = self.mask_for(mask, x.shape[1], x.shape[1], x.device)
-            mixed = self.attend(q, k, v, padded(own, x.shape[1], x.shape[1], x.device, lengths=lengths))
-        out: Tensor = self.out(mixed)
+            return self._with_cache(q, k, v, cache)
+        own = self.mask_for(mask, x.shape[1], x.shape[1], x.device)
+        out: Tensor = self.out(self.attend(q, k, v, padded(own, x.shape[1], x.shape[1], x.device, lengths=lengths)))
         return out
 
-    def _attend_with_cache(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache) -> Tensor:
+    def _with_cache(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache) -> Tensor:
+        """The output for tokens that are added to the cache. If anything fails, the cache is left as it was."""
         if self.training or torch.is_grad_enabled():
             raise ValueError(
                 "cache must be used for inference, without gradients: call layer.eval(), and the layer under "
                 "torch.inference_mode() or torch.no_grad()."
             )
-        mask = self.mask.causal_of(cache.k.shape[0], cache.capacity, q.device)
+        mask = self.mask.causal_of(cache.k.shape[0], self.num_heads, cache.capacity, q.device)
         start = cache.length
-        cache.append(k.to(cache.k.dtype), v.to(cache.v.dtype))
         try:
-            out = self._attend_to_cache(q.to(cache.k.dtype), cache, start, mask)
+            cache.append(k.to(cache.k.dtype), v.to(cache.v.dtype))
+            mixed = self._attend_to_cache(q.to(cache.k.dtype), cache, start, mask).to(q.dtype)
+            out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         except BaseException:
             cache.truncate(start)  # or the tokens would be there twice when the call is made again
             raise
-        return out.to(q.dtype).transpose(1, 2).flatten(2)
+        return out
 
     def _attend_to_cache(self, q: Tensor, cache: KVCache, start: int, mask: BlockMask) -> Tensor:
         """Attention of the queries [B, Hq, N, D] of the tokens of a cache from `start` on."""

@@ -6,8 +6,12 @@ from unittest import mock
 import pytest
 import torch
 
+from sparseflash import clear_caches, masks
 from sparseflash.blockmask import graph_memory, streams
 from sparseflash.blockmask.streams import ReadyEvent
+from sparseflash.nn.layer_mask import LayerMask
+from sparseflash.scaled_dot_product import upper_left
+from sparseflash.varlen import varlen_mask
 
 
 class OnGpu(torch.Tensor):
@@ -93,3 +97,22 @@ def test_what_a_graph_has_recorded_is_waited_for_in_the_graph_alone(current):
 def test_on_a_cpu_there_is_nothing_to_wait_for():
     with mock.patch.object(torch.cuda, "Event", side_effect=AssertionError):
         ReadyEvent((torch.zeros(1), None)).wait()
+
+
+LAYER = LayerMask(masks.causal)
+CPU = torch.device("cpu")
+KEPT = {
+    "of a layer": lambda: LAYER(40, 40, CPU),
+    "of packed sequences": lambda: varlen_mask([0, 20, 50], pattern=masks.causal),
+    "of is_causal": lambda: upper_left(20, 30, 16, CPU),
+}
+
+
+@pytest.mark.parametrize("mask", KEPT.values(), ids=KEPT)
+def test_a_mask_that_is_kept_is_waited_for(mask):
+    """The copy to a GPU, on the stream of the first call, need not have finished."""
+    clear_caches()
+    first = mask()
+    with mock.patch.object(ReadyEvent, "wait") as waited:
+        assert mask() is first
+    assert waited.call_count == 1

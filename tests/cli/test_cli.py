@@ -247,11 +247,19 @@ def test_show_says_what_analysis_says(tmp_path):
 
 
 def test_show_finds_what_is_wrong_with_a_mask():
-    assert "future-leak" in run("show", "local(256, window=64)", "--causal")
     assert "future-leak" not in run("show", "local(256, window=64)")
     hint = "no number of layers lets every token see every other token; --causal asks about earlier tokens only"
     assert hint in unwrapped(run("show", "chunked(256, chunk=64)"))
     assert "only for masks with as many queries as keys" in run("show", "causal(1, 256)", "--width", "0")
+
+
+def test_show_of_a_mask_that_is_not_causal_as_it_must_be_ends_with_one(tmp_path):
+    leaky, kept = ("show", "local(256, window=64)", "--causal"), tmp_path / "leaky.mask"
+    assert "future-leak" in run(*leaky, "--save", str(kept), code=1) and kept.exists()
+    shown = json.loads(run(*leaky, "--json", code=1))
+    assert [each["code"] for each in shown["findings"] if each["severity"] == "error"] == ["future-leak"]
+    # Warnings contradict nothing that was declared.
+    assert "warning [never-connects]" in run("show", "chunked(256, chunk=64) & causal(256)", "--causal")
 
 
 def test_show_says_what_reach_cannot_be_of():

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sparseflash
 from sparseflash import BlockMask, attention, masks
@@ -163,8 +164,6 @@ def test_a_cache_is_for_causal_masks_and_inference():
         with pytest.raises(error, match=got):
             cache.append(k, torch.ones(1, 2, 3, 8))
     assert cache.length == 0
-    with pytest.raises(TypeError, match=r"dtype must be a floating-point type; got torch\.int8"):
-        layer.new_cache(1, 32, dtype=torch.int8)
     with pytest.raises(ValueError, match=r"device must be a torch\.device or its name"):
         KVCache(1, 2, 32, 8, device="gpu")
     with torch.no_grad(), pytest.raises(TypeError, match=r"cache must be a KVCache, .*; got dict"):
@@ -236,6 +235,20 @@ def test_a_call_that_fails_leaves_the_cache_as_it_was(tokens):
         torch.testing.assert_close(layer(x[:, 5:], cache=cache), layer(x)[:, 5:], atol=1e-5, rtol=1e-4)
 
 
+def test_a_call_whose_last_projection_fails_leaves_the_cache_as_it_was():
+    layer, x = SparseSelfAttention(32, 2, NEAR).eval(), torch.randn(2, 6, 32)
+    cache = layer.new_cache(2, 32)
+    with torch.no_grad():
+        layer(x[:, :5], cache=cache)
+        with (
+            mock.patch.object(layer.out, "forward", side_effect=torch.OutOfMemoryError),
+            pytest.raises(torch.OutOfMemoryError),
+        ):
+            layer(x[:, 5:], cache=cache)
+        assert cache.length == 5 and cache.lengths.tolist() == [5, 5]
+        torch.testing.assert_close(layer(x[:, 5:], cache=cache), layer(x)[:, 5:], atol=1e-5, rtol=1e-4)
+
+
 def test_a_cache_forgets_the_tokens_after_a_place():
     cache = KVCache(2, 2, 32, 8)
     k, v = torch.randn(2, 2, 2, 9, 8)
@@ -258,6 +271,66 @@ def test_a_cache_is_for_as_many_sequences_as_the_mask():
     with torch.no_grad(), pytest.raises(ValueError, match=words):
         layer(torch.randn(2, 1, 16), cache=KVCache(2, 2, 32, 8))
     layer.new_cache(3, 32)
+
+
+@pytest.mark.parametrize("heads", [2, 3])
+def test_a_cache_is_for_as_many_heads_as_the_mask(heads):
+    """Up to 16 tokens, a mask for each key head could be decoded, but no longer prompt."""
+    layer = SparseSelfAttention(16, 4, masks.per_head([masks.causal(32)] * heads), kv_heads=2).eval()
+    words = f"mask must be for one head or for the layer's 4; got one for {heads}"
+    with pytest.raises(ValueError, match=words):
+        layer.new_cache(1, 32)
+    with torch.no_grad(), pytest.raises(ValueError, match=words):
+        layer(torch.randn(1, 1, 16), cache=KVCache(1, 2, 32, 4))
+    SparseSelfAttention(16, 4, masks.per_head([masks.causal(32)] * 4), kv_heads=2).new_cache(1, 32)
+
+
+def test_a_cache_is_no_part_of_an_autograd_graph():
+    cache, k = KVCache(1, 2, 32, 8), torch.randn(1, 2, 3, 8)
+    for pair in ((k.clone().requires_grad_(), k), (k, k.clone().requires_grad_())):
+        with pytest.raises(ValueError, match=r"k and v must not require gradients: a cache .* under torch\.no_grad"):
+            cache.append(*pair)
+        with torch.no_grad():
+            cache.append(*pair)
+    cache.append(k.clone().requires_grad_().detach(), k)
+    assert cache.length == 9 and not cache.k.requires_grad and not cache.v.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("positions", "error", "words"),
+    [
+        (torch.arange(4) + 0j, TypeError, r"positions must be real numbers; got torch\.complex64"),
+        (torch.ones(4, dtype=torch.bool), TypeError, r"positions must be real numbers; got torch\.bool"),
+        (torch.arange(4).to_sparse(), TypeError, "positions must be a dense tensor; got one with the layout"),
+    ],
+)
+def test_positions_are_real_numbers(positions, error, words):
+    for rotary in (Rotary(8), Rotary2D(8, width=2)):
+        with pytest.raises(error, match=words):
+            rotary(positions)
+
+
+def test_what_rotary_angles_are_made_of_is_finite():
+    for base in ("10000", float("inf"), float("nan"), 0, True):
+        with pytest.raises(ValueError, match="base must be a positive number; got"):
+            Rotary(8, base=base)
+    for wavelengths in (3.0, ("1", "2"), (1.0, float("inf")), (0.0, 1.0), (2.0, 1.0), (1.0,), (1.0, float("nan"))):
+        with pytest.raises(ValueError, match="wavelengths must be two positive numbers, the shorter one first; got"):
+            Rotary2D(8, width=2, wavelengths=wavelengths)
+
+
+def test_a_cache_has_a_dtype_that_attention_takes():
+    layer = SparseSelfAttention(16, 2, NEAR)
+    for dtype in (torch.int8, torch.float8_e4m3fn, torch.complex64, "half"):
+        with pytest.raises(TypeError, match=r"dtype must be fp16, bf16, fp32 or fp64; got (torch\.\w+|'half')"):
+            layer.new_cache(1, 32, dtype=dtype)
+
+
+def test_a_mask_that_was_moved_under_a_fake_mode_is_not_kept():
+    layer, meta = SparseSelfAttention(16, 2, NEAR), torch.device("meta")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        layer.mask(32, 32, meta)
+    assert type(layer.mask(32, 32, meta).indices) is torch.Tensor
 
 
 def test_a_cache_is_not_for_a_mask_with_lengths():
@@ -550,12 +623,12 @@ def test_own_positions_of_a_batch():
     ("make", "words"),
     [
         (lambda: Rotary(7), "head_dim must be a positive multiple of 2 for rotary positions; got 7"),
-        (lambda: Rotary(8, base=0.0), "base must be positive; got 0.0"),
+        (lambda: Rotary(8, base=0.0), "base must be a positive number; got 0.0"),
         (lambda: Rotary2D(6, 8), "head_dim must be a positive multiple of 4 for rotary positions; got 6"),
         (lambda: Rotary2D(8, 0), "width must be at least 1 and first at least 0; got 0 and 0"),
         (
             lambda: Rotary2D(8, 4, wavelengths=(9, 3)),
-            r"wavelengths must be positive, the shorter one first; got",
+            r"wavelengths must be two positive numbers, the shorter one first; got",
         ),
         (lambda: Rotary(8)(torch.zeros(1, 2, 3)), r"positions must be a tensor of shape \[N\] or \[B, N\]; got \[1, 2"),
         (lambda: rotate(torch.ones(1, 1, 2, 4), Rotary(8)(torch.arange(2))), "x must have the head dim .* 8; got 4"),
