@@ -1,7 +1,8 @@
-"""Cross-entropy and its gradient as one Triton kernel, which reads logits from memory once and replaces them.
+"""Cross-entropy and its gradient as one Triton kernel, which replaces the logits.
 
-Inductor's code for `loss.loss_and_gradient` takes three passes over the logits, 5 GB for 8,192 tokens with GPT-2's
-vocabulary in place of 1.6. Here a program has a token: the second of its two passes finds the row in the L2 cache.
+A program has a token and reads its row twice, where Inductor's code for `loss.plain_loss_and_gradient` reads it three
+times. The second pass would find the row in the L2 cache if fewer programs ran at once. 8,192 tokens with GPT-2's
+vocabulary take 0.61 ms, Inductor's code 0.90, a copy 0.39 (H200, results/speed/notes.md).
 """
 
 from __future__ import annotations
