@@ -62,7 +62,16 @@ from sparseflash.backends.triton.hopper.gluon_api import (
     reinterpret,
 )
 from sparseflash.backends.triton.hopper.rows import TILE_ROWS, WIDTH
-from sparseflash.backends.triton.hopper.scores import distance_term, hyperbolic_tangent, slope_of
+from sparseflash.backends.triton.hopper.scores import (
+    by_thread,
+    distance_term,
+    exponentials,
+    hyperbolic_tangent,
+    lean_of_thread,
+    lean_within_thread,
+    slope_of,
+    slopes_of_tile,
+)
 from sparseflash.backends.triton.portable.change_flags import CAPPED
 
 KEYS = gl.constexpr(BLOCK[1])  # of an item; its tiles have TILE_ROWS queries, in TILE_ROWS // ROWS steps
@@ -318,6 +327,7 @@ def consumer(
     )
     no_dq = gl.zeros([ROWS, D], gl.float32, layout=Q)
     no_scores = gl.zeros([KEYS, ROWS], gl.float32, layout=S)
+    THREADS_OF_ROW: gl.constexpr = gl.max(gl.max(gl.max(by_thread(no_scores), 4), 2), 1).type.layout
     STEPS: gl.constexpr = TILE_ROWS // ROWS
     step = 0
     # Numbers whose last bit alone is wanted, in one register: of tiles given to each sender, of items with an entry.
@@ -340,9 +350,10 @@ def consumer(
             tile = heard(number_s, q_stage, 0)
             is_partial = (tile != 0) | (k_left < KEYS)
             rows = rows_s.index(q_stage)
-            slope = 0.0
             if slopes_ptr is not None:
                 slope = slope_of(slopes_ptr, heard(number_s, q_stage, 2), inverse_unit)
+                first_position = heard(number_s, q_stage, 1) + offset
+                lean, apart = slopes_of_tile(first_k, first_position, slope, qk_scale, KEYS, ROWS, CHANGES)
             s = no_scores
             if not CAPPED & CHANGES:
                 s = in_registers(rows.slice(0, 1, dim=0).load(S).broadcast_to(KEYS, ROWS))
@@ -360,10 +371,14 @@ def consumer(
             changed = s
             if CAPPED & CHANGES:
                 changed += rows.slice(0, 1, dim=0).load(S).broadcast_to(KEYS, ROWS)
-            if slopes_ptr is not None:
-                first_position = heard(number_s, q_stage, 1) + offset
-                changed -= distance_term(first_k, first_position, slope, KEYS, ROWS, CHANGES, S)
-            p = gl.exp2(changed * qk_scale)
+            if slopes_ptr is None:
+                p = gl.exp2(changed * qk_scale)
+            else:
+                if apart != 0.0:
+                    changed -= distance_term(first_k, first_position, apart, KEYS, ROWS, CHANGES, S)
+                changed += lean_within_thread(lean, ROWS, S)
+                added = lean_of_thread(lean, first_k, first_position, KEYS, THREADS_OF_ROW)
+                p = exponentials(changed, qk_scale, added * qk_scale)
             weights = gl.convert_layout(p.to(dtype), OPERAND)
             if CAPPED & CHANGES:
                 p *= 1.0 - s * s

@@ -40,7 +40,16 @@ from sparseflash.backends.triton.hopper.plan import (
     ITEM_START,
     ITEM_TILE,
 )
-from sparseflash.backends.triton.hopper.scores import distance_term, hyperbolic_tangent, slope_of
+from sparseflash.backends.triton.hopper.scores import (
+    by_thread,
+    distance_term,
+    exponentials,
+    hyperbolic_tangent,
+    lean_of_thread,
+    lean_within_thread,
+    slope_of,
+    slopes_of_tile,
+)
 from sparseflash.backends.triton.portable.change_flags import CAPPED
 from sparseflash.backends.triton.portable.softmax import LN2, LOG2E
 
@@ -220,23 +229,18 @@ def field(record_s, turn, N: gl.constexpr):
 
 
 @gluon.jit
-def by_thread(x, BLOCK_N: gl.constexpr):
-    """[ROWS, BLOCK_N] as [ROWS, ., 4, 4, 2]. A thread has all of a row but along the axis of four in the middle right,
-    which four threads share; what it reduces itself it reduces in short chains."""
-    return x.reshape([ROWS, BLOCK_N // 32, 4, 4, 2])
-
-
-@gluon.jit
-def row_maximum(s, BLOCK_N: gl.constexpr):
-    """[ROWS]"""
-    mine = gl.max(gl.max(gl.max(by_thread(s, BLOCK_N), 4), 2), 1)
+def row_maximum(s, added):
+    """[ROWS], of s, or of s and what is added to the scores of each thread, [ROWS, 4]."""
+    mine = gl.max(gl.max(gl.max(by_thread(s), 4), 2), 1)
+    if added is not None:
+        mine += added
     return gl.convert_layout(gl.max(mine, 1), gl.SliceLayout(1, s.type.layout), assert_trivial=True)
 
 
 @gluon.jit
-def partial_sums(p, BLOCK_N: gl.constexpr):
+def partial_sums(p):
     """[ROWS, 4], what each of the four threads of a row sums."""
-    return gl.sum(gl.sum(gl.sum(by_thread(p, BLOCK_N), 4), 2), 1)
+    return gl.sum(gl.sum(gl.sum(by_thread(p), 4), 2), 1)
 
 
 @gluon.jit
@@ -248,12 +252,22 @@ def computed_here(x):
 
 
 @gluon.jit
+def not_predicated(words):
+    """The same, exchanged with nobody. An exchange keeps a branch that only masks scores a branch: behind a long
+    softmax, ptxas would rather compute it at every step, under a predicate."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.bfly.b32 $0, $1, 0, 31, -1;", "=r,r", [words], dtype=gl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+
+
+@gluon.jit
 def live_words(
     words_ptr, tile, first_row, k_left,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HAS_LENGTHS: gl.constexpr, LAYOUT: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HAS_LENGTHS: gl.constexpr, MAY_BE_FULL: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """The bits of a tile, one a score, [ROWS, BLOCK_N // 32]: none if `tile` is -1. If HAS_LENGTHS all if it is 0, and
-    only those of its first `k_left` keys."""
+    """The bits of a tile, one a score, [ROWS, BLOCK_N // 32]: none if `tile` is -1, and, if MAY_BE_FULL or HAS_LENGTHS,
+    all if it is 0. If HAS_LENGTHS, only those of its first `k_left` keys."""
     WORDS: gl.constexpr = BLOCK_N // 32
     row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
     word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, LAYOUT))
@@ -261,8 +275,9 @@ def live_words(
     is_stored = (at >= 0) & (tile > 0)
     tile_ptr = words_ptr + gl.cast(tile - 1, gl.int64) * (BLOCK_M * WORDS)
     words = gl.load(tile_ptr + at, mask=is_stored, other=0)
-    if HAS_LENGTHS:
+    if MAY_BE_FULL or HAS_LENGTHS:
         words = gl.where(tile == 0, -1, words)
+    if HAS_LENGTHS:
         left = gl.minimum(gl.maximum(k_left - word * 32, 0), 32)
         inside = gl.where(left == 32, -1, (1 << (left & 31)) - 1)
         words = words & inside[None, :]
@@ -318,8 +333,9 @@ def consumer(
 
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=S)
     no_maximum = gl.full([ROWS], float("-inf"), gl.float32, layout=S_ROWS)
-    no_sum = partial_sums(zero, BLOCK_N)
-    SUMS: gl.constexpr = gl.SliceLayout(1, no_sum.type.layout)
+    no_sum = partial_sums(zero)
+    SUMS: gl.constexpr = no_sum.type.layout
+    SUM_ROWS: gl.constexpr = gl.SliceLayout(1, SUMS)
     m_i, l_i = no_maximum, no_sum  # l_i is spread over the four threads of a row
     alpha = gl.zeros([ROWS], gl.float32, layout=S_ROWS)
     acc = gl.zeros([ROWS, D], gl.float32, layout=A)
@@ -349,19 +365,24 @@ def consumer(
             running = left > 0
             if KEEPS_Q:
                 kept_q = q_s.index((turn & 1) * GROUPS + C).load(Q)
-        is_partial = left <= partial_left
+        first_k = next_block * BLOCK_N
+        is_mixed = left <= partial_left
+        if slopes_ptr is not None:
+            lean, apart = slopes_of_tile(first_position, first_k, slope, qk_scale, ROWS, BLOCK_N, CHANGES)
+            is_mixed = is_mixed | (apart != 0.0)
         words = gl.zeros([ROWS, BLOCK_N // 32], gl.int32, layout=WORDS)
-        if is_partial:
+        if is_mixed:
             k_left = BLOCK_N
             if HAS_LENGTHS:
                 k_left = k_limit - gl.load(index_ptr + place) * BLOCK_N
-            words = live_words(words_ptr, tile, C * ROWS, k_left, BLOCK_M, BLOCK_N, HAS_LENGTHS, WORDS)
+            words = live_words(
+                words_ptr, tile, C * ROWS, k_left, BLOCK_M, BLOCK_N, HAS_LENGTHS, slopes_ptr is not None, WORDS
+            )
         left -= 1
         place += 1
         if HAS_LENGTHS and left == jump_left:
             place += field(record_s, turn, JUMP)
         tile = gl.load(tile_ptr + place)  # of the next step: a load whose address waits for a load would hold it up
-        first_k = next_block * BLOCK_N
         if slopes_ptr is not None:
             next_block = gl.load(index_ptr + place)
 
@@ -376,10 +397,16 @@ def consumer(
 
         if CAPPED & CHANGES:
             s = hyperbolic_tangent(s * cap_scale)
-        if slopes_ptr is not None:
-            s = s - distance_term(first_position, first_k, slope, ROWS, BLOCK_N, CHANGES, S)
-        if is_partial:
+        if is_mixed:
+            if slopes_ptr is not None:
+                s = s - distance_term(first_position, first_k, apart, ROWS, BLOCK_N, CHANGES, S)
+            if CAPPED & CHANGES:
+                words = not_predicated(words)
             s = masked(s, words, BLOCK_N, BITS)
+        added = None
+        if slopes_ptr is not None:
+            s = s + lean_within_thread(lean, BLOCK_N, S)
+            added = lean_of_thread(lean, first_position, first_k, ROWS, SUMS)
         inverse = gl.zeros([ROWS], gl.float32, layout=S_ROWS)
         ended = turn - 1
         if begins:
@@ -413,12 +440,16 @@ def consumer(
                     inverse = gl.where(is_empty, 0.0, shrinks / total)
             m_i = no_maximum
             l_i = no_sum
-        m_new = gl.maximum(m_i, row_maximum(s, BLOCK_N) * qk_scale)
+        m_new = gl.maximum(m_i, row_maximum(s, added) * qk_scale)
         # A query that has met no live key yet has maximum -inf, and -inf - -inf is NaN; 0 gives exp2(-inf) = 0.
         m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
-        p = gl.exp2(s * qk_scale - m_safe[:, None])
+        if slopes_ptr is None:
+            p = gl.exp2(s * qk_scale - m_safe[:, None])
+        else:
+            less = gl.convert_layout(m_safe, SUM_ROWS, assert_trivial=True)[:, None]
+            p = exponentials(s, qk_scale, added * qk_scale - less)
         decay = gl.exp2(m_i - m_safe)
-        l_i = l_i * gl.convert_layout(decay, SUMS, assert_trivial=True)[:, None] + partial_sums(p, BLOCK_N)
+        l_i = l_i * gl.convert_layout(decay, SUM_ROWS, assert_trivial=True)[:, None] + partial_sums(p)
         l_i = computed_here(l_i)
         if IN_HALF:
             p = p.to(dtype)

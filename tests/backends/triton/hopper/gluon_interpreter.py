@@ -124,7 +124,7 @@ class Block:
     def __init__(self, value):
         self.value = value
         self.type = SimpleNamespace(layout=None)
-        self.dtype = value.dtype
+        self.dtype, self.shape = value.dtype, list(value.shape)
 
     def to(self, dtype):
         return Block(self.value.to(dtype))
@@ -562,7 +562,7 @@ def _replacements(world):
         full=lambda shape, value, dtype, layout: Block(torch.full(shape, value, dtype=dtype)),
         cast=lambda x, dtype: x, convert_layout=lambda x, layout, assert_trivial=False: x,
         exp2=lambda x: Block(torch.exp2(x.value)), log2=lambda x: Block(torch.log2(x.value)),
-        abs=lambda x: Block(torch.abs(x.value)),
+        abs=lambda x: Block(torch.abs(x.value)) if isinstance(x, Block) else abs(x),
         max=reduce("max"), sum=reduce("sum"), inline_asm_elementwise=elementwise_asm,
         allocate_shared_memory=allocate, warp_specialize=warp_specialize,
         NVMMASharedLayout=nothing, BlockedLayout=lambda *a: None, SliceLayout=lambda *a: None,
