@@ -63,22 +63,23 @@ from sparseflash.backends.triton.hopper.gluon_api import (
 )
 from sparseflash.backends.triton.hopper.rows import TILE_ROWS, WIDTH
 from sparseflash.backends.triton.hopper.scores import (
-    by_thread,
-    distance_term,
-    exponentials,
+    distances,
+    from_first_column,
     hyperbolic_tangent,
-    lean_of_thread,
-    lean_within_thread,
+    plus_of_threads,
+    side_of_columns,
     slope_of,
-    slopes_of_tile,
+    sums_of_threads,
+    to_first_column,
 )
 from sparseflash.backends.triton.portable.change_flags import CAPPED
 
 KEYS = gl.constexpr(BLOCK[1])  # of an item; its tiles have TILE_ROWS queries, in TILE_ROWS // ROWS steps
 SENDERS = gl.constexpr(2)
 WORDS = gl.constexpr(BLOCK[0] // 32)  # of bits of a key of a tile
-# What the loader tells the warpgroups of a step: the number of its bits; and for a decay its first query and its head.
-TOLD = gl.constexpr(3)
+# What the loader tells the warpgroups of a step: the number of its bits; and for a decay by how many tokens the
+# first key comes after the first query, on which side the queries are, the slope, as bits, and the head.
+TOLD = gl.constexpr(5)
 # Stands for a dead score under a cap: its square is finite, and its weight is 0 where lse is above -1e7, whatever the
 # cap (`changed._CAPS`); `attention` promises no gradients from a million on.
 DEAD = gl.constexpr(-1e19)
@@ -121,15 +122,16 @@ def told(number_s, stage, WHICH: gl.constexpr, number):
 
 @gluon.jit
 def loader(
-    loads, ROWS: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, DECAYS: gl.constexpr,
+    loads, ROWS: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, CHANGES: gl.constexpr,
 ):  # fmt: skip
     """Queries with their rows of numbers, and gradients, step by step; keys and values once an item."""
-    descriptors, tiles_s, bars, lists, sizes = loads
+    descriptors, tiles_s, bars, lists, sizes, decay = loads
     q_desc, dout_desc, k_desc, v_desc, rows_desc = descriptors
     q_s, dout_s, k_s, v_s, rows_s, number_s = tiles_s
     q_full, q_empty, dout_full, dout_empty, kv_full = bars
     start_ptr, work_ptr, entry_ptr = lists
     heads, kv_heads, row_tiles = sizes
+    qk_scale, inverse_unit, slopes_ptr, offset = decay
     STEPS: gl.constexpr = TILE_ROWS // ROWS
     step = 0
     begin, end = items_of_program(start_ptr)
@@ -145,9 +147,14 @@ def loader(
             stage = step % Q_STAGES
             mbarrier.wait(q_empty.index(stage), ((step // Q_STAGES) & 1) ^ 1)
             told(number_s, stage, 0, tile)
-            if DECAYS:
-                told(number_s, stage, 1, first_q)
-                told(number_s, stage, 2, head)
+            if slopes_ptr is not None:
+                slope = slope_of(slopes_ptr, head, inverse_unit)
+                ahead = first_k - (first_q + offset)
+                side = side_of_columns(ahead, slope, qk_scale, KEYS, ROWS, CHANGES)
+                told(number_s, stage, 1, ahead)
+                told(number_s, stage, 2, side)
+                told(number_s, stage, 3, gl.cast(slope, gl.int32, bitcast=True))
+                told(number_s, stage, 4, head)
             mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + rows_desc.block_type.nbytes)
             async_load(q_desc, [batch, head, first_q, 0], q_full.index(stage), q_s.index(stage))
             async_load(rows_desc, [(row * STEPS + piece) * 2, 0], q_full.index(stage), rows_s.index(stage))
@@ -297,6 +304,24 @@ def heard(number_s, stage, WHICH: gl.constexpr):
 
 
 @gluon.jit
+def sums_with_distances(ds, side, first, ROWS: gl.constexpr, CHANGES: gl.constexpr):
+    """[KEYS, 4], what a slope gains by the scores of a step: their gradients, times the distances, by thread."""
+    S: gl.constexpr = ds.type.layout
+    if side == 0:
+        gained = 0.0 - sums_of_threads(ds * distances(first, ROWS, CHANGES, S))
+    else:
+        gained = (sums_of_threads(ds * from_first_column(ROWS, S)) + sums_of_threads(ds) * first) * side
+    return gained
+
+
+@gluon.jit
+def store_sums(sums, target_ptr, place):
+    """Writes the sums of rows, of [KEYS, 4], to `target[place]`."""
+    key = gl.arange(0, KEYS, layout=gl.SliceLayout(1, sums.type.layout))
+    gl.store(target_ptr + gl.cast(place, gl.int64) * KEYS + key, gl.sum(sums, 1))
+
+
+@gluon.jit
 def consumer(
     reads, ROWS: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, D: gl.constexpr,
     HAS_LENGTHS: gl.constexpr, HAS_PARTS: gl.constexpr, CHANGES: gl.constexpr,
@@ -304,7 +329,7 @@ def consumer(
     """dk and dv of every item, and dq of every step."""
     tiles_s, bars, lists, words_ptr, lengths, parts_ptr, ds_s, dq_s, out_s, full, empty, sizes, changes = reads
     qk_scale, scale, kv_heads = sizes
-    cap_scale, inverse_unit, slopes_ptr, offset = changes
+    cap_scale, slopes_ptr, dslopes_ptr, group = changes
     q_s, dout_s, k_s, v_s, rows_s, number_s = tiles_s
     q_full, q_empty, dout_full, dout_empty, kv_full = bars
     start_ptr, work_ptr, _ = lists
@@ -327,7 +352,8 @@ def consumer(
     )
     no_dq = gl.zeros([ROWS, D], gl.float32, layout=Q)
     no_scores = gl.zeros([KEYS, ROWS], gl.float32, layout=S)
-    THREADS_OF_ROW: gl.constexpr = gl.max(gl.max(gl.max(by_thread(no_scores), 4), 2), 1).type.layout
+    no_sums = sums_of_threads(no_scores)
+    SUMS: gl.constexpr = no_sums.type.layout
     STEPS: gl.constexpr = TILE_ROWS // ROWS
     step = 0
     # Numbers whose last bit alone is wanted, in one register: of tiles given to each sender, of items with an entry.
@@ -341,6 +367,7 @@ def consumer(
             k_left = gl.load(lengths_ptr + (lengths_stride + number // kv_heads)) - first_k
         dk = gl.zeros([KEYS, D], gl.float32, layout=KV)
         dv = gl.zeros([KEYS, D], gl.float32, layout=KV)
+        slope_sums, member = no_sums, 0
         if count > 0:
             mbarrier.wait(kv_full.index(0), (parities >> SENDERS) & 1)
             parities ^= 1 << SENDERS
@@ -351,9 +378,15 @@ def consumer(
             is_partial = (tile != 0) | (k_left < KEYS)
             rows = rows_s.index(q_stage)
             if slopes_ptr is not None:
-                slope = slope_of(slopes_ptr, heard(number_s, q_stage, 2), inverse_unit)
-                first_position = heard(number_s, q_stage, 1) + offset
-                lean, apart = slopes_of_tile(first_k, first_position, slope, qk_scale, KEYS, ROWS, CHANGES)
+                ahead, side = heard(number_s, q_stage, 1), heard(number_s, q_stage, 2)
+                slope = gl.cast(heard(number_s, q_stage, 3), gl.float32, bitcast=True)
+                if dslopes_ptr is not None:
+                    # The tiles of a head follow one another.
+                    of_group = heard(number_s, q_stage, 4) % group
+                    if of_group != member:
+                        store_sums(slope_sums, dslopes_ptr, item * group + member)
+                        slope_sums = no_sums
+                    member = of_group
             s = no_scores
             if not CAPPED & CHANGES:
                 s = in_registers(rows.slice(0, 1, dim=0).load(S).broadcast_to(KEYS, ROWS))
@@ -374,17 +407,20 @@ def consumer(
             if slopes_ptr is None:
                 p = gl.exp2(changed * qk_scale)
             else:
-                if apart != 0.0:
-                    changed -= distance_term(first_k, first_position, apart, KEYS, ROWS, CHANGES, S)
-                changed += lean_within_thread(lean, ROWS, S)
-                added = lean_of_thread(lean, first_k, first_position, KEYS, THREADS_OF_ROW)
-                p = exponentials(changed, qk_scale, added * qk_scale)
+                first_column = to_first_column(ahead, KEYS, SUMS)
+                if side == 0:
+                    changed -= distances(first_column, ROWS, CHANGES, S) * slope
+                changed += from_first_column(ROWS, S) * (side * slope)
+                p = gl.exp2(plus_of_threads(changed * qk_scale, first_column * (side * slope * qk_scale)))
             weights = gl.convert_layout(p.to(dtype), OPERAND)
             if CAPPED & CHANGES:
                 p *= 1.0 - s * s
             dv = warpgroup_mma(weights, dout_s.index(dout_stage), dv, is_async=True)
             dp = local_mma_wait(dp, 1)
-            ds = (p * dp).to(dtype)
+            ds = p * dp
+            if dslopes_ptr is not None:
+                slope_sums += sums_with_distances(ds, side, first_column, ROWS, CHANGES)
+            ds = ds.to(dtype)
             ds_s.store(ds)
             fence_async_shared()
             ds = gl.convert_layout(ds, OPERAND)
@@ -399,6 +435,8 @@ def consumer(
             dk = local_mma_wait(dk, 0)
             async_copy.mbarrier_arrive(q_empty.index(q_stage), increment_count=False)
             step += 1
+        if dslopes_ptr is not None:
+            store_sums(slope_sums, dslopes_ptr, item * group + member)
         part = part_of(work_ptr, item, HAS_PARTS)
         if HAS_PARTS and part > 0:
             # From registers: of the buffers of dq, each would be too small for dk at D=128, and the senders use both.
@@ -433,6 +471,7 @@ def backward_kernel(
     qk_scale, scale,  # positive, the first in units of log2(e), of scores in the units of scores.py
     heads, kv_heads, row_tiles,
     cap_scale, inverse_unit, slopes_ptr,  # as in the forward
+    dslopes_ptr,  # fp32 [items, heads // kv_heads, KEYS], written where an item has entries of a head; or None
     offset,  # keys minus queries of a sequence
     D: gl.constexpr,
     ROWS: gl.constexpr,  # 64, or 128
@@ -477,15 +516,16 @@ def backward_kernel(
     lists = (start_ptr, work_ptr, entry_ptr)
     lengths = (lengths_ptr, lengths_stride)
     descriptors = (q_desc, dout_desc, k_desc, v_desc, rows_desc)
-    loads = (descriptors, tiles_s, bars, lists, (heads, kv_heads, row_tiles))
+    decay = (qk_scale, inverse_unit, slopes_ptr, offset)
+    loads = (descriptors, tiles_s, bars, lists, (heads, kv_heads, row_tiles), decay)
     sends = (acc_desc, dq_s, out_s, full, empty, counter_ptr, lists, kv_heads)
     sizes = (qk_scale, scale, kv_heads)
-    changes = (cap_scale, inverse_unit, slopes_ptr, offset)
+    changes = (cap_scale, slopes_ptr, dslopes_ptr, heads // kv_heads)
     reads = (tiles_s, bars, lists, words_ptr, lengths, parts_ptr, ds_s, dq_s, out_s, full, empty, sizes, changes)
     gl.warp_specialize(
         [
             (consumer, (reads, ROWS, Q_STAGES, DOUT_STAGES, D, HAS_LENGTHS, HAS_PARTS, CHANGES)),
-            (loader, (loads, ROWS, Q_STAGES, DOUT_STAGES, slopes_ptr is not None)),
+            (loader, (loads, ROWS, Q_STAGES, DOUT_STAGES, CHANGES)),
             (sender, (sends, dv_desc, 0, ROWS, HAS_PARTS)),
             (sender, (sends, dk_desc, 1, ROWS, HAS_PARTS)),
         ],

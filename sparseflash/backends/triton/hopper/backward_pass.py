@@ -14,7 +14,13 @@ from sparseflash.backends.saved import Saved
 from sparseflash.backends.triton.family import KernelChoice, Setting
 from sparseflash.backends.triton.hopper import fused_plan
 from sparseflash.backends.triton.hopper.backward import backward_kernel
-from sparseflash.backends.triton.hopper.backward_plan import ITEM_COUNT, BackwardPlan, backward_plan
+from sparseflash.backends.triton.hopper.backward_plan import (
+    ITEM_COUNT,
+    ITEM_FIRST_KEY,
+    ITEM_NUMBER,
+    BackwardPlan,
+    backward_plan,
+)
 from sparseflash.backends.triton.hopper.changed import examples_of, flags_of, numbers_of, tensors_of
 from sparseflash.backends.triton.hopper.choices import described_choice
 from sparseflash.backends.triton.hopper.configs import BLOCK, backward_config_for
@@ -24,7 +30,7 @@ from sparseflash.backends.triton.launcher import BoundLaunch, Describe, Launch
 from sparseflash.backends.triton.portable.choice import can_describe
 from sparseflash.backends.triton.portable.combine import TOKENS_TO_COMBINE, combine_gradients_kernel
 from sparseflash.backends.triton.portable.launches import SOME_LENGTHS, SOME_PARTS, launch_of, of_call, strides_of
-from sparseflash.backends.triton.portable.learned import in_order, sink_gradient
+from sparseflash.backends.triton.portable.learned import in_order, sink_gradient, sums_of_groups
 from sparseflash.backends.triton.portable.merging import bind_merge, merge_launch
 from sparseflash.backends.triton.portable.passes import like, one_number_of
 from sparseflash.backends.triton.schedule.plan import Plan
@@ -61,7 +67,8 @@ class BackwardLayout:
         counted = torch.empty(counters, dtype=torch.int32, device="meta")
         self._workspace = [one_number_of(x, device) for x in (rows, acc, counted)]
         lengths = of_call(SOME_LENGTHS if setting.lengths else None)
-        self.wants_sink = changes is not None and any(changes.by_kind(wanted).get("sink", ()))
+        wanted_by_kind = {} if changes is None else changes.by_kind(wanted)
+        self.wants_sink, self.wants_slopes = (any(wanted_by_kind.get(kind, ())) for kind in ("sink", "distance"))
         numbers: dict[str, Any] = {
             "counters": counters, **numbers_of(changes, scale), "scale": scale, "offset": k.shape[2] - q_len,
             "heads": heads, "kv_heads": kv_heads, "q_len": q_len, "row_tiles": row_tiles, "lengths_stride": 0,
@@ -100,6 +107,7 @@ class BackwardLayout:
             {
                 **tiles, "rows_desc": rows, "acc_desc": acc, **written, "counter_ptr": counted,
                 **({"parts_ptr": SOME_PARTS} if merges else {}), **lengths, **_of_kernel(examples_of(changes, q)),
+                **({"dslopes_ptr": rows} if self.wants_slopes else {}),
             },
             device, described, bound=("start_ptr", "work_ptr", "entry_ptr", "words_ptr"), num_warps=8, num_stages=1,
             registers=config.start_registers, resident=True,
@@ -152,17 +160,34 @@ class Backward:
         changes: Scores,
     ) -> tuple[tuple[Tensor, Tensor, Tensor], list[Tensor | None]]:  # fmt: skip
         """`(dq, dk, dv)`, and the gradients of the tensors of the changes that the layout was made for."""
-        gradients, rows = self._run(dout, dlse, saved, lengths, changes)
         of_kind: dict[str, Tensor | None] = {}
+        (_, heads, *_), (batch, kv_heads, *_) = saved.q.shape, saved.k.shape
+        dslopes = None
+        if self.layout.wants_slopes:
+            shape = len(self.plan.work), heads // kv_heads, BLOCK[1]
+            dslopes = torch.zeros(shape, dtype=torch.float32, device=saved.q.device)
+        gradients, rows = self._run(dout, dlse, saved, lengths, changes, dslopes)
+        if dslopes is not None:
+            of_kind["distance"] = self._sums_by_head(dslopes.sum(2), batch * kv_heads).view(batch, heads).sum(0)
         if self.layout.wants_sink:
             lse = saved.lse
             drow = rows.view(-1, 2, self.layout.rows)[:, 1].reshape(*lse.shape[:2], -1)[:, :, : lse.shape[2]]
             of_kind["sink"] = sink_gradient(changes.find("sink").logits, lse, drow)
         return gradients, in_order(changes, of_kind)
 
+    def _sums_by_head(self, part: Tensor, kv_heads: int) -> Tensor:
+        """The sums of the parts of all items, `[items, group]`, `[B * Hkv, group]`: by keys, in whatever order the plan
+        has the items."""
+        number, first_key = (self.plan.work[:, each.value].long() for each in (ITEM_NUMBER, ITEM_FIRST_KEY))
+        order = torch.argsort(number * (first_key.max() + 1) + first_key, stable=True)
+        if not self.plan.parts:
+            return part[order].view(kv_heads, -1, part.shape[1]).sum(1)
+        return sums_of_groups(part[order], number[order], kv_heads, None)
+
     def _run(
-        self, dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None, changes: Scores | None = None
-    ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+        self, dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None, changes: Scores | None = None,
+        dslopes: Tensor | None = None,
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:  # fmt: skip
         """The gradients, and the numbers of rows that `begin_kernel` writes."""
         q, k, v, out, lse, _ = saved
         dq, dk, dv = empty_gradient(q), empty_gradient(k), empty_gradient(v)
@@ -175,6 +200,8 @@ class Backward:
             "dk_desc": dk, "dv_desc": dv, "counter_ptr": counters, "acc_ptr": acc, "dq_ptr": dq, "x_ptr": dk,
             "y_ptr": dv, **of_call(lengths), **_of_kernel(tensors_of(changes, q)),
         }  # fmt: skip
+        if dslopes is not None:
+            given["dslopes_ptr"] = dslopes
         if self._combine is not None:
             given["parts_ptr"] = torch.empty(self.plan.parts, self.layout.part, dtype=torch.float32, device=q.device)
         self.plan.ready.wait()

@@ -42,13 +42,14 @@ from sparseflash.backends.triton.hopper.plan import (
 )
 from sparseflash.backends.triton.hopper.scores import (
     by_thread,
-    distance_term,
-    exponentials,
+    distances,
+    from_first_column,
     hyperbolic_tangent,
-    lean_of_thread,
-    lean_within_thread,
+    plus_of_threads,
+    side_of_columns,
     slope_of,
-    slopes_of_tile,
+    sums_of_threads,
+    to_first_column,
 )
 from sparseflash.backends.triton.portable.change_flags import CAPPED
 from sparseflash.backends.triton.portable.softmax import LN2, LOG2E
@@ -238,12 +239,6 @@ def row_maximum(s, added):
 
 
 @gluon.jit
-def partial_sums(p):
-    """[ROWS, 4], what each of the four threads of a row sums."""
-    return gl.sum(gl.sum(gl.sum(by_thread(p), 4), 2), 1)
-
-
-@gluon.jit
 def computed_here(x):
     """x, exchanged with nobody: the compiler moves no exchange past the wait behind it, and so not what it needs."""
     return gl.inline_asm_elementwise(
@@ -333,7 +328,7 @@ def consumer(
 
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=S)
     no_maximum = gl.full([ROWS], float("-inf"), gl.float32, layout=S_ROWS)
-    no_sum = partial_sums(zero)
+    no_sum = sums_of_threads(zero)
     SUMS: gl.constexpr = no_sum.type.layout
     SUM_ROWS: gl.constexpr = gl.SliceLayout(1, SUMS)
     m_i, l_i = no_maximum, no_sum  # l_i is spread over the four threads of a row
@@ -365,11 +360,11 @@ def consumer(
             running = left > 0
             if KEEPS_Q:
                 kept_q = q_s.index((turn & 1) * GROUPS + C).load(Q)
-        first_k = next_block * BLOCK_N
         is_mixed = left <= partial_left
         if slopes_ptr is not None:
-            lean, apart = slopes_of_tile(first_position, first_k, slope, qk_scale, ROWS, BLOCK_N, CHANGES)
-            is_mixed = is_mixed | (apart != 0.0)
+            ahead = first_position - next_block * BLOCK_N
+            side = side_of_columns(ahead, slope, qk_scale, ROWS, BLOCK_N, CHANGES)
+            is_mixed = is_mixed | (side == 0)
         words = gl.zeros([ROWS, BLOCK_N // 32], gl.int32, layout=WORDS)
         if is_mixed:
             k_left = BLOCK_N
@@ -397,16 +392,19 @@ def consumer(
 
         if CAPPED & CHANGES:
             s = hyperbolic_tangent(s * cap_scale)
+        if slopes_ptr is not None:
+            first = to_first_column(ahead, ROWS, SUMS)
         if is_mixed:
             if slopes_ptr is not None:
-                s = s - distance_term(first_position, first_k, apart, ROWS, BLOCK_N, CHANGES, S)
+                distant = gl.where(side == 0, slope, 0.0)
+                s = s - distances(first, BLOCK_N, CHANGES, S) * distant
             if CAPPED & CHANGES:
                 words = not_predicated(words)
             s = masked(s, words, BLOCK_N, BITS)
         added = None
         if slopes_ptr is not None:
-            s = s + lean_within_thread(lean, BLOCK_N, S)
-            added = lean_of_thread(lean, first_position, first_k, ROWS, SUMS)
+            s = s + from_first_column(BLOCK_N, S) * (side * slope)
+            added = first * (side * slope)
         inverse = gl.zeros([ROWS], gl.float32, layout=S_ROWS)
         ended = turn - 1
         if begins:
@@ -447,9 +445,9 @@ def consumer(
             p = gl.exp2(s * qk_scale - m_safe[:, None])
         else:
             less = gl.convert_layout(m_safe, SUM_ROWS, assert_trivial=True)[:, None]
-            p = exponentials(s, qk_scale, added * qk_scale - less)
+            p = gl.exp2(plus_of_threads(s * qk_scale, added * qk_scale - less))
         decay = gl.exp2(m_i - m_safe)
-        l_i = l_i * gl.convert_layout(decay, SUM_ROWS, assert_trivial=True)[:, None] + partial_sums(p)
+        l_i = l_i * gl.convert_layout(decay, SUM_ROWS, assert_trivial=True)[:, None] + sums_of_threads(p)
         l_i = computed_here(l_i)
         if IN_HALF:
             p = p.to(dtype)

@@ -30,55 +30,49 @@ def slope_of(slopes_ptr, head, inverse_unit):
 
 
 @gluon.jit
-def distance_term(
-    first_row, first_column, slope,
-    ROWS: gl.constexpr, COLUMNS: gl.constexpr, CHANGES: gl.constexpr, LAYOUT: gl.constexpr,
+def side_of_columns(
+    ahead, slope, qk_scale, ROWS: gl.constexpr, COLUMNS: gl.constexpr, CHANGES: gl.constexpr
 ):  # fmt: skip
-    """[ROWS, COLUMNS], what is subtracted from the scores for the distance of the tokens from `first_row` on and those
-    from `first_column` on, both counted from the first key. Exact below 2^24 tokens.
+    """1 if all columns of a tile come before all its rows, -1 if they come after them, else 0.
 
-    The number of a column is subtracted in two parts, the one in which threads differ and a constant, so that no thread
-    holds a number for each column.
-    """
-    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)) + (first_row - first_column)
-    column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
-    apart = gl.cast(row, gl.float32)[:, None] - gl.cast(column & 7, gl.float32)[None, :]
-    apart = gl.abs(apart - gl.cast(column & -8, gl.float32)[None, :])
-    if LOGARITHMIC & CHANGES:
-        apart = gl.log2(apart + 1.0) * LN2
-    return apart * slope
+    ahead: by how many tokens the first row comes after the first column.
 
-
-@gluon.jit
-def slopes_of_tile(
-    first_row, first_column, slope, qk_scale, ROWS: gl.constexpr, COLUMNS: gl.constexpr, CHANGES: gl.constexpr
-):  # fmt: skip
-    """`(lean, slope)`, of which one is 0: what scores gain from column to column where all columns of a tile lie on one
-    side of all its rows, or the slope of `distance_term`, which takes twice the operations.
+    On one side the distance grows or shrinks by one from column to column. So a linear decay is added in two parts, one
+    that the compiler knows for each of a thread's columns (`from_first_column`) and one for each row of a thread
+    (`to_first_column`), with one operation a score and not two. 0 also if it would not be as exact.
     """
     IS_LINEAR: gl.constexpr = not LOGARITHMIC & CHANGES
-    # A lean is added apart from where the tile begins, which for a steep slope would lose digits of the difference.
+    # Each part is rounded by itself, and may be much larger than their sum.
     is_linear = IS_LINEAR & (gl.abs(slope) * qk_scale <= STEEPEST)
-    lies_before = is_linear & (first_column + (COLUMNS - 1) <= first_row)
-    lies_after = is_linear & (first_column >= first_row + (ROWS - 1))
-    lean = gl.where(lies_before, slope, gl.where(lies_after, -slope, 0.0))
-    return lean, gl.where(lies_before | lies_after, 0.0, slope)
+    return gl.where(is_linear & (ahead >= COLUMNS - 1), 1, gl.where(is_linear & (ahead <= 1 - ROWS), -1, 0))
 
 
 @gluon.jit
-def lean_within_thread(lean, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
-    """[1, COLUMNS], what the lean adds to the scores for the distance from a thread's first column: the compiler knows
-    these distances, so that no thread holds a number for each column."""
+def from_first_column(COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+    """[1, COLUMNS], how many columns come before each, from the first that its thread has. The compiler knows these
+    numbers, so that no thread holds one for each column."""
     column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
-    return gl.cast(column & ~6, gl.float32)[None, :] * lean
+    return gl.cast(column & ~6, gl.float32)[None, :]
 
 
 @gluon.jit
-def lean_of_thread(lean, first_row, first_column, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    """[ROWS, 4], what the lean adds for the distance of a row from a thread's first column. Exact below 2^24 tokens."""
-    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)) + (first_row - first_column)
+def to_first_column(ahead, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+    """[ROWS, 4], how many tokens the first column of each of the threads of a row comes after the row. Exact below 2^24
+    tokens."""
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)) + ahead
     column = 2 * gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUT))
-    return gl.cast(column[None, :] - row[:, None], gl.float32) * lean
+    return gl.cast(column[None, :] - row[:, None], gl.float32)
+
+
+@gluon.jit
+def distances(first, COLUMNS: gl.constexpr, CHANGES: gl.constexpr, LAYOUT: gl.constexpr):
+    """[ROWS, COLUMNS], the distances of the tokens of a tile's rows and columns, or their logarithms. first: what
+    `to_first_column` says of the tile."""
+    column = from_first_column(COLUMNS, LAYOUT).broadcast_to(first.shape[0], COLUMNS)
+    apart = gl.abs(plus_of_threads(column, first))
+    if LOGARITHMIC & CHANGES:
+        apart = gl.log2(apart + 1.0) * LN2
+    return apart
 
 
 @gluon.jit
@@ -89,13 +83,13 @@ def by_thread(x):
 
 
 @gluon.jit
-def across_columns(x):
-    """[ROWS, 4], a number for each thread of a row, to be broadcast to what `by_thread` makes."""
-    return x.expand_dims(1).expand_dims(2).expand_dims(4)
+def sums_of_threads(x):
+    """[ROWS, 4], what each of the four threads of a row sums of x, [ROWS, COLUMNS]."""
+    return gl.sum(gl.sum(gl.sum(by_thread(x), 4), 2), 1)
 
 
 @gluon.jit
-def exponentials(s, qk_scale, added):
-    """exp2(s * qk_scale + added), of [ROWS, COLUMNS] and [ROWS, 4], a number for each thread of a row."""
-    p = gl.exp2(by_thread(s) * qk_scale + across_columns(added))
-    return gl.convert_layout(p.reshape(s.shape), s.type.layout, assert_trivial=True)
+def plus_of_threads(x, added):
+    """x, [ROWS, COLUMNS], plus a number for each thread of a row, [ROWS, 4]."""
+    found = by_thread(x) + added.expand_dims(1).expand_dims(2).expand_dims(4)
+    return gl.convert_layout(found.reshape(x.shape), x.type.layout, assert_trivial=True)

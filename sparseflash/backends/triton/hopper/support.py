@@ -36,6 +36,8 @@ def refuses(request: Request) -> str | None:
         return f"of changes of scores they know {', '.join(KINDS)}; got {', '.join(unknown)}"
     if unknown := [kind for kind in request.learned if kind not in LEARNED]:
         return f"of changes of scores they give gradients to {', '.join(LEARNED)}; got {', '.join(unknown)}"
+    if "distance" in request.learned and ("softcap" in request.changes or request.logarithmic):
+        return "they give a gradient to the slopes of a linear decay alone, without a soft cap"
     tile = BLOCK if request.backward else tile_for(request.block)
     if request.dynamic and request.block != tile:
         return "of a mask that is made at every step they take blocks of {} x {}; got {} x {}".format(

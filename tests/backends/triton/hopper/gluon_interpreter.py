@@ -529,6 +529,14 @@ def _replacements(world):
         bar.bytes += size
         arrive(bar)
 
+    def cast(x, dtype, bitcast=False):
+        """Numbers keep what they are: torch takes them as they come."""
+        return (
+            torch.tensor(x, dtype=torch.float32 if dtype == torch.int32 else torch.int32).view(dtype).item()
+            if bitcast
+            else x
+        )
+
     def reduce(name):
         def apply(x, axis):
             found = getattr(torch, name)(x.value, axis)
@@ -560,7 +568,7 @@ def _replacements(world):
         arange=lambda start, stop, layout: Block(torch.arange(start, stop, dtype=torch.int32)),
         zeros=lambda shape, dtype, layout: Block(torch.zeros(shape, dtype=dtype)),
         full=lambda shape, value, dtype, layout: Block(torch.full(shape, value, dtype=dtype)),
-        cast=lambda x, dtype: x, convert_layout=lambda x, layout, assert_trivial=False: x,
+        cast=cast, convert_layout=lambda x, layout, assert_trivial=False: x,
         exp2=lambda x: Block(torch.exp2(x.value)), log2=lambda x: Block(torch.log2(x.value)),
         abs=lambda x: Block(torch.abs(x.value)) if isinstance(x, Block) else abs(x),
         max=reduce("max"), sum=reduce("sum"), inline_asm_elementwise=elementwise_asm,

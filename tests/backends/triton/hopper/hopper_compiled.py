@@ -1,6 +1,8 @@
 """Compiles the kernels for Hopper as launches would, without a GPU, and says as JSON what came of it.
 
-    python -m tests.backends.triton.hopper.hopper_compiled DIM DTYPE [small] [lengths] [parts] [softcap] [alibi] [sink]
+    python -m tests.backends.triton.hopper.hopper_compiled DIM DTYPE [FEATURE...]
+
+Features: small, lengths, parts, softcap, alibi, log, sink, learned.
 
 Needs a process in which Triton compiles. With another Triton first in PYTHONPATH it says what that makes of them.
 """
@@ -48,11 +50,11 @@ class _NoDevice:
         return torch.device("cpu")
 
 
-def compiled(dim, dtype, small, lengths, parts, kinds=()):
+def compiled(dim, dtype, small, lengths, parts, kinds=(), *, learned=False):
     """What the two passes launch: `{name: (compiled kernel, names of its arguments)}`.
 
     small: the mask has blocks of 64, which the forward walks as they are. parts: the forward cuts rows, and the
-    backward columns. kinds: of CHANGES.
+    backward columns. kinds: of CHANGES. learned: their tensors get gradients.
     """
     q = torch.empty(1, 2, 512, dim, dtype=dtype)
     mask = BlockMask.dense(512, block=64 if small else 128)
@@ -66,10 +68,11 @@ def compiled(dim, dtype, small, lengths, parts, kinds=()):
         mock.patch.object(driver, "_active", _NoDevice()),
     ):
         setting = api.setting_of(q, q, Problem.of(mask, scale=1.0), (9, 0))
-        changes = {"changes": sum((CHANGES[kind] for kind in kinds), Scores(()))} if kinds else {}
+        changes = sum((CHANGES[kind] for kind in kinds), Scores(())) if kinds else None
+        wanted = [learned for _ in changes.tensors()] if kinds else []
         both = (
-            passes.forward(setting, "", q, q, q, 1.0, 0, **changes),
-            passes.backward(setting, "", q, q, q, q, q, 1.0, 0, dlse=False, **changes),
+            passes.forward(setting, "", q, q, q, 1.0, 0, changes),
+            passes.backward(setting, "", q, q, q, q, q, 1.0, 0, dlse=False, changes=changes, wanted=wanted),
         )
         found = {}
         for launch in (each for run in both for each in run.launches()):
@@ -90,6 +93,7 @@ def report(kernel, names):
         "products": products,
         "two_layouts": has_two_layouts(kernel.asm["ptx"]),
         "exponentials": exponentials_under_products(sass),
+        "predicated": len(re.findall(r"@!?U?P\d+ FSEL", sass)),
         "direct": parameters_of_compiled(kernel, names) is not None,
         "resident": kernel.metadata.launch_cooperative_grid,
     }
@@ -139,5 +143,5 @@ if __name__ == "__main__":
     dim, dtype, *features = sys.argv[1:]
     kinds = [each for each in features if each in CHANGES]
     sizes = ("small" in features, "lengths" in features, "parts" in features)
-    kernels = compiled(int(dim), getattr(torch, dtype), *sizes, kinds)
+    kernels = compiled(int(dim), getattr(torch, dtype), *sizes, kinds, learned="learned" in features)
     print(json.dumps({name: report(*kernels[name]) for name in kernels}))

@@ -25,6 +25,11 @@ CUT = plan.Rule(far=0.0, chunk=1, worth=1.0)  # every row of more than a tile, i
 PARTS = cuts.Rule(far=0, worth=0, parts=1 << 10, shortest=1)  # every column of more than an entry, into its entries
 
 
+def fixed_among(kinds):
+    """Those of these kinds of changes whose tensors the kernels give no gradient."""
+    return ("log_decay", "alibi") if "softcap" in kinds else ("log_decay",)
+
+
 def inputs(problem):
     return [x.detach() for x in problem.tensors()]
 

@@ -18,10 +18,10 @@ def test_nothing_is_spilled_or_serialised_and_the_softmax_runs_under_a_product(d
     check(dim, "bfloat16", features)
 
 
-@pytest.mark.parametrize("change", ["softcap", "alibi", "sink"])
+@pytest.mark.parametrize("changes", [["softcap"], ["alibi"], ["sink"], ["alibi", "learned"]], ids="+".join)
 @pytest.mark.parametrize("dim", [64, 128])
-def test_changed_scores_compile_as_well(dim, change):
-    check(dim, "bfloat16", [change])
+def test_changed_scores_compile_as_well(dim, changes):
+    check(dim, "bfloat16", changes)
 
 
 @pytest.mark.parametrize("features", [[], ["lengths", "parts"], ["alibi"]], ids="+".join)
@@ -51,10 +51,12 @@ def check(dim, dtype, features):
     # 64 x `keys` scores, 128 threads. The compiler would rather wait first.
     assert len(forward["exponentials"]) == GROUPS
     assert min(forward["exponentials"]) >= keys // 2, forward
+    assert forward["predicated"] == 0, "scores of full tiles must not be masked"
     # At D=64 dk, dv, S, dP and the weights take 224 of 240 registers. Some addresses are spilled then, but no tile,
     # which would be 32 loads and stores at least.
-    # The derivative of a cap lives from the weights to dP.
-    assert backward["spilled_in_loop"] <= (20 if dim == 64 else 4 if "softcap" in features else 0), backward
+    # The derivative of a cap lives from the weights to dP, the sums for a slope from step to step.
+    few = 4 if "softcap" in features else 6 if "learned" in features else 0
+    assert backward["spilled_in_loop"] <= (20 if dim == 64 else few), backward
     # S and dP, dV and dK, dQ: both warpgroups run the same instructions.
     rows = backward_config_for(dim).rows
     assert backward["products"] == 2 * (dim // 16) + 2 * (rows // 16) + 128 // 16

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from hopper_problems import fixed_among
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +20,6 @@ from waiting import assert_replays_as_called
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120, method="thread")]
 drawn_for_long = pytest.mark.timeout(time_for_examples(120), method="thread")
 HALF = (torch.float16, torch.bfloat16)
-FIXED = ("alibi", "log_decay")  # they give these no gradient
 
 
 @pytest.fixture(autouse=True)
@@ -60,15 +60,20 @@ def test_changed_scores_are_exact_on_the_gpu(dim, kinds, data):
     drawn = problems(
         most_tokens=1500, most_batch=3, head_dims=(dim,), value_dims=(dim,), blocks=(128, 128, 64, 32), dtypes=HALF
     )
-    check_changed(Scored(data.draw(drawn), kinds, half=data.draw(st.booleans()), fixed=FIXED), "hopper", "cuda")
+    check_changed(
+        Scored(data.draw(drawn), kinds, half=data.draw(st.booleans()), fixed=fixed_among(kinds)), "hopper", "cuda"
+    )
 
 
 @pytest.mark.parametrize("dim", HEAD_DIMS)
-def test_changed_scores_have_the_same_bits_at_every_launch_and_replay(dim):
+@pytest.mark.parametrize("capped", [True, False])
+def test_changed_scores_have_the_same_bits_at_every_launch_and_replay(dim, capped):
     q, k, v, dout, dlse = inputs(2, 8, 4000, dim)
     mask = masks.causal(4000, block=128).to("cuda").with_lengths(torch.tensor([4000, 2345], device="cuda"))
-    changes = scores.softcap(5.0) + scores.alibi(torch.rand(8, device="cuda"))
-    changes += scores.sink(torch.randn(8, device="cuda"))
+    slopes, logits = torch.rand(8, device="cuda"), torch.randn(8, device="cuda").requires_grad_()
+    changes = scores.alibi(slopes.requires_grad_(not capped)) + scores.sink(logits)
+    if capped:
+        changes += scores.softcap(5.0)
     first = results(q, k, v, mask, dout, dlse, changes)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -85,25 +90,27 @@ def test_changed_scores_of_rows_and_columns_that_are_cut_are_exact():
     layout |= torch.eye(256, dtype=torch.bool)
     mask = BlockMask.from_layout(layout, block=128).to("cuda")
     q, k, v, _, _ = inputs(1, 4, 32_768, 64)
-    changes = scores.softcap(2.0) + scores.sink(torch.randn(4, device="cuda"))
+    for changes in (
+        scores.softcap(2.0) + scores.sink(torch.randn(4, device="cuda")),
+        scores.alibi(torch.tensor([0.5, 0.1, 0.0, -0.1], device="cuda")),
+    ):
 
-    def layer(q, k, v):
-        return attention(q, k, v, mask, scores=changes, return_lse=True, backend="hopper")
+        def layer(q, k, v, changes=changes):
+            return attention(q, k, v, mask, scores=changes, return_lse=True, backend="hopper")
 
-    testing.assert_exact(layer, q, k, v, mask, scores=changes, heads=1, blocks=8)
+        testing.assert_exact(layer, q, k, v, mask, scores=changes, heads=1, blocks=8)
 
 
 def results(q, k, v, mask, dout, dlse, changes=None):
-    """out, lse and the gradients of q, k and v, and of the sink of changes of scores.
+    """out, lse and the gradients of q, k and v, and of those tensors of changes of scores that require one.
 
     Of leaves of its own: autograd remembers the stream on which a leaf was first used.
     """
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     learned = []
     if changes is not None:
-        kept = changes.find("sink")
-        learned = [kept.logits.detach().requires_grad_()]
-        changes = changes.without("sink") + scores.sink(learned[0])
+        changes = changes.with_tensors([x.detach().requires_grad_(x.requires_grad) for x in changes.tensors()])
+        learned = [x for x in changes.tensors() if x.requires_grad]
     out, lse = attention(q, k, v, mask, scores=changes, return_lse=True, backend="hopper")
     return out, lse, *torch.autograd.grad((out, lse), (q, k, v, *learned), (dout, dlse))
 

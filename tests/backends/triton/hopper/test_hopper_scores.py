@@ -4,7 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hopper_problems import CUT, PARTS, drawn, inputs, interpreted, scale_of, some_problem
+from hopper_problems import CUT, PARTS, drawn, fixed_among, inputs, interpreted, scale_of, some_problem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,9 +16,10 @@ from sparseflash.backends.triton.hopper import cuts, plan, support
 from sparseflash.scores.change import Scores, Sizes
 from strategies import Recipe
 
-FIXED = ("alibi", "log_decay")  # they give these no gradient
 KINDS = ("softcap", "alibi", "log_decay", "sink")
-SOME = st.lists(st.sampled_from(KINDS), min_size=1, unique=True).filter(lambda kinds: not {*FIXED} <= {*kinds})
+SOME = st.lists(st.sampled_from(KINDS), min_size=1, unique=True).filter(
+    lambda kinds: not {"alibi", "log_decay"} <= {*kinds}
+)
 SEEDS = st.integers(0, 2**16)
 
 
@@ -27,10 +28,12 @@ def run(case, **how):
     problem = case.problem
     mask = None if problem.recipe is None else problem.recipe.mask()
     q, k, v, dout, dlse = inputs(problem)
-    changes, _ = case.changes("cpu", case.dtype)
+    changes, learned = case.changes("cpu", case.dtype)
     changes = changes.prepared(Sizes(problem.batch, problem.heads, problem.q_len, problem.k_len, q.device, mask))
     found = interpreted(mask, q, k, v, scale_of(problem), dout, dlse, changes=changes, **how)
-    return dict(zip(("out", "lse", "dq", "dk", "dv", "d0"), found, strict=False))
+    number = {id(x): number for number, x in enumerate(learned)}
+    of_learned = [f"d{number[id(x)]}" for x in changes.tensors() if id(x) in number]
+    return dict(zip(("out", "lse", "dq", "dk", "dv", *of_learned), found, strict=True))
 
 
 @settings(max_examples=settings().max_examples // 2)
@@ -39,21 +42,24 @@ def run(case, **how):
     st.sampled_from([cuts.RULE, PARTS]),
 )  # fmt: skip
 def test_exact_whatever_the_mask_the_cuts_and_the_interleaving(problem, kinds, half, seed, programs, rule, cut):
-    case = Scored(problem, tuple(kinds), half=half, fixed=FIXED)
+    case = Scored(problem, tuple(kinds), half=half, fixed=fixed_among(kinds))
     check_results(case, run(case, seed=seed, programs=programs, rule=rule, cut=cut))
 
 
 @settings(max_examples=settings().max_examples // 6)
-@given(SEEDS, st.sampled_from([64, 128]), st.integers(1, 5))
-def test_the_bits_depend_on_no_interleaving(seed, dim, programs):
-    case = Scored(some_problem(dim=dim, v_dim=dim), ("softcap", "alibi", "sink"), fixed=FIXED)
+@given(
+    SEEDS, st.sampled_from([64, 128]), st.integers(1, 5),
+    st.sampled_from([("softcap", "alibi", "sink"), ("alibi", "sink")]),
+)  # fmt: skip
+def test_the_bits_depend_on_no_interleaving(seed, dim, programs, kinds):
+    case = Scored(some_problem(dim=dim, v_dim=dim), kinds, fixed=fixed_among(kinds))
     first, got = run(case), run(case, seed=seed, programs=programs)
-    assert len(got) == 6 and all(torch.equal(got[name], first[name]) for name in first)
+    assert len(got) == (6 if "softcap" in kinds else 7) and all(torch.equal(got[name], first[name]) for name in first)
 
 
 @pytest.mark.parametrize("kinds", [("softcap",), ("alibi",), ("sink",), ("alibi", "sink")], ids="+".join)
 def test_a_scale_of_zero(kinds):
-    case = Scored(some_problem(scale=0.0), kinds, fixed=FIXED)
+    case = Scored(some_problem(scale=0.0), kinds)
     got = run(case)
     check_results(case, got)
     assert not got["dq"].any() and not got["dk"].any() and got["dv"].any()
@@ -119,7 +125,8 @@ def test_positions_are_aligned_at_the_ends():
     """Of 130 queries the first stands at key 390 - 130."""
     recipe = Recipe("causal", {"q_len": 130, "k_len": 390, "block": 128})
     for kinds in (("alibi",), ("log_decay", "softcap")):
-        case = Scored(some_problem(recipe=recipe, q_len=130, k_len=390, heads=4, kv_heads=2), kinds, fixed=FIXED)
+        problem = some_problem(recipe=recipe, q_len=130, k_len=390, heads=4, kv_heads=2)
+        case = Scored(problem, kinds, fixed=fixed_among(kinds))
         check_results(case, run(case))
 
 
@@ -131,6 +138,8 @@ def test_the_derivative_of_a_cap_is_that_of_each_score():
 
 
 # ---------------------------------------------------------------------- which they take
+
+NO_GRADIENT = "they give a gradient to the slopes of a linear decay alone, without a soft cap"
 
 
 @pytest.fixture
@@ -150,13 +159,15 @@ def test_they_take_caps_decays_and_sinks_and_queries_that_a_temperature_divides(
 
 
 @pytest.mark.usefixtures("tested_triton")
-def test_a_decay_that_is_learned_and_other_changes_are_the_portable_kernels():
+def test_some_decays_that_are_learned_and_other_changes_are_the_portable_kernels():
     q = torch.empty(2, 4, 8192, 128, dtype=torch.bfloat16, device="meta")
     slopes = torch.rand(4, device="meta", requires_grad=True)
     found = explain(q, q, q, masks.causal(8192), scores=scores.alibi(slopes), capability=(9, 0))
-    assert (found.forward.family, found.backward.family) == ("hopper", "portable")
-    reason = "of changes of scores they give gradients to sink; got distance"
-    assert dict(found.backward.refusals)["hopper"] == reason
+    assert (found.forward.family, found.backward.family) == ("hopper", "hopper")
+    for changes in (scores.log_decay(slopes), scores.alibi(slopes) + scores.softcap(30.0)):
+        found = explain(q, q, q, masks.causal(8192), scores=changes, capability=(9, 0))
+        assert found.backward.family == "portable"
+        assert dict(found.backward.refusals)["hopper"] == NO_GRADIENT
     bias = scores.key_bias(torch.rand(1, 1, 8192, device="meta"))
     found = explain(q, q, q, masks.causal(8192), scores=bias, capability=(9, 0))
     assert found.forward.family == "portable"
@@ -170,25 +181,26 @@ def test_who_insists_on_them_learns_before_the_forward_that_slopes_get_no_gradie
     q, slopes = torch.zeros(1, 2, 256, 64, dtype=torch.float16), torch.ones(2, requires_grad=True)
     with mock.patch.object(api, "scored_call") as made, torch.no_grad():  # which is cached
         made.return_value.directly.return_value = q, q[..., 0]
-        attention(q, q, q, scale=0.125, scores=scores.alibi(slopes), backend="hopper")
+        attention(q, q, q, scale=0.125, scores=scores.log_decay(slopes), backend="hopper")
     for scale in (0.125, -0.125):  # the second is never cached
-        with pytest.raises(ValueError, match=r"the hopper kernels cannot .*: .* give gradients to sink; got distance"):
-            attention(q, q, q, scale=scale, scores=scores.alibi(slopes), backend="hopper")
+        with pytest.raises(ValueError, match=f"the hopper kernels cannot serve this call: {NO_GRADIENT}"):
+            attention(q, q, q, scale=scale, scores=scores.log_decay(slopes), backend="hopper")
     clear_caches()
 
 
 @pytest.mark.usefixtures("tested_triton")
 def test_explain_says_why_slopes_that_are_learned_have_no_backward_on_them():
     q, slopes = torch.empty(2, 4, 8192, 128, dtype=torch.bfloat16, device="meta"), torch.ones(4, requires_grad=True)
-    asked = {"scores": scores.alibi(slopes), "capability": (9, 0), "backend": "hopper"}
+    asked = {"scores": scores.log_decay(slopes), "capability": (9, 0), "backend": "hopper"}
     with torch.no_grad():  # then attention runs the forward
         found = explain(q, q, q, masks.causal(8192), **asked)
     assert (found.forward.family, found.forward.refusals, found.backward.family) == ("hopper", (), None)
-    reason = "of changes of scores they give gradients to sink; got distance"
-    assert found.backward.refusals == (("hopper", reason),)
-    assert f"backward: no kernels\n  not hopper: {reason}\n" in str(found)
+    assert found.backward.refusals == (("hopper", NO_GRADIENT),)
+    assert f"backward: no kernels\n  not hopper: {NO_GRADIENT}\n" in str(found)
     assert [each.kernel for each in found.kernels] == ["forward"]
-    with pytest.raises(ValueError, match=f"the hopper kernels cannot serve this call: {reason}"):  # as attention does
+    with pytest.raises(
+        ValueError, match=f"the hopper kernels cannot serve this call: {NO_GRADIENT}"
+    ):  # as attention does
         explain(q, q, q, masks.causal(8192), **asked)
 
 
