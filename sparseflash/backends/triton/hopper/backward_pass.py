@@ -161,28 +161,29 @@ class Backward:
     ) -> tuple[tuple[Tensor, Tensor, Tensor], list[Tensor | None]]:  # fmt: skip
         """`(dq, dk, dv)`, and the gradients of the tensors of the changes that the layout was made for."""
         of_kind: dict[str, Tensor | None] = {}
-        (_, heads, *_), (batch, kv_heads, *_) = saved.q.shape, saved.k.shape
+        heads, (batch, kv_heads, k_len, _) = saved.q.shape[1], saved.k.shape
         dslopes = None
         if self.layout.wants_slopes:
             shape = len(self.plan.work), heads // kv_heads, BLOCK[1]
             dslopes = torch.zeros(shape, dtype=torch.float32, device=saved.q.device)
         gradients, rows = self._run(dout, dlse, saved, lengths, changes, dslopes)
         if dslopes is not None:
-            of_kind["distance"] = self._sums_by_head(dslopes.sum(2), batch * kv_heads).view(batch, heads).sum(0)
+            of_kind["distance"] = self._sums_by_head(dslopes.sum(2), batch * kv_heads, k_len).view(batch, heads).sum(0)
         if self.layout.wants_sink:
             lse = saved.lse
             drow = rows.view(-1, 2, self.layout.rows)[:, 1].reshape(*lse.shape[:2], -1)[:, :, : lse.shape[2]]
             of_kind["sink"] = sink_gradient(changes.find("sink").logits, lse, drow)
         return gradients, in_order(changes, of_kind)
 
-    def _sums_by_head(self, part: Tensor, kv_heads: int) -> Tensor:
+    def _sums_by_head(self, part: Tensor, kv_heads: int, k_len: int) -> Tensor:
         """The sums of the parts of all items, `[items, group]`, `[B * Hkv, group]`: by keys, in whatever order the plan
         has the items."""
         number, first_key = (self.plan.work[:, each.value].long() for each in (ITEM_NUMBER, ITEM_FIRST_KEY))
-        order = torch.argsort(number * (first_key.max() + 1) + first_key, stable=True)
+        order = torch.argsort(number * k_len + first_key, stable=True)
         if not self.plan.parts:
             return part[order].view(kv_heads, -1, part.shape[1]).sum(1)
-        return sums_of_groups(part[order], number[order], kv_heads, None)
+        columns = -(-k_len // BLOCK[1])
+        return sums_of_groups(part[order], number[order], kv_heads, None, columns + self.plan.parts)
 
     def _run(
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None, changes: Scores | None = None,

@@ -255,20 +255,20 @@ def _unless_cut(kernel: Bound, programs: int) -> int | None:
     return None if kernel.work.merged is not None else programs
 
 
-def sums_of_groups(values: Tensor, group: Tensor, count: int, each: int | None) -> Tensor:
+def sums_of_groups(values: Tensor, group: Tensor, count: int, each: int | None, most: int | None = None) -> Tensor:
     """The sums of the rows of `values` in each group, `[count, ...]`, in the order of the rows.
 
     >>> sums_of_groups(torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([1, 0, 1]), 2, None).tolist()
     [[2.0], [5.0]]
 
     group: int64, the group of each row. each: how many rows every group has, if they have equally many and the host
-    knows.
+    knows. most: that none has more; without either the host waits for the device.
     """
     order = torch.sort(group, stable=True).indices
     if each is not None:
         return values[order].view(count, each, *values.shape[1:]).sum(1)
     sizes = torch.bincount(group, minlength=count)
-    most = int(sizes.max())
+    most = int(sizes.max()) if most is None else most
     place = torch.arange(len(group), device=group.device) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
     rows = torch.full((count, most), len(group), device=group.device)
     rows[group[order], place] = order
