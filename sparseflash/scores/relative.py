@@ -25,7 +25,8 @@ class Codes(Change):
     buckets: Tensor  # int32 [C]
     q_codes: Tensor  # int32 [Nq]
     k_codes: Tensor  # int32 [Nk]; differences lie in 0 .. C - 1
-    # int32 [C]: the last code up to which buckets stay the same; empty unless codes are those of a distance.
+    # int32 [C + 1]: the last code up to which buckets stay the same, and the first of the codes that have the bucket of
+    # the last one; empty unless codes are those of a distance.
     until: Tensor
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -101,16 +102,18 @@ class Relative(Change):
 
 
 def ends_of_runs(x: Tensor) -> Tensor:
-    """The last place of each run of equal numbers, for every place of the run, int32.
+    """The last place of each run of equal numbers, for every place of the run; then the first place of the last run;
+    int32.
 
     >>> ends_of_runs(torch.tensor([7, 7, 7, 3, 7, 7])).tolist()
-    [2, 2, 2, 3, 5, 5]
+    [2, 2, 2, 3, 5, 5, 4]
     """
     places = torch.arange(len(x), device=x.device)
     is_last = torch.ones_like(places, dtype=torch.bool)
     is_last[:-1] = x[1:] != x[:-1]
-    ends = torch.where(is_last, places, len(x))
-    return ends.flip(0).cummin(0).values.flip(0).to(torch.int32)
+    ends = torch.where(is_last, places, len(x)).flip(0).cummin(0).values.flip(0)
+    last_run = (ends < ends[-1:]).sum(0, keepdim=True)
+    return torch.cat([ends, last_run]).to(torch.int32)
 
 
 def relative(table: Tensor, bucket: Bucket) -> Relative:

@@ -46,6 +46,7 @@ class ChangeArguments(NamedTuple):
     own_ptrs: Any
     own_numbers: Any
     q_length: Any  # live queries, if there are lengths; or None
+    outer_runs: Any  # of a table, if `until_ptr`: see `position_tables.outer_runs`
 
 
 # Those on whose values Triton must not specialise: another mask or cap would compile the kernels again.

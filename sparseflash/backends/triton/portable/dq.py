@@ -14,7 +14,7 @@ from sparseflash.backends.triton.portable.dropout import DropoutArguments
 from sparseflash.backends.triton.portable.fp32_split import in_fp32
 from sparseflash.backends.triton.portable.gradients import lse_gradients, store_own_sums, write_gradients
 from sparseflash.backends.triton.portable.loads import load_columns, load_tokens, part_pointers
-from sparseflash.backends.triton.portable.position_tables import add_last_run, no_run
+from sparseflash.backends.triton.portable.position_tables import add_last_run, no_run, outer_runs
 from sparseflash.backends.triton.portable.softmax import LOG2E
 from sparseflash.backends.triton.portable.walk import (
     listed_block,
@@ -52,7 +52,7 @@ def dq_kernel(
     cap, inverse_cap,  # the arguments from here to own_numbers only if CHANGES: see scores.py
     slopes_ptr,  # [Hq], or None
     values_ptr,  # [Hq, C], in q's dtype: a table; or None
-    until_ptr, q_codes_ptr, k_codes_ptr, values_stride,  # int32 [C], or None and int32 [Nq], [Nk]; see relative.py
+    until_ptr, q_codes_ptr, k_codes_ptr, values_stride,  # int32 [C + 1], or None and int32 [Nq], [Nk]; see relative.py
     key_bias_ptr, key_bias_strides, bias_ptr, bias_strides,  # strides of all dimensions, 0 where shared; or None
     tile_bias_ptrs,  # a bias of live tiles, or None: see `load_tile_bias`, also for its numbers
     tiles_of_batch, tiles_of_head, patterns_of_batch, patterns_of_head, tile_rows, tile_words,
@@ -139,7 +139,7 @@ def dq_kernel(
         cap, inverse_cap, slopes_ptr, values_ptr, until_ptr, q_codes_ptr, k_codes_ptr, values_stride, key_bias_ptr,
         key_bias_strides, bias_ptr, bias_strides, tile_bias_ptrs,
         TileNumbers(tiles_of_batch, tiles_of_head, patterns_of_batch, patterns_of_head, tile_rows, tile_words),
-        own_ptrs, own_numbers, q_length if HAS_LENGTHS else None,
+        own_ptrs, own_numbers, q_length if HAS_LENGTHS else None, outer_runs(until_ptr, values_stride),
     )  # fmt: skip
     dropout = DropoutArguments(seed_ptr, rows_ptr, queries_ptr, groups_ptr, dropped, amplification)
     learned = LearnedArguments(

@@ -16,6 +16,7 @@ from sparseflash.backends.triton.portable.loads import (
     part_pointers,
     store_tokens,
 )
+from sparseflash.backends.triton.portable.position_tables import outer_runs
 from sparseflash.backends.triton.portable.scores import changed_scores, loaded_biases, with_sink
 from sparseflash.backends.triton.portable.softmax import LN2, softmax_step
 from sparseflash.backends.triton.portable.walk import (
@@ -137,7 +138,7 @@ def forward_kernel(
     cap, inverse_cap,  # the arguments from here to own_numbers only if CHANGES: see scores.py
     slopes_ptr,  # [Hq], or None
     values_ptr,  # [Hq, C], in q's dtype: a table; or None
-    until_ptr, q_codes_ptr, k_codes_ptr, values_stride,  # int32 [C], or None and int32 [Nq], [Nk]; see relative.py
+    until_ptr, q_codes_ptr, k_codes_ptr, values_stride,  # int32 [C + 1], or None and int32 [Nq], [Nk]; see relative.py
     key_bias_ptr, key_bias_strides, bias_ptr, bias_strides,  # strides of all dimensions, 0 where shared; or None
     tile_bias_ptrs,  # a bias of live tiles, or None: see `load_tile_bias`, also for its numbers
     tiles_of_batch, tiles_of_head, patterns_of_batch, patterns_of_head, tile_rows, tile_words,
@@ -166,7 +167,7 @@ def forward_kernel(
         cap, inverse_cap, slopes_ptr, values_ptr, until_ptr, q_codes_ptr, k_codes_ptr, values_stride, key_bias_ptr,
         key_bias_strides, bias_ptr, bias_strides, tile_bias_ptrs,
         TileNumbers(tiles_of_batch, tiles_of_head, patterns_of_batch, patterns_of_head, tile_rows, tile_words),
-        own_ptrs, own_numbers, q_length if HAS_LENGTHS else None,
+        own_ptrs, own_numbers, q_length if HAS_LENGTHS else None, outer_runs(until_ptr, values_stride),
     )  # fmt: skip
     dropout = DropoutArguments(seed_ptr, rows_ptr, queries_ptr, groups_ptr, dropped, amplification)
     softmax_scale = scale

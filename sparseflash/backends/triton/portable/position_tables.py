@@ -46,12 +46,37 @@ def entries_at(table_ptr, at, CHANGES: tl.constexpr):
 
 
 @triton.jit
-def smallest_code(until_ptr, first_q, first_k, q_len, k_len, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """`(the smallest of the code_differences of a tile, whether all of them have the same bucket)`."""
+def outer_runs(until_ptr, codes):
+    """`(last code with the bucket of the first one, first code with the bucket of the last one)`, of so many codes; or
+    None.
+
+    Far from the diagonal all scores have one of these buckets, and then a tile needs no load to know that.
+    """
+    if until_ptr is not None:
+        runs = tl.load(until_ptr), tl.load(until_ptr + codes)
+    else:
+        runs = None
+    return runs
+
+
+@triton.jit
+def codes_of_tile(first_q, first_k, q_len, k_len, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """The smallest and the largest of the code_differences of a tile, if these follow from the tokens' numbers."""
     least_q, most_q = least_and_most(first_q, q_len, TILE_M)
     least_k, most_k = least_and_most(first_k, k_len, TILE_N)
-    smallest, largest = least_q + (k_len - 1) - most_k, most_q + (k_len - 1) - least_k
-    return smallest, tl.load(until_ptr + smallest) >= largest
+    return least_q + (k_len - 1) - most_k, most_q + (k_len - 1) - least_k
+
+
+@triton.jit
+def shared_bucket(changes, smallest, largest):
+    """`(a code, whether all codes from the smallest to the largest have its bucket)`."""
+    first_end, last_start = changes.outer_runs
+    is_first, is_last = largest <= first_end, smallest >= last_start
+    code = tl.where(is_first, 0, tl.where(is_last, changes.values_stride - 1, smallest))
+    is_shared = is_first | is_last
+    if not is_shared:
+        is_shared = tl.load(changes.until_ptr + smallest) >= largest
+    return code, is_shared
 
 
 @triton.jit
@@ -67,14 +92,25 @@ def least_and_most(first, length, TOKENS: tl.constexpr):
 def add_table_gradients(ds, dtable_ptr, bucket, entries):
     """Adds the gradients of a tile to this program's own copy of the table, one bucket after another.
 
-    A tile far from the diagonal meets few buckets. One thread reads and writes an entry, so no barrier is needed.
-    entries: of the table, or None if every bucket lies in it.
+    One thread reads and writes an entry, so no barrier is needed. entries: of the table, or None if every bucket lies
+    in it.
     """
     first, last = tl.min(tl.min(bucket, 1), 0), tl.max(tl.max(bucket, 1), 0)
     if entries is not None:
         first, last = tl.maximum(first, 0), tl.minimum(last, entries - 1)
     for number in range(first, last + 1):
         add_to_entry(dtable_ptr + number, tl.sum(tl.where(bucket == number, ds, 0.0), 1))
+
+
+@triton.jit
+def add_gradients_of_runs(ds, dtable_ptr, buckets_ptr, until_ptr, at, smallest, largest):
+    """The same, one run of codes with the same bucket after another. at: the codes of the scores."""
+    code = smallest
+    while code <= largest:
+        last = tl.minimum(tl.load(until_ptr + code), largest)
+        is_of_run = (at >= code) & (at <= last)
+        add_to_entry(dtable_ptr + tl.load(buckets_ptr + code), tl.sum(tl.where(is_of_run, ds, 0.0), 1))
+        code = last + 1
 
 
 @triton.jit
@@ -106,9 +142,10 @@ def add_run_gradients(
     added to the copy when another bucket follows, so most tiles need no sum over the queries, for which warps wait.
     """
     sums, bucket = table_sums
-    smallest, shared = smallest_code(changes.until_ptr, first_q, first_k, q_len, k_len, TILE_M, TILE_N)
-    if shared:
-        own = tl.load(buckets_ptr + smallest)
+    smallest, largest = codes_of_tile(first_q, first_k, q_len, k_len, TILE_M, TILE_N)
+    code, is_shared = shared_bucket(changes, smallest, largest)
+    if is_shared:
+        own = tl.load(buckets_ptr + code)
         if own != bucket:
             add_to_entry(dtable_ptr + bucket, sums)
             sums = tl.zeros_like(sums)
@@ -116,5 +153,5 @@ def add_run_gradients(
         bucket = own
     else:
         at = code_differences(changes, q, k, q_len, k_len, False)
-        add_table_gradients(ds, dtable_ptr, entries_at(buckets_ptr, at, CHANGES), None)
+        add_gradients_of_runs(ds, dtable_ptr, buckets_ptr, changes.until_ptr, at, smallest, largest)
     return sums, bucket

@@ -10,7 +10,12 @@ import triton.language as tl
 from sparseflash.backends.triton.portable.biases import load_bias, load_tile_bias
 from sparseflash.backends.triton.portable.change_flags import CAPPED, HARDWARE_TANH, LOGARITHMIC
 from sparseflash.backends.triton.portable.loads import along_keys, along_queries, token_numbers
-from sparseflash.backends.triton.portable.position_tables import code_differences, entries_at, smallest_code
+from sparseflash.backends.triton.portable.position_tables import (
+    code_differences,
+    codes_of_tile,
+    entries_at,
+    shared_bucket,
+)
 from sparseflash.backends.triton.portable.softmax import LN2, LOG2E, finite_maximum
 
 
@@ -70,9 +75,10 @@ def changed_scores(
     if changes.values_ptr is not None:
         values_ptr = changes.values_ptr + tl.cast(head, tl.int64) * changes.values_stride
         if changes.until_ptr is not None:
-            smallest, shared = smallest_code(changes.until_ptr, first_q, first_k, q_len, k_len, TILE_M, TILE_N)
-            if shared:
-                scores = scores + tl.load(values_ptr + smallest).to(tl.float32)
+            smallest, largest = codes_of_tile(first_q, first_k, q_len, k_len, TILE_M, TILE_N)
+            code, is_shared = shared_bucket(changes, smallest, largest)
+            if is_shared:
+                scores = scores + tl.load(values_ptr + code).to(tl.float32)
             else:
                 at = code_differences(changes, q, k, q_len, k_len, TRANSPOSED)
                 scores = scores + entries_at(values_ptr, at, CHANGES).to(tl.float32)
