@@ -147,11 +147,13 @@ HOPPER_BIASED: _Table = {
 # The same for a bias that is stored for live tiles, which the kernels do not load through shared memory.
 HOPPER_TILE_BIASED: _Table = {**HOPPER_64, ("dk_dv", "half", 128): _HOPPER["dk_dv", "half", 128]}
 
-# The same for a table of relative positions: T5's over 8,192 tokens under a causal mask. Eight warps that share 64 keys
-# would compute every score twice.
+# The same for a table of relative positions: T5's over 8,192 tokens under a causal mask.
 HOPPER_TABLE: _Table = {
     ("forward", "half", 128): HOPPER_BIASED["forward", "half", 128],
-    ("dk_dv", "half", 128): Config(64, 128, 8, 2),
+    ("dk_dv", "half", 64): HOPPER_BIASED["dk_dv", "half", 64],
+    ("dk_dv", "half", 128): HOPPER_BIASED["dk_dv", "half", 128],
+    ("dq", "half", 64): Config(64, 64, 4, 2, 168),
+    ("dq", "half", 128): Config(64, 64, 4, 2),
 }
 
 # sm_90 with pointers: their addresses take registers that the largest tiles need.
