@@ -156,9 +156,6 @@ HOPPER_TABLE: _Table = {
     ("dq", "half", 128): Config(64, 64, 4, 2),
 }
 
-# The same for a bias of keys or a function of one's own: four warps spill with tiles as large.
-HOPPER_CHANGED: _Table = {("forward", "half", 128): HOPPER_BIASED["forward", "half", 128]}
-
 # sm_90 with pointers: their addresses take registers that the largest tiles need.
 _HOPPER_POINTERS: _Table = {
     **_HOPPER,

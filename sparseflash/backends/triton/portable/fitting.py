@@ -9,7 +9,6 @@ from collections.abc import Collection
 from sparseflash.backends.triton.configs import (
     HOPPER_64,
     HOPPER_BIASED,
-    HOPPER_CHANGED,
     HOPPER_TABLE,
     HOPPER_TILE_BIASED,
     Arithmetic,
@@ -58,7 +57,7 @@ def tuned_for_scores(
     kernel: Kernel, capability: tuple[int, int], arithmetic: Arithmetic, padded_dim: int, changes: Collection[str],
     descriptors: bool,
 ) -> Config | None:  # fmt: skip
-    """The configuration for these changes of scores, by their kinds, if there is one that suits them better.
+    """The configuration that was tuned for these changes of scores, by their kinds, if a bias or a table is the widest.
 
     >>> print(tuned_for_scores("dk_dv", (9, 0), "half", 128, {"bias", "softcap"}, True))
     64x64x4x2
@@ -66,17 +65,13 @@ def tuned_for_scores(
     None
     """
     entry = kernel, arithmetic, padded_dim
-    if not (uses_hopper_tables(capability) and descriptors):
+    if not (uses_hopper_tables(capability) and descriptors) or "function" in changes:
         return None
-    if "function" in changes:
-        return HOPPER_CHANGED.get(entry)
     if "relative" in changes:
         return None if {"bias", "tile_bias"} & set(changes) else HOPPER_TABLE.get(entry)
     if "tile_bias" in changes:
         return HOPPER_TILE_BIASED.get(entry)
-    if "bias" in changes:
-        return HOPPER_BIASED.get(entry)
-    return HOPPER_CHANGED.get(entry) if "key_bias" in changes else None
+    return HOPPER_BIASED.get(entry) if "bias" in changes else None
 
 
 def with_more_registers(config: Config, *, lengths: bool, dropout: bool, changes: bool = False) -> Config:
