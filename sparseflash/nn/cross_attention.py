@@ -70,7 +70,8 @@ class SparseCrossAttention(Heads):
         >>> torch.allclose(ours(x, context), theirs(x, context, context)[0], atol=1e-5)
         True
 
-        Raises ValueError for what it cannot express: `add_bias_kv`, `add_zero_attn`, keys and values of two widths.
+        Frozen weights stay frozen. Raises ValueError for what it cannot express: `add_bias_kv`, `add_zero_attn`,
+        keys and values of two widths.
         """
         check_plain(module)
         weight = module.out_proj.weight

@@ -93,7 +93,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     def from_multihead(
         cls, module: nn.MultiheadAttention, mask: Mask = None, *, backend: Backend | None = None
     ) -> MultiheadAttention:
-        """The same layer with the weights, dropout, device and mode of PyTorch's."""
+        """The same layer with the weights, frozen ones too, dropout, device and mode of PyTorch's."""
         check_plain(module)
         made = cls(
             module.embed_dim, module.num_heads, module.dropout, module.in_proj_bias is not None, kdim=module.kdim,
@@ -101,6 +101,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             dtype=module.out_proj.weight.dtype, mask=mask, backend=backend,
         )  # fmt: skip
         made.load_state_dict(module.state_dict())
+        for name, parameter in module.named_parameters():
+            made.get_parameter(name).requires_grad_(parameter.requires_grad)
         return made.train(module.training)
 
     def forward(
@@ -222,7 +224,8 @@ def projection_weights(module: nn.MultiheadAttention) -> tuple[Tensor, ...]:
 
 
 def copy_projections(module: nn.MultiheadAttention, projections: tuple[nn.Linear, ...], out: nn.Linear) -> None:
-    """Copies the weights into linear layers whose outputs are those of queries, keys and values, one after another."""
+    """Copies the weights into linear layers whose outputs are those of queries, keys and values, one after another.
+    What is frozen stays so; of keys and values in one layer, if both are."""
     q, k, v = projection_weights(module)
     if k.shape != v.shape or (len(projections) == 1 and q.shape != k.shape):
         raise ValueError(
@@ -230,16 +233,22 @@ def copy_projections(module: nn.MultiheadAttention, projections: tuple[nn.Linear
             f"embed_dim={module.embed_dim}, kdim={module.kdim} and vdim={module.vdim}. Use nn.MultiheadAttention."
         )
     rows = [layer.out_features for layer in projections]
+    weights = (torch.cat([q, k, v]),) if len(projections) == 1 else (q, torch.cat([k, v]))
+    for layer, weight in zip(projections, weights, strict=True):
+        _copy(layer.weight, weight)
+    if module.in_proj_bias is not None:
+        for layer, part in zip(projections, module.in_proj_bias.split(rows), strict=True):
+            _copy(layer.bias, part)
+    _copy(out.weight, module.out_proj.weight)
+    if module.out_proj.bias is not None and out.bias is not None:
+        _copy(out.bias, module.out_proj.bias)
+
+
+def _copy(parameter: Tensor, source: Tensor) -> None:
+    """Copies numbers, and whether they are trained."""
     with torch.no_grad():
-        weights = (torch.cat([q, k, v]),) if len(projections) == 1 else (q, torch.cat([k, v]))
-        for layer, weight in zip(projections, weights, strict=True):
-            layer.weight.copy_(weight)
-        if module.in_proj_bias is not None:
-            for layer, part in zip(projections, module.in_proj_bias.split(rows), strict=True):
-                layer.bias.copy_(part)
-        out.weight.copy_(module.out_proj.weight)
-        if module.out_proj.bias is not None and out.bias is not None:
-            out.bias.copy_(module.out_proj.bias)
+        parameter.copy_(source)
+    parameter.requires_grad_(source.requires_grad)
 
 
 def check_plain(module: nn.Module) -> None:

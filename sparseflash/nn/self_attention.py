@@ -91,7 +91,8 @@ class SparseSelfAttention(Heads):
         >>> torch.allclose(ours(x), theirs(x, x, x)[0], atol=1e-5)
         True
 
-        Raises ValueError for what it cannot express: `add_bias_kv`, `add_zero_attn`, keys of another width.
+        Frozen weights stay frozen. Raises ValueError for what it cannot express: `add_bias_kv`, `add_zero_attn`,
+        keys of another width.
         """
         check_plain(module)
         weight = module.out_proj.weight

@@ -574,6 +574,28 @@ def test_weights_come_from_multihead_attention(bias):
     )
 
 
+@pytest.mark.parametrize(
+    "frozen", ["in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias", "q_proj_weight"]
+)
+def test_frozen_weights_of_multihead_attention_stay_frozen(frozen):
+    widths = {"kdim": 8, "vdim": 8} if frozen == "q_proj_weight" else {}
+    theirs = torch.nn.MultiheadAttention(16, 2, batch_first=True, **widths)
+    theirs.get_parameter(frozen).requires_grad_(False)
+    of_ours = {
+        "in_proj_weight": ["q.weight", "kv.weight"], "in_proj_bias": ["q.bias", "kv.bias"],
+        "out_proj.weight": ["out.weight"], "out_proj.bias": ["out.bias"], "q_proj_weight": ["q.weight"],
+    }  # fmt: skip
+
+    def fixed(layer):
+        return [name for name, x in layer.named_parameters() if not x.requires_grad]
+
+    assert fixed(SparseCrossAttention.from_multihead(theirs)) == of_ours[frozen]
+    assert fixed(MultiheadAttention.from_multihead(theirs)) == [frozen]
+    if not widths:
+        wanted = [name.replace("q.", "qkv.") for name in of_ours[frozen] if not name.startswith("kv.")]
+        assert fixed(SparseSelfAttention.from_multihead(theirs)) == wanted
+
+
 def test_weights_that_do_not_fit_are_refused():
     for made, words in (
         (torch.nn.MultiheadAttention(16, 2, add_bias_kv=True), "add_bias_kv and add_zero_attn must be False"),
