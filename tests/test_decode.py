@@ -226,6 +226,11 @@ def test_keys_are_split_by_the_capacity_or_what_is_walked_of_it():
     assert api.splits_of(api.Cached(lengths, page=64, pages=torch.zeros(1, 1, 32)), 1 << 20, 1) == 16
 
 
+def test_more_splits_than_keys_are_as_many_as_keys():
+    q, k = torch.zeros(1, 2, 1, 16), torch.zeros(1, 2, 24, 16)
+    assert api.Call(q, k, k, api.Cached(torch.tensor([24])), 1.0, 10**9).programs[0] == 2 * 24
+
+
 def test_the_number_of_a_page_is_loaded_once_for_all_its_keys():
     """In three places: for the first tile of keys, for the second, and in the loop for the one after next."""
     source = """

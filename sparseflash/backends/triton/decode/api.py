@@ -46,7 +46,7 @@ class Call:
         block_m, stages = fitting(min(MOST_ROWS, max(16, _power(rows))), block_n, padded_d, padded_v, q.dtype.itemsize)
         row_tiles = -(-rows // block_m)
         capacity = of.capacity(k_cache)
-        splits = splits_of(of, capacity, q_len) if splits is None else splits
+        splits = splits_of(of, capacity, q_len) if splits is None else min(splits, max(capacity, 1))
         parts = batch * q_heads * q_len * splits
         self.out, self.lse = (batch, q_heads, q_len, v_dim), (batch, q_heads, q_len)
         self.workspace = parts * (padded_v + 2)  # numbers of fp32
