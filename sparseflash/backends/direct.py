@@ -6,7 +6,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from sparseflash.backends.saved import Saved
@@ -109,11 +108,6 @@ def is_plain_call(*tensors: Tensor) -> bool:
 def are_plain(*tensors: Tensor) -> bool:
     """Whether tensors have memory that kernels can read, and no class that takes notice of operators."""
     return all([type(x) in _PLAIN and not (x.is_meta or x.is_neg()) for x in tensors])  # faster than a generator
-
-
-def have_contents(*tensors: Tensor) -> bool:
-    """Whether tensors have numbers, and not just shapes, as on the meta device and under FakeTensorMode."""
-    return not any(x.is_meta or isinstance(x, FakeTensor) for x in tensors)
 
 
 def _holds_several(gradient: Tensor) -> bool:

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from sparseflash.backends.direct import have_contents
 from sparseflash.backends.problem import Problem
+from sparseflash.blockmask.arguments import have_contents
 
 Formula = Callable[..., int]
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from sparseflash.backends.direct import call_directly, differentiably, have_contents, is_plain_call
+from sparseflash.backends.direct import call_directly, differentiably, is_plain_call
 from sparseflash.backends.problem import Problem, schema
 from sparseflash.backends.refused_derivatives import (
     refuse_batched_gradients,
@@ -23,6 +23,7 @@ from sparseflash.backends.refused_derivatives import (
 )
 from sparseflash.backends.registration import RegisteredOperator, empty_gradient
 from sparseflash.backends.saved import Saved
+from sparseflash.blockmask.arguments import have_contents
 from sparseflash.scores.change import Scores
 from sparseflash.scores.parts import put_together
 

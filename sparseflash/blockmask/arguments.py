@@ -86,6 +86,11 @@ def dense_tensor(value: Any, name: str) -> Tensor:
     return value
 
 
+def have_contents(*tensors: Tensor) -> bool:
+    """Whether tensors have numbers, and not just shapes, as on the meta device and under FakeTensorMode."""
+    return not any(x.is_meta or isinstance(x, FakeTensor) for x in tensors)
+
+
 def plain_tensor(value: Any, name: str) -> Tensor:
     """Returns `value` if it is a dense tensor on a device that holds numbers, raises otherwise."""
     tensor = dense_tensor(value, name)

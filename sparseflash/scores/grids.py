@@ -9,6 +9,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from sparseflash.blockmask.arguments import have_contents
 from sparseflash.scores.change import Change, Sizes, floating, per_head
 from sparseflash.scores.relative import Codes
 
@@ -105,6 +106,6 @@ def _grid(table: Tensor, shape: tuple[int, ...], cells: Tensor | None) -> Grid:
             raise TypeError(f"cells must be a tensor; got {type(cells).__name__}.")
         if cells.ndim != 1 or cells.dtype != torch.int64:
             raise ValueError(f"cells must be int64 [N]; got {cells.dtype}, shape {list(cells.shape)}.")
-        if len(cells) and not cells.is_meta and not 0 <= int(cells.min()) <= int(cells.max()) < prod(shape):
+        if len(cells) and have_contents(cells) and not 0 <= int(cells.min()) <= int(cells.max()) < prod(shape):
             raise ValueError(f"cells must lie in 0..{prod(shape) - 1}; got {int(cells.min())} to {int(cells.max())}.")
     return Grid(table, shape, cells)

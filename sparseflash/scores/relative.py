@@ -8,10 +8,13 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
-from sparseflash.blockmask.arguments import checked_integers
+from sparseflash.blockmask.arguments import checked_integers, have_contents
 from sparseflash.blockmask.cache import BoundedDict
 from sparseflash.scores.change import Change, Learned, Place, Sizes, add_at, floating, per_head
+
+_LONG_RUN = 16  # codes: of a tile of 64 x 64 with such runs the kernels go through eight
 
 Bucket = Callable[[Tensor], Tensor]  # offsets (key minus query) to numbers of buckets, both int64
 
@@ -26,7 +29,7 @@ class Codes(Change):
     q_codes: Tensor  # int32 [Nq]
     k_codes: Tensor  # int32 [Nk]; differences lie in 0 .. C - 1
     # int32 [C + 1]: the last code up to which buckets stay the same, and the first of the codes that have the bucket of
-    # the last one; empty unless codes are those of a distance.
+    # the last one; empty unless codes are those of a distance and buckets mostly the same for many of them.
     until: Tensor
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -68,7 +71,11 @@ class Relative(Change):
         if made is None:
             with torch.inference_mode(False):  # or a later training step could not use them
                 made = self._codes(sizes)
-            self._check_range(made[0])
+            if isinstance(made[0], FakeTensor):  # no other call could use it
+                return Codes(self.table, *made)
+            if len(made[0]) and have_contents(made[0]):
+                self._check_range(made[0])
+                made = (*made[:3], self._runs(*made[::3]))
             self._made[key] = made
         return Codes(self.table, *made)
 
@@ -94,11 +101,17 @@ class Relative(Change):
 
     def _check_range(self, buckets: Tensor) -> None:
         most = self.table.shape[1]
-        if len(buckets) and not buckets.is_meta and not 0 <= int(buckets.min()) <= int(buckets.max()) < most:
+        if not 0 <= int(buckets.min()) <= int(buckets.max()) < most:
             raise ValueError(
                 f"bucket must return numbers from 0 to {most - 1}, the table's columns; "
                 f"got {int(buckets.min())} to {int(buckets.max())}."
             )
+
+    def _runs(self, buckets: Tensor, until: Tensor) -> Tensor:
+        """`until`, or nothing if buckets change so often that kernels are faster going through the buckets than through
+        the runs, as of `offsets % 3`."""
+        runs = 1 + int((buckets[1:] != buckets[:-1]).sum())
+        return until[:0] if runs > max(4 * self.table.shape[1], len(buckets) // _LONG_RUN) else until
 
 
 def ends_of_runs(x: Tensor) -> Tensor:

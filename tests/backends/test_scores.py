@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cutting import chunks_of
 from exactness import HALF, loads
@@ -85,6 +86,33 @@ def test_tiles_whose_distances_share_a_bucket_are_exact(dtype):
     truth, plain = results_in("reference", torch.float64), results_in("reference", dtype)
     found = testing.compare_results(results_in("triton", dtype), truth, plain)
     assert found.exact, str(found)
+
+
+def test_tables_whose_buckets_change_with_every_key():
+    """Kernels go through the buckets of a tile then, not through its runs of codes."""
+    changes = scores.relative(torch.randn(2, 3, dtype=torch.float64), lambda offsets: offsets % 3)
+    codes = changes.prepared(Sizes(1, 2, 100, 120, torch.device("cpu")))
+    assert not codes.until.numel() and codes.q_codes.numel() == 100
+    q, k, v = (torch.randn(1, 2, n, 16) for n in (100, 120, 120))
+
+    def results_in(backend, dtype):
+        table = changes.table.to(dtype).requires_grad_()
+        given = [x.to(dtype).requires_grad_() for x in (q, k, v)]
+        out = attention(*given, scores=scores.relative(table, changes.bucket), backend=backend)
+        found = torch.autograd.grad(out.square().sum(), (*given, table))
+        return dict(zip(("out", "dq", "dk", "dv", "dtable"), (out, *found)))
+
+    truth, plain = results_in("reference", torch.float64), results_in("reference", torch.float32)
+    assert testing.compare_results(results_in("triton", torch.float32), truth, plain).exact
+
+
+def test_tables_made_under_fake_tensors_are_not_kept():
+    changes = scores.relative(torch.randn(2, 3), scores.clipped(1))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        q = torch.empty(1, 2, 20, 16)
+        assert attention(q, q, q, scores=changes).shape == q.shape
+    q = torch.randn(1, 2, 20, 16)
+    assert attention(q, q, q, scores=changes).isfinite().all()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -279,6 +307,13 @@ def test_sums_of_groups_are_those_of_their_rows(each):
     values = torch.randn(6, 3, dtype=torch.float64)
     expected = torch.zeros(3, 3, dtype=torch.float64).index_add_(0, group, values)
     torch.testing.assert_close(sums_of_groups(values, group, 3, each), expected)
+
+
+def test_sums_of_groups_of_known_sizes_ask_the_device_for_nothing():
+    """Else no graph could record the backward of slopes on Hopper where columns are cut."""
+    with FakeTensorMode():
+        values, group = torch.empty(8, 2), torch.zeros(8, dtype=torch.int64)
+        assert sums_of_groups(values, group, 3, None, most=8).shape == (3, 2)
 
 
 def test_the_operator_passes_pytorchs_own_checks():

@@ -78,7 +78,8 @@ KEYS = gl.constexpr(BLOCK[1])  # of an item; its tiles have TILE_ROWS queries, i
 SENDERS = gl.constexpr(2)
 WORDS = gl.constexpr(BLOCK[0] // 32)  # of bits of a key of a tile
 # What the loader tells the warpgroups of a step: the number of its bits; and for a decay by how many tokens the
-# first key comes after the first query, on which side the queries are, the slope, as bits, and the head.
+# first key comes after the first query, on which side the queries are, the slope as seen from there, as bits, and the
+# head.
 TOLD = gl.constexpr(5)
 # Stands for a dead score under a cap: its square is finite, and its weight is 0 where lse is above -1e7, whatever the
 # cap (`changed._CAPS`); `attention` promises no gradients from a million on.
@@ -153,6 +154,7 @@ def loader(
                 side = side_of_columns(ahead, slope, qk_scale, KEYS, ROWS, CHANGES)
                 told(number_s, stage, 1, ahead)
                 told(number_s, stage, 2, side)
+                slope = gl.where(side == 0, slope, side * slope)
                 told(number_s, stage, 3, gl.cast(slope, gl.int32, bitcast=True))
                 told(number_s, stage, 4, head)
             mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + rows_desc.block_type.nbytes)
@@ -410,8 +412,9 @@ def consumer(
                 first_column = to_first_column(ahead, KEYS, SUMS)
                 if side == 0:
                     changed -= distances(first_column, ROWS, CHANGES, S) * slope
-                changed += from_first_column(ROWS, S) * (side * slope)
-                p = gl.exp2(plus_of_threads(changed * qk_scale, first_column * (side * slope * qk_scale)))
+                lean = gl.where(side == 0, 0.0, slope)  # a slope that is not finite would undo the mask
+                changed += from_first_column(ROWS, S) * lean
+                p = gl.exp2(plus_of_threads(changed * qk_scale, first_column * (lean * qk_scale)))
             weights = gl.convert_layout(p.to(dtype), OPERAND)
             if CAPPED & CHANGES:
                 p *= 1.0 - s * s
@@ -471,7 +474,7 @@ def backward_kernel(
     qk_scale, scale,  # positive, the first in units of log2(e), of scores in the units of scores.py
     heads, kv_heads, row_tiles,
     cap_scale, inverse_unit, slopes_ptr,  # as in the forward
-    dslopes_ptr,  # fp32 [items, heads // kv_heads, KEYS], written where an item has entries of a head; or None
+    dslopes_ptr,  # fp32 [items, heads // kv_heads, KEYS], zeros, written where an item has entries of a head; or None
     offset,  # keys minus queries of a sequence
     D: gl.constexpr,
     ROWS: gl.constexpr,  # 64, or 128

@@ -403,8 +403,9 @@ def consumer(
             s = masked(s, words, BLOCK_N, BITS)
         added = None
         if slopes_ptr is not None:
-            s = s + from_first_column(BLOCK_N, S) * (side * slope)
-            added = first * (side * slope)
+            lean = gl.where(side == 0, 0.0, side * slope)  # a slope that is not finite would undo the mask
+            s = s + from_first_column(BLOCK_N, S) * lean
+            added = first * lean
         inverse = gl.zeros([ROWS], gl.float32, layout=S_ROWS)
         ended = turn - 1
         if begins:

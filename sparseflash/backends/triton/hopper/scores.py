@@ -39,7 +39,8 @@ def side_of_columns(
 
     On one side the distance grows or shrinks by one from column to column. So a linear decay is added in two parts, one
     that the compiler knows for each of a thread's columns (`from_first_column`) and one for each row of a thread
-    (`to_first_column`), with one operation a score and not two. 0 also if it would not be as exact.
+    (`to_first_column`), with one operation a score and not two. 0 also for a logarithmic decay, and for a slope so
+    steep that this would not be as exact.
     """
     IS_LINEAR: gl.constexpr = not LOGARITHMIC & CHANGES
     # Each part is rounded by itself, and may be much larger than their sum.

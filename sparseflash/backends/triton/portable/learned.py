@@ -264,14 +264,17 @@ def sums_of_groups(values: Tensor, group: Tensor, count: int, each: int | None, 
     group: int64, the group of each row. each: how many rows every group has, if they have equally many and the host
     knows. most: that none has more; without either the host waits for the device.
     """
-    order = torch.sort(group, stable=True).indices
+    group, order = torch.sort(group, stable=True)
+    values = values[order]
     if each is not None:
-        return values[order].view(count, each, *values.shape[1:]).sum(1)
-    sizes = torch.bincount(group, minlength=count)
-    most = int(sizes.max()) if most is None else most
-    place = torch.arange(len(group), device=group.device) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+        return values.view(count, each, *values.shape[1:]).sum(1)
+    begin, end = (
+        torch.searchsorted(group, torch.arange(count, device=group.device), right=right) for right in (False, True)
+    )
+    most = int((end - begin).max()) if most is None else most
+    place = torch.arange(len(group), device=group.device) - begin[group]
     rows = torch.full((count, most), len(group), device=group.device)
-    rows[group[order], place] = order
+    rows[group, place] = torch.arange(len(group), device=group.device)
     padded = torch.cat([values, values.new_zeros(1, *values.shape[1:])])
     return padded[rows].sum(1)
 

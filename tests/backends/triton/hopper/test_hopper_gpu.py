@@ -101,6 +101,22 @@ def test_changed_scores_of_rows_and_columns_that_are_cut_are_exact():
         testing.assert_exact(layer, q, k, v, mask, scores=changes, heads=1, blocks=8)
 
 
+def test_gradients_of_slopes_where_columns_are_cut_are_recorded():
+    q, _, _, dout, dlse = inputs(1, 4, 4096, 64)
+    k, v = (torch.randn(1, 1, 4096, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    mask = BlockMask.dense(4096, block=128).to("cuda")
+    planned = backward_pass.planned_backward(plan(mask, heads=4, kv_heads=1), programs_of(mask.device))
+    assert planned.parts
+    changes = scores.alibi(torch.rand(4, device="cuda").requires_grad_()) + scores.sink(torch.zeros(4, device="cuda"))
+    first = results(q, k, v, mask, dout, dlse, changes)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        recorded = results(q, k, v, mask, dout, dlse, changes)
+    for _ in range(3):
+        graph.replay()
+        assert all(map(torch.equal, recorded, first))
+
+
 def results(q, k, v, mask, dout, dlse, changes=None):
     """out, lse and the gradients of q, k and v, and of those tensors of changes of scores that require one.
 

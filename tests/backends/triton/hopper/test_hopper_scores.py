@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scored import Scored, check_results
-from sparseflash import attention, clear_caches, explain, masks, scores
+from sparseflash import BlockMask, attention, clear_caches, explain, masks, scores
 from sparseflash.backends.triton import api
 from sparseflash.backends.triton import device as gpu
 from sparseflash.backends.triton.hopper import cuts, plan, support
@@ -119,6 +119,15 @@ def test_a_query_without_keys_gives_a_sink_no_gradient():
     got = run(case)
     check_results(case, got)
     assert got["lse"][1].isneginf().all()
+
+
+@pytest.mark.parametrize("slope", [float("nan"), float("inf")])
+def test_a_query_without_a_key_is_zero_whatever_the_slope(slope):
+    layout = torch.tensor([[0, 0, 1], [0, 0, 0], [1, 0, 0]], dtype=torch.bool)
+    q = torch.randn(1, 1, 384, 64, dtype=torch.float16)
+    changes = Scores((scores.alibi(torch.tensor([slope])),))
+    out, lse = interpreted(BlockMask.from_layout(layout, block=128), q, q, q, 0.125, changes=changes)
+    assert not out[:, :, 128:256].any() and lse[:, :, 128:256].isneginf().all()
 
 
 def test_positions_are_aligned_at_the_ends():
