@@ -103,7 +103,7 @@ MAY_IMPORT = {
     "sparseflash/blockmask/ops": ("sparseflash/blockmask",),
     _BACKENDS: (),
     f"{_BACKENDS}/problem.py": ("sparseflash/blockmask", "sparseflash/dropout.py"),
-    f"{_BACKENDS}/flop_counter.py": (f"{_BACKENDS}/direct.py", f"{_BACKENDS}/problem.py"),
+    f"{_BACKENDS}/flop_counter.py": (f"{_BACKENDS}/problem.py", "sparseflash/blockmask/arguments.py"),
     f"{_BACKENDS}/saved.py": (),
     f"{_BACKENDS}/direct.py": (f"{_BACKENDS}/saved.py",),
     f"{_BACKENDS}/refused_derivatives.py": (),
@@ -121,6 +121,7 @@ MAY_IMPORT = {
         f"{_BACKENDS}/registration.py",
         f"{_BACKENDS}/saved.py",
         f"{_BACKENDS}/scored_function.py",
+        "sparseflash/blockmask/arguments.py",
         "sparseflash/scores",
     ),
     f"{_BACKENDS}/scored_function.py": (
