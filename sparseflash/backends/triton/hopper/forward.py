@@ -239,20 +239,13 @@ def row_maximum(s, added):
 
 
 @gluon.jit
-def computed_here(x):
-    """x, exchanged with nobody: the compiler moves no exchange past the wait behind it, and so not what it needs."""
+def exchanged_with_nobody(x):
+    """x. The compiler moves no exchange past the wait behind it, and so not what it needs. A branch with one stays
+    a branch: if it only masks scores, ptxas would rather compute it at every step, under a predicate."""
+    CONSTRAINTS: gl.constexpr = "=f,f" if x.dtype == gl.float32 else "=r,r"
     return gl.inline_asm_elementwise(
-        "shfl.sync.bfly.b32 $0, $1, 0, 31, -1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1
+        "shfl.sync.bfly.b32 $0, $1, 0, 31, -1;", CONSTRAINTS, [x], dtype=x.dtype, is_pure=False, pack=1
     )
-
-
-@gluon.jit
-def not_predicated(words):
-    """The same, exchanged with nobody. An exchange keeps a branch that only masks scores a branch: behind a long
-    softmax, ptxas would rather compute it at every step, under a predicate."""
-    return gl.inline_asm_elementwise(
-        "shfl.sync.bfly.b32 $0, $1, 0, 31, -1;", "=r,r", [words], dtype=gl.int32, is_pure=False, pack=1
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -399,7 +392,7 @@ def consumer(
                 distant = gl.where(side == 0, slope, 0.0)
                 s = s - distances(first, BLOCK_N, CHANGES, S) * distant
             if CAPPED & CHANGES:
-                words = not_predicated(words)
+                words = exchanged_with_nobody(words)
             s = masked(s, words, BLOCK_N, BITS)
         added = None
         if slopes_ptr is not None:
@@ -449,7 +442,7 @@ def consumer(
             p = gl.exp2(plus_of_threads(s * qk_scale, added * qk_scale - less))
         decay = gl.exp2(m_i - m_safe)
         l_i = l_i * gl.convert_layout(decay, SUM_ROWS, assert_trivial=True)[:, None] + sums_of_threads(p)
-        l_i = computed_here(l_i)
+        l_i = exchanged_with_nobody(l_i)
         if IN_HALF:
             p = p.to(dtype)
         m_i = m_new
