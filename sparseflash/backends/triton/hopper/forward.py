@@ -9,7 +9,9 @@ Two orders in which the work is written down matter, both seen in the machine co
 
 - The softmax ends with the wait for the next keys, which splits the code in two: what stands before stays before the
   wait for the product, and runs under it. Without that the compiler waits for the product first.
-- The sums are rescaled when the next scores are already being computed.
+- The sums are rescaled before the next scores are multiplied, and only by a warp that has a row whose maximum has grown
+  so much that weights relative to the one before could become large: seldom after the first steps of an item. Below
+  the products the compiler would wait for them at that branch.
 
 The stream goes on for two steps after the last item, which load nothing, so that no step needs a condition.
 
@@ -60,6 +62,9 @@ RECORD = gl.constexpr(16)  # numbers that the loader tells the others of an item
 RECORDS = gl.constexpr(4)
 ROWS = gl.constexpr(configs.ROWS)  # of a warpgroup
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # of one warp
+# Weights are relative to a maximum that may be as much smaller than the true one, in powers of 2. So they are below
+# 256, which neither half precision nor the sums mind.
+SLACK = gl.constexpr(8.0)
 
 # Of a record.
 BATCH_HEAD = gl.constexpr(0)
@@ -238,6 +243,28 @@ def row_maximum(s, added):
     return gl.convert_layout(gl.max(mine, 1), gl.SliceLayout(1, s.type.layout), assert_trivial=True)
 
 
+@gluon.constexpr_function
+def rescaling(numbers):
+    """`rescaled` of so many numbers a thread, in PTX, and its operands: results, numbers, factors. A thread has numbers
+    of two rows, two of one and two of the other in turns."""
+    differ = f"setp.neu.f32 p, ${2 * numbers}, 0f3F800000; setp.neu.or.f32 p, ${2 * numbers + 2}, 0f3F800000, p;"
+    products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * numbers + i};" for i in range(numbers))
+    code = f".reg .pred p; {differ} vote.sync.any.pred p, p, -1; @!p bra same; {products} same:"
+    operands = [*["=f"] * numbers, *map(str, range(numbers)), *["f"] * numbers]
+    return "{ " + code + " }", ",".join(operands)
+
+
+@gluon.jit
+def rescaled(acc, factors):
+    """acc times a factor a row, [ROWS, 1]. A warp whose factors are all 1 passes over the products."""
+    NUMBERS: gl.constexpr = acc.shape[0] * acc.shape[1] // 128
+    CODE: gl.constexpr = rescaling(NUMBERS)
+    factors = factors.broadcast_to(acc.shape[0], acc.shape[1])
+    return gl.inline_asm_elementwise(
+        CODE[0], CODE[1], [acc, factors], dtype=gl.float32, is_pure=False, pack=NUMBERS
+    )  # fmt: skip
+
+
 @gluon.jit
 def exchanged_with_nobody(x):
     """x. The compiler moves no exchange past the wait behind it, and so not what it needs. A branch with one stays
@@ -246,6 +273,17 @@ def exchanged_with_nobody(x):
     return gl.inline_asm_elementwise(
         "shfl.sync.bfly.b32 $0, $1, 0, 31, -1;", CONSTRAINTS, [x], dtype=x.dtype, is_pure=False, pack=1
     )
+
+
+@gluon.jit
+def at_turn_of(C: gl.constexpr, OPERATION: gl.constexpr):
+    """A named barrier, of which each warpgroup has one: it waits there ("sync") until the other has arrived ("arrive").
+
+    Triton itself takes the first few of the 16 that there are.
+    """
+    token = gl.zeros([128], gl.int32, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    CODE: gl.constexpr = "bar." + OPERATION + (" 8" if C == 0 else " 9") + ", 256; mov.b32 $0, $1;"
+    gl.inline_asm_elementwise(CODE, "=r,r", [token], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -312,8 +350,9 @@ def consumer(
     WORDS: gl.constexpr = gl.SliceLayout(2, BITS)
     BLOCK_M: gl.constexpr = GROUPS * ROWS
     PART_SIZE: gl.constexpr = BLOCK_M * (D + 2)  # as `combine_rows_kernel` wants it
-    # Scores, sums and weights of fp32 do not fit in the registers together; but to convert the weights late costs less.
-    IN_HALF: gl.constexpr = D > 64
+    # At D = 64 powers take as long as products. If both warpgroups take theirs at once, both multiply at once, too: so
+    # they take powers in turns.
+    IN_TURNS: gl.constexpr = D == 64 and GROUPS == 2
     # A product with few keys takes as long as to read both of its factors from shared memory, which values and what is
     # loaded want, too. So queries are kept in registers.
     KEEPS_Q: gl.constexpr = BLOCK_N == 64
@@ -327,7 +366,7 @@ def consumer(
     m_i, l_i = no_maximum, no_sum  # l_i is spread over the four threads of a row
     alpha = gl.zeros([ROWS], gl.float32, layout=S_ROWS)
     acc = gl.zeros([ROWS, D], gl.float32, layout=A)
-    p = zero.to(dtype) if IN_HALF else zero
+    p = zero.to(dtype)
     kept_q = gl.zeros([ROWS, D], dtype, layout=Q)
     goes_on = False  # whether the product of the next step is added to acc; else it is an item's first
     step = 0
@@ -335,6 +374,8 @@ def consumer(
     left, partial_left, place, tile, k_limit, jump_left = 0, 0, 0, 0, 0, 0
     slope, first_position, next_block = 0.0, 0, 0
     mbarrier.wait(k_full.index(0), 0)
+    if IN_TURNS and C == 1:
+        at_turn_of(0, "arrive")
     running = True
     while running:
         begins = left == 0
@@ -375,13 +416,16 @@ def consumer(
             next_block = gl.load(index_ptr + place)
 
         stage, phase = step % STAGES, (step // STAGES) & 1
-        acc = acc * gl.convert_layout(alpha, A_ROWS)[:, None]
+        factors = gl.convert_layout(alpha, A_ROWS)[:, None]
+        acc = acc * factors if IN_TURNS else rescaled(acc, factors)
         q = kept_q if KEEPS_Q else q_s.index((turn & 1) * GROUPS + C)
         s = warpgroup_mma(q, k_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
         mbarrier.wait(v_full.index(stage), phase)
-        weights = gl.convert_layout(p if IN_HALF else p.to(dtype), P)
+        weights = gl.convert_layout(p, P)
         acc = warpgroup_mma(weights, v_s.index(stage), acc, use_acc=goes_on, is_async=True)
         s = warpgroup_mma_wait(1, deps=(s,))
+        if IN_TURNS:
+            at_turn_of(C, "sync")
 
         if CAPPED & CHANGES:
             s = hyperbolic_tangent(s * cap_scale)
@@ -433,6 +477,8 @@ def consumer(
             m_i = no_maximum
             l_i = no_sum
         m_new = gl.maximum(m_i, row_maximum(s, added) * qk_scale)
+        if not IN_TURNS:
+            m_new = gl.where(m_new - m_i > SLACK, m_new, m_i)
         # A query that has met no live key yet has maximum -inf, and -inf - -inf is NaN; 0 gives exp2(-inf) = 0.
         m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
         if slopes_ptr is None:
@@ -443,10 +489,11 @@ def consumer(
         decay = gl.exp2(m_i - m_safe)
         l_i = l_i * gl.convert_layout(decay, SUM_ROWS, assert_trivial=True)[:, None] + sums_of_threads(p)
         l_i = exchanged_with_nobody(l_i)
-        if IN_HALF:
-            p = p.to(dtype)
+        p = p.to(dtype)
         m_i = m_new
         alpha = gl.where(begins, inverse, decay)
+        if IN_TURNS:
+            at_turn_of(1 - C, "arrive")
 
         step += 1
         mbarrier.wait(k_full.index(step % STAGES), (step // STAGES) & 1)
@@ -469,6 +516,8 @@ def consumer(
                 o_s.index(C).store(out.to(dtype))
                 fence_async_shared()
                 async_store(o_desc, [batch, head, first_q, 0], o_s.index(C))
+    if IN_TURNS and C == 0:
+        at_turn_of(0, "sync")  # the other's last
     tma.store_wait(0)
 
 

@@ -19,6 +19,7 @@ import importlib
 import inspect
 import itertools
 import random
+import re
 import sys
 import threading
 from functools import lru_cache
@@ -544,8 +545,21 @@ def _replacements(world):
 
         return apply
 
+    named = {}  # of each program: the barriers that are known by a number, and how often each was passed
+
+    def named_barrier(operation, name, threads):
+        arrived, passed = named.get((me := (world.me().program, name)), (0, 0))
+        arrived += world.threads
+        assert arrived <= threads, "more arrive at a barrier than it waits for"
+        named[me] = (0, passed + 1) if arrived == threads else (arrived, passed)
+        world.pause(lambda: operation == "arrive" or named[me][1] > passed)
+
     def elementwise_asm(asm, constraints, args, dtype, is_pure, pack):
-        if asm.startswith("cp.async.bulk.wait_group 0;"):
+        if found := re.match(r"bar\.(sync|arrive) (\d+), (\d+); mov.b32 \$0, \$1;$", asm):
+            named_barrier(found[1], found[2], int(found[3]))
+        elif "vote.sync.any" in asm:  # what a warp passes over is multiplied by 1
+            return Block(args[0].value * args[1].value)
+        elif asm.startswith("cp.async.bulk.wait_group 0;"):
             wait_until_seen()
             world.pause()
         else:
@@ -579,7 +593,7 @@ def _replacements(world):
         **dtypes,
     )  # fmt: skip
     return {
-        "gluon": SimpleNamespace(jit=jit), "gl": gl,
+        "gluon": SimpleNamespace(jit=jit, constexpr_function=lambda function: function), "gl": gl,
         "mbarrier": SimpleNamespace(
             init=_Barrier.init, wait=wait, arrive=arrive, expect=expect, MBarrierLayout=lambda: "barrier"
         ),

@@ -93,7 +93,7 @@ def report(kernel, names):
         "products": products,
         "two_layouts": has_two_layouts(kernel.asm["ptx"]),
         "exponentials": exponentials_under_products(sass),
-        "predicated": len(re.findall(r"@!?U?P\d+ FSEL", sass)),
+        "predicated": len(re.findall(r"@!?U?P\d+ (?:FSEL|FMUL R\d+, R\d+, R)", sass)),
         "direct": parameters_of_compiled(kernel, names) is not None,
         "resident": kernel.metadata.launch_cooperative_grid,
     }

@@ -51,7 +51,7 @@ def check(dim, dtype, features):
     # 64 x `keys` scores, 128 threads. The compiler would rather wait first.
     assert len(forward["exponentials"]) == GROUPS
     assert min(forward["exponentials"]) >= keys // 2, forward
-    assert forward["predicated"] == 0, "scores of full tiles must not be masked"
+    assert forward["predicated"] == 0, "full tiles must not be masked, nor what stays be rescaled"
     # At D=64 dk, dv, S, dP and the weights take 224 of 240 registers. Some addresses are spilled then, but no tile,
     # which would be 32 loads and stores at least.
     # The derivative of a cap lives from the weights to dP, the sums for a slope from step to step.
