@@ -13,10 +13,10 @@ from sparseflash.backends.triton.portable.passes import like
 from sparseflash.backends.triton.portable.softmax import LOG2E
 from sparseflash.scores.change import Scores
 
-KINDS = ("softcap", "distance", "sink")  # one of each at most, and in this order, as `Scores` has them
+KINDS = ("softcap", "distance", "relative", "sink")  # one of each at most, and in this order, as `Scores` has them
 LEARNED = ("distance", "sink")  # those whose tensors get gradients
-# A decay is divided by the scale, and must stay finite. Products of fp16 times this vanish.
-_SMALLEST_SCALE_OF_A_DECAY = 1e-20
+# A decay or a table is divided by the scale, and must stay finite. Products of fp16 times this vanish.
+_SMALLEST_SCALE_THAT_DIVIDES = 1e-20
 # A smaller cap leaves nothing of a score, and a larger one leaves it as it is; both keep what is computed finite.
 _CAPS = 1e-12, 1e30
 
@@ -33,19 +33,19 @@ def flags_of(changes: Scores | None) -> int:
 def numbers_of(changes: Scores | None, scale: float) -> dict[str, float]:
     """The kernels' numbers, in the units of `hopper/scores.py`: the cap, or 1 / scale."""
     cap = None if changes is None else changes.find("softcap")
-    decays = changes is not None and changes.find("distance") is not None
+    divides = changes is not None and any(changes.find(kind) is not None for kind in ("distance", "relative"))
     if cap is None:
-        unit = max(scale, _SMALLEST_SCALE_OF_A_DECAY if decays else SMALLEST_SCALE)
+        unit = max(scale, _SMALLEST_SCALE_THAT_DIVIDES if divides else SMALLEST_SCALE)
     else:
         unit = min(max(cap.cap, _CAPS[0]), _CAPS[1])
     return {"qk_scale": unit * LOG2E.value, "inverse_unit": 1.0 / unit, "cap_scale": scale / unit}
 
 
 def tensors_of(changes: Scores | None, q: Tensor) -> dict[str, Any]:
-    """The kernels' tensors."""
+    """The kernels' tensors, but for those of a table: see `tables.Entries`."""
     if changes is None:
         return {}
-    return {**Changed.tensors(changes, q.dtype, q.device), **Changed.sink_of(changes)}
+    return {**Changed.tensors(changes.without("relative"), q.dtype, q.device), **Changed.sink_of(changes)}
 
 
 def examples_of(changes: Scores | None, q: Tensor) -> dict[str, Any]:

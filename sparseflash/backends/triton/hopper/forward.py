@@ -45,9 +45,13 @@ from sparseflash.backends.triton.hopper.plan import (
 from sparseflash.backends.triton.hopper.scores import (
     by_thread,
     distances,
+    entries_of_head,
+    entries_of_scores,
     from_first_column,
     hyperbolic_tangent,
+    outer_runs,
     plus_of_threads,
+    shared_entry,
     side_of_columns,
     slope_of,
     sums_of_threads,
@@ -236,7 +240,7 @@ def field(record_s, turn, N: gl.constexpr):
 
 @gluon.jit
 def row_maximum(s, added):
-    """[ROWS], of s, or of s and what is added to the scores of each thread, [ROWS, 4]."""
+    """[ROWS], of s, or of s and what is added to the scores of each thread, [ROWS, 4], or of the tile, a number."""
     mine = gl.max(gl.max(gl.max(by_thread(s), 4), 2), 1)
     if added is not None:
         mine += added
@@ -329,7 +333,9 @@ def consumer(
     """out and lse of ROWS queries of every item."""
     tiles_s, o_s, record_s, bars = own
     lists, words_ptr, o_desc, lse_ptr, parts_ptr, qk_scale, q_len, changes = reads
-    cap_scale, inverse_unit, slopes_ptr, offset, sink_ptr = changes
+    cap_scale, inverse_unit, slopes_ptr, offset, sink_ptr, entries_ptr, until_ptr = changes
+    HAS_TABLE: gl.constexpr = entries_ptr is not None
+    HAS_DISTANCES: gl.constexpr = slopes_ptr is not None or HAS_TABLE
     q_s, k_s, v_s = tiles_s
     q_full, q_empty, k_full, v_full, kv_empty = bars
     index_ptr, tile_ptr = lists
@@ -373,6 +379,9 @@ def consumer(
     turn = -1
     left, partial_left, place, tile, k_limit, jump_left = 0, 0, 0, 0, 0, 0
     slope, first_position, next_block = 0.0, 0, 0
+    if HAS_TABLE:
+        runs = outer_runs(until_ptr, q_len, offset)
+        here_ptr, nearest, farthest = entries_ptr, 0.0, 0.0
     mbarrier.wait(k_full.index(0), 0)
     if IN_TURNS and C == 1:
         at_turn_of(0, "arrive")
@@ -389,14 +398,25 @@ def consumer(
                 k_limit, jump_left = field(record_s, turn, K_LIMIT), field(record_s, turn, JUMP_LEFT)
             if slopes_ptr is not None:
                 slope = slope_of(slopes_ptr, field(record_s, turn, HEAD), inverse_unit)
+            if HAS_TABLE:
+                here_ptr = entries_of_head(entries_ptr, field(record_s, turn, HEAD), q_len, offset)
+                nearest, farthest = gl.load(here_ptr + runs[3]), gl.load(here_ptr + runs[4])
+            if HAS_DISTANCES:
                 first_position = field(record_s, turn, FIRST_Q) + (C * ROWS + offset)
                 next_block = field(record_s, turn, BLOCK)
             running = left > 0
             if KEEPS_Q:
                 kept_q = q_s.index((turn & 1) * GROUPS + C).load(Q)
         is_mixed = left <= partial_left
-        if slopes_ptr is not None:
+        if HAS_DISTANCES:
             ahead = first_position - next_block * BLOCK_N
+        entry, is_shared = 0.0, True
+        if HAS_TABLE:
+            entry, is_shared = shared_entry(
+                runs, here_ptr, (nearest, farthest), ahead - (BLOCK_N - 1), ahead + (ROWS - 1)
+            )
+            is_mixed = is_mixed | (not is_shared)
+        if slopes_ptr is not None:
             side = side_of_columns(ahead, slope, qk_scale, ROWS, BLOCK_N, CHANGES)
             is_mixed = is_mixed | (side == 0)
         words = gl.zeros([ROWS, BLOCK_N // 32], gl.int32, layout=WORDS)
@@ -404,15 +424,13 @@ def consumer(
             k_left = BLOCK_N
             if HAS_LENGTHS:
                 k_left = k_limit - gl.load(index_ptr + place) * BLOCK_N
-            words = live_words(
-                words_ptr, tile, C * ROWS, k_left, BLOCK_M, BLOCK_N, HAS_LENGTHS, slopes_ptr is not None, WORDS
-            )
+            words = live_words(words_ptr, tile, C * ROWS, k_left, BLOCK_M, BLOCK_N, HAS_LENGTHS, HAS_DISTANCES, WORDS)
         left -= 1
         place += 1
         if HAS_LENGTHS and left == jump_left:
             place += field(record_s, turn, JUMP)
         tile = gl.load(tile_ptr + place)  # of the next step: a load whose address waits for a load would hold it up
-        if slopes_ptr is not None:
+        if HAS_DISTANCES:
             next_block = gl.load(index_ptr + place)
 
         stage, phase = step % STAGES, (step // STAGES) & 1
@@ -435,6 +453,8 @@ def consumer(
             if slopes_ptr is not None:
                 distant = gl.where(side == 0, slope, 0.0)
                 s = s - distances(first, BLOCK_N, CHANGES, S) * distant
+            if HAS_TABLE and not is_shared:
+                s = s + entries_of_scores(here_ptr, ahead, 1, s)
             if CAPPED & CHANGES:
                 words = exchanged_with_nobody(words)
             s = masked(s, words, BLOCK_N, BITS)
@@ -443,6 +463,8 @@ def consumer(
             lean = gl.where(side == 0, 0.0, side * slope)  # a slope that is not finite would undo the mask
             s = s + from_first_column(BLOCK_N, S) * lean
             added = first * lean
+        if HAS_TABLE:
+            added = entry
         inverse = gl.zeros([ROWS], gl.float32, layout=S_ROWS)
         ended = turn - 1
         if begins:
@@ -481,7 +503,9 @@ def consumer(
             m_new = gl.where(m_new - m_i > SLACK, m_new, m_i)
         # A query that has met no live key yet has maximum -inf, and -inf - -inf is NaN; 0 gives exp2(-inf) = 0.
         m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
-        if slopes_ptr is None:
+        if HAS_TABLE:
+            p = gl.exp2(s * qk_scale - (m_safe - added * qk_scale)[:, None])
+        elif slopes_ptr is None:
             p = gl.exp2(s * qk_scale - m_safe[:, None])
         else:
             less = gl.convert_layout(m_safe, SUM_ROWS, assert_trivial=True)[:, None]
@@ -567,6 +591,7 @@ def forward_kernel(
     items, heads, group, q_len, k_len, row_tiles,
     cap_scale, inverse_unit,  # scale / cap, if CHANGES has CAPPED; 1 / the unit of scores
     slopes_ptr, sink_ptr,  # [Hq], or None
+    entries_ptr, until_ptr,  # of a table: fp32 [Hq, MARGIN + C + MARGIN] of `entries_kernel`, int32 [C + 1]; or None
     BLOCK_N: gl.constexpr,  # keys of a tile of the lists, whose queries are GROUPS * ROWS
     D: gl.constexpr,
     GROUPS: gl.constexpr, STREAMS: gl.constexpr,  # warpgroups that share an item, and how many run items of their own
@@ -581,7 +606,7 @@ def forward_kernel(
     lengths = (lengths_ptr, lengths_stride)
     sizes = (items, heads, group, q_len, k_len, row_tiles)
     lists = (index_ptr, tile_ptr)
-    changes = (cap_scale, inverse_unit, slopes_ptr, k_len - q_len, sink_ptr)
+    changes = (cap_scale, inverse_unit, slopes_ptr, k_len - q_len, sink_ptr, entries_ptr, until_ptr)
     stream, streams = gl.program_id(0) * STREAMS, gl.num_programs(0) * STREAMS
     loads = ((q_desc, k_desc, v_desc), work_ptr, lists, lengths, counter_ptr, sizes, streams)
     reads = (lists, words_ptr, o_desc, lse_ptr, parts_ptr, qk_scale, q_len, changes)

@@ -17,6 +17,7 @@ from sparseflash.backends.triton.hopper.descriptors import as_read, described_as
 from sparseflash.backends.triton.hopper.dynamic_plan import dynamic_forward_plan
 from sparseflash.backends.triton.hopper.forward import forward_kernel
 from sparseflash.backends.triton.hopper.plan import ITEM_COUNT, forward_plan
+from sparseflash.backends.triton.hopper.tables import entries_of
 from sparseflash.backends.triton.launcher import BoundLaunch, Launch
 from sparseflash.backends.triton.portable.choice import can_describe
 from sparseflash.backends.triton.portable.combine import TOKENS_TO_COMBINE, combine_rows_kernel
@@ -64,6 +65,9 @@ class ForwardLayout:
         examples: dict[str, Any] = {**tiles, "lse_ptr": lse, "counter_ptr": _SOME_COUNTERS[:1]}
         changed = examples_of(changes, q)
         examples |= changed
+        self.entries = entries_of(changes, numbers["inverse_unit"], device)
+        if self.entries is not None:
+            examples |= self.entries.examples
         examples |= of_call(SOME_LENGTHS if setting.lengths else None)
         if merges:
             examples["parts_ptr"] = SOME_PARTS
@@ -124,6 +128,8 @@ class Forward:
             "q_desc": q, "k_desc": k, "v_desc": v, "o_desc": out, "out_ptr": out, "lse_ptr": lse,
             "counter_ptr": counter(q.device), **of_call(lengths), **tensors_of(changes, q),
         }  # fmt: skip
+        if layout.entries is not None and changes is not None:
+            given |= layout.entries(changes)
         if self._combine is not None:
             given["parts_ptr"] = torch.empty(self.plan.parts, layout.part, dtype=torch.float32, device=q.device)
         self._launch(given)
@@ -133,7 +139,11 @@ class Forward:
 
     def launches(self) -> list[BoundLaunch]:
         """All kernels that a call launches."""
-        return [self._launch, *([] if self._combine is None else [self._combine])]
+        entries = self.layout.entries
+        return [
+            *([] if entries is None else [entries.launch]), self._launch,
+            *([] if self._combine is None else [self._combine]),
+        ]  # fmt: skip
 
     def choices(self) -> list[KernelChoice]:
         """How the kernel runs that computes."""

@@ -1,18 +1,25 @@
-"""Changes of scores in the kernels for Hopper: a cap and a decay with distance. `sparseflash/scores/` defines them.
+"""Changes of scores in the kernels for Hopper: a cap, a decay with distance, and a table of relative positions.
+`sparseflash/scores/` defines them.
 
-Each takes a few operations a score and no memory, which is why these kernels know it. Scores are in units of the cap,
-or of 1 / scale without one: then a cap costs its tanh and one multiplication. A sink takes part in the sums of a row
-alone, and is added where those are written.
+A cap and a decay take a few operations a score and no memory, which is why these kernels know them. Scores are in units
+of the cap, or of 1 / scale without one: then a cap costs its tanh and one multiplication. A sink takes part in the sums
+of a row alone, and is added where those are written.
+
+Of a table these kernels know those whose entry follows from the distance of query and key, and is mostly the same from
+one distance to the next. Then the scores of nearly all tiles have one entry, which is added to the numbers of rows and
+costs nothing a score; near the diagonal each score reads its own.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from sparseflash.backends.triton.hopper.tables import MARGIN
 from sparseflash.backends.triton.portable.change_flags import LOGARITHMIC
 from sparseflash.backends.triton.portable.softmax import LN2
 
 # In base 2 a token. Over 128 tokens the rounding of such a term is 2^-13.
 STEEPEST = gl.constexpr(16.0)
+LARGEST = gl.constexpr(3.4e38)  # finite numbers of fp32 are no larger
 
 
 @gluon.jit
@@ -94,3 +101,66 @@ def plus_of_threads(x, added):
     """x, [ROWS, COLUMNS], plus a number for each thread of a row, [ROWS, 4]."""
     found = by_thread(x) + added.expand_dims(1).expand_dims(2).expand_dims(4)
     return gl.convert_layout(found.reshape(x.shape), x.type.layout, assert_trivial=True)
+
+
+# ---------------------------------------------------------------------- tables of relative positions
+
+
+@gluon.jit
+def outer_runs(until_ptr, q_len, offset):
+    """`(until_ptr of distance 0, last distance with the entry of the first one, first with that of the last one, the
+    first distance, the last)`; or None without a table. A distance is by how many tokens a query comes after a key;
+    `until_ptr` has one number for each, and one more: see `sparseflash/scores/relative.py`."""
+    runs = None
+    if until_ptr is not None:
+        first, last = 1 - q_len, q_len + offset - 1
+        here_ptr = until_ptr + (q_len - 1)
+        runs = here_ptr, gl.load(until_ptr) + first, gl.load(here_ptr + (last + 1)) + first, first, last
+    return runs
+
+
+@gluon.jit
+def shared_entry(runs, entries_ptr, outer_entries, least, most):
+    """`(an entry, whether all scores of a tile have it)`; 0 if not.
+
+    entries_ptr: the entry of distance 0. outer_entries: those of the first and the last distance, so that most tiles
+    need no load. least, most: the distances of the tile. An entry that is not finite would undo the mask, so scores
+    that have it read it themselves.
+    """
+    until_ptr, first_end, last_start, first, last = runs
+    is_first, is_last = most <= first_end, least >= last_start
+    entry = gl.where(is_first, outer_entries[0], outer_entries[1])
+    is_shared = is_first | is_last
+    if not is_shared:
+        inside = gl.maximum(least, first)
+        is_shared = gl.load(until_ptr + inside) + first >= gl.minimum(most, last)
+        entry = gl.load(entries_ptr + inside)
+    is_shared = is_shared & (gl.abs(entry) <= LARGEST)
+    return gl.where(is_shared, entry, 0.0), is_shared
+
+
+@gluon.jit
+def entries_of_head(entries_ptr, head, q_len, offset):
+    """Where the entry of distance 0 is of those that `tables.entries_kernel` writes of a head."""
+    codes = 2 * q_len + offset - 1
+    return entries_ptr + gl.cast(head, gl.int64) * (codes + 2 * MARGIN) + (MARGIN + q_len - 1)
+
+
+@gluon.jit
+def entries_of_scores(entries_ptr, ahead, SIGN: gl.constexpr, like):
+    """The entry of each score of a tile, in the layout of `like`, [ROWS, COLUMNS].
+
+    ahead: by how many tokens the first row comes after the first column; SIGN: 1 if rows are queries, -1 if they are
+    keys. A thread computes two addresses, for its two rows; those of its columns differ from them by numbers that the
+    compiler knows.
+    """
+    ROWS: gl.constexpr = like.shape[0]
+    COLUMNS: gl.constexpr = like.shape[1]
+    LAYOUT: gl.constexpr = like.type.layout
+    THREADS: gl.constexpr = sums_of_threads(like).type.layout
+    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, THREADS)) + ahead
+    mine = 2 * gl.arange(0, 4, layout=gl.SliceLayout(0, THREADS))
+    first_ptr = entries_ptr + SIGN * (row[:, None] - mine[None, :])
+    column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT)) & ~6
+    columns = (-SIGN * column)[None, :].broadcast_to(ROWS, COLUMNS)
+    return gl.load(plus_of_threads(columns, first_ptr))

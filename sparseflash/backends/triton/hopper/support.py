@@ -15,6 +15,7 @@ from sparseflash.backends.triton.schedule.costs import SPLITS
 # on a GPU.
 TRITON_VERSIONS = ((3, 6),)
 _DTYPES = (torch.float16, torch.bfloat16)
+_NOT_WITH_A_TABLE = ("softcap", "distance")
 
 
 def refuses(request: Request) -> str | None:
@@ -38,6 +39,15 @@ def refuses(request: Request) -> str | None:
         return f"of changes of scores they give gradients to {', '.join(LEARNED)}; got {', '.join(unknown)}"
     if "distance" in request.learned and ("softcap" in request.changes or request.logarithmic):
         return "they give a gradient to the slopes of a linear decay alone, without a soft cap"
+    if "relative" in request.changes and (others := [each for each in request.changes if each in _NOT_WITH_A_TABLE]):
+        return f"they know a table of relative positions beside a sink alone; got one beside {', '.join(others)}"
+    if "relative" in request.changes and request.backward:
+        return "their backward knows no table of relative positions"
+    if not request.in_runs:
+        return (
+            "of tables of relative positions they know those whose buckets follow from the distance and are mostly the "
+            "same from one distance to the next"
+        )
     tile = BLOCK if request.backward else tile_for(request.block)
     if request.dynamic and request.block != tile:
         return "of a mask that is made at every step they take blocks of {} x {}; got {} x {}".format(

@@ -83,6 +83,12 @@ class Pointer:
     def __add__(self, more):
         return Pointer(self.flat, self.at + (more.value if isinstance(more, Block) else more))
 
+    def expand_dims(self, axis):
+        return Pointer(self.flat, self.at.unsqueeze(axis))
+
+    def reshape(self, shape):
+        return Pointer(self.flat, self.at.reshape(shape))
+
     def checked(self, at):
         assert bool((at >= 0).all() and (at < len(self.flat)).all()), "out of bounds"
         return at

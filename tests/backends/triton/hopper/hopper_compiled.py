@@ -2,7 +2,7 @@
 
     python -m tests.backends.triton.hopper.hopper_compiled DIM DTYPE [FEATURE...]
 
-Features: small, lengths, parts, softcap, alibi, log, sink, learned.
+Features: small, lengths, parts, softcap, alibi, log, sink, table, learned.
 
 Needs a process in which Triton compiles. With another Triton first in PYTHONPATH it says what that makes of them.
 """
@@ -25,12 +25,12 @@ from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton import api
 from sparseflash.backends.triton.direct_start import parameters_of_compiled
 from sparseflash.backends.triton.hopper import cuts, passes, plan
-from sparseflash.scores.change import Scores
+from sparseflash.scores.change import Scores, Sizes
 
 ARCH = 90
 CHANGES = {
     "softcap": scores.softcap(30.0), "alibi": scores.alibi(torch.ones(2)), "log": scores.log_decay(torch.ones(2)),
-    "sink": scores.sink(torch.ones(2)),
+    "sink": scores.sink(torch.ones(2)), "table": scores.relative(torch.ones(2, 32), scores.t5_buckets()),
 }  # fmt: skip
 
 
@@ -69,6 +69,8 @@ def compiled(dim, dtype, small, lengths, parts, kinds=(), *, learned=False):
     ):
         setting = api.setting_of(q, q, Problem.of(mask, scale=1.0), (9, 0))
         changes = sum((CHANGES[kind] for kind in kinds), Scores(())) if kinds else None
+        if changes is not None:
+            changes = changes.prepared(Sizes(1, 2, 512, 512, q.device, mask))
         wanted = [learned for _ in changes.tensors()] if kinds else []
         both = (
             passes.forward(setting, "", q, q, q, 1.0, 0, changes),

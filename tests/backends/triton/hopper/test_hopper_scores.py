@@ -180,7 +180,7 @@ def test_some_decays_that_are_learned_and_other_changes_are_the_portable_kernels
     bias = scores.key_bias(torch.rand(1, 1, 8192, device="meta"))
     found = explain(q, q, q, masks.causal(8192), scores=bias, capability=(9, 0))
     assert found.forward.family == "portable"
-    reason = "of changes of scores they know softcap, distance, sink; got key_bias"
+    reason = "of changes of scores they know softcap, distance, relative, sink; got key_bias"
     assert dict(found.forward.refusals)["hopper"] == reason
 
 

@@ -1,0 +1,67 @@
+"""Tables of relative positions, as the kernels for Hopper read them: by distance, in the units of their scores."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparseflash.backends.triton.launcher import BoundLaunch
+from sparseflash.backends.triton.portable.changed import Changed
+from sparseflash.backends.triton.portable.launches import launch_of
+from sparseflash.backends.triton.portable.passes import like, one_number_of
+from sparseflash.scores.change import Scores
+
+# Tiles that lie partly past the ends of the tokens reach so far beyond the distances that there are.
+MARGIN = tl.constexpr(128)
+_BLOCK = 1024  # codes of a program of `entries_kernel`
+
+
+@triton.jit(do_not_specialize=["inverse_unit", "codes", "table_size", "programs_of_head"])
+def entries_kernel(
+    table_ptr, buckets_ptr,  # [Hq, R] contiguous; int32 [C]
+    entries_ptr,  # fp32 [Hq, MARGIN + C + MARGIN], written
+    inverse_unit, codes, table_size, programs_of_head,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The entry of every code: the rows of the table, spread out; 0 where there is no code."""
+    head, number = tl.program_id(0) // programs_of_head, tl.program_id(0) % programs_of_head
+    place = number * BLOCK + tl.arange(0, BLOCK)
+    code = place - MARGIN
+    is_code = (code >= 0) & (code < codes)
+    bucket = tl.load(buckets_ptr + code, mask=is_code, other=0)
+    # Buckets outside the table are refused where that does not wait for the device; elsewhere they must not be read.
+    is_entry = is_code & (bucket >= 0) & (bucket < table_size)
+    entry = tl.load(table_ptr + (tl.cast(head, tl.int64) * table_size + bucket), mask=is_entry, other=0.0)
+    size = codes + 2 * MARGIN
+    target = entries_ptr + (tl.cast(head, tl.int64) * size + place)
+    tl.store(target, entry.to(tl.float32) * inverse_unit, mask=place < size)
+
+
+class Entries:
+    """What the kernels read of a table, prepared for tensors of one layout."""
+
+    def __init__(self, changes: Scores, inverse_unit: float, device: torch.device) -> None:
+        table, buckets, until = (like(x) for x in Changed.table_of(changes).values())
+        (heads, size), codes = table.shape, len(buckets)
+        entries = torch.empty(heads, codes + 2 * MARGIN.value, dtype=torch.float32, device="meta")
+        self._entries = one_number_of(entries, device)
+        programs = -(-entries.shape[1] // _BLOCK)
+        numbers = {"inverse_unit": inverse_unit, "codes": codes, "table_size": size, "programs_of_head": programs}
+        examples = {"table_ptr": table, "buckets_ptr": buckets, "entries_ptr": entries}
+        self.launch: BoundLaunch = launch_of(
+            entries_kernel, {"BLOCK": _BLOCK}, numbers, examples, device, {}, bound=(), num_warps=4, num_stages=1
+        ).bind(heads * programs)
+        self.examples = {"entries_ptr": entries, "until_ptr": until}
+
+    def __call__(self, changes: Scores) -> dict[str, Tensor]:
+        """The kernels' arguments, of a call."""
+        given = {**Changed.table_of(changes), "entries_ptr": torch.empty_like(self._entries)}
+        self.launch(given)
+        return {name: given[name] for name in self.examples}
+
+
+def entries_of(changes: Scores | None, inverse_unit: float, device: torch.device) -> Entries | None:
+    """Those of the table, if the changes have one."""
+    return None if changes is None or changes.find("relative") is None else Entries(changes, inverse_unit, device)
