@@ -63,10 +63,18 @@ from sparseflash.backends.triton.hopper.gluon_api import (
 )
 from sparseflash.backends.triton.hopper.rows import TILE_ROWS, WIDTH
 from sparseflash.backends.triton.hopper.scores import (
+    TABLE_SUMS,
+    add_by_distance,
+    add_to_bucket,
+    can_be_shared,
     distances,
+    entries_of_head,
+    entries_of_scores,
     from_first_column,
     hyperbolic_tangent,
+    outer_runs,
     plus_of_threads,
+    shared_distance,
     side_of_columns,
     slope_of,
     sums_of_threads,
@@ -77,10 +85,12 @@ from sparseflash.backends.triton.portable.change_flags import CAPPED
 KEYS = gl.constexpr(BLOCK[1])  # of an item; its tiles have TILE_ROWS queries, in TILE_ROWS // ROWS steps
 SENDERS = gl.constexpr(2)
 WORDS = gl.constexpr(BLOCK[0] // 32)  # of bits of a key of a tile
-# What the loader tells the warpgroups of a step: the number of its bits; and for a decay by how many tokens the
-# first key comes after the first query, on which side the queries are, the slope as seen from there, as bits, and the
-# head.
+# What the loader tells the warpgroups of a step: the number of its bits; for a decay by how many tokens the first key
+# comes after the first query, on which side the queries are, the slope as seen from there, as bits, and the head; for a
+# table by how many tokens, or where all scores have one entry its bucket, whether they have, the entry, as bits, or 0,
+# and the head, with its number in the group times MOST_HEADS.
 TOLD = gl.constexpr(5)
+MOST_HEADS = gl.constexpr(1 << 16)
 # Stands for a dead score under a cap: its square is finite, and its weight is 0 where lse is above -1e7, whatever the
 # cap (`changed._CAPS`); `attention` promises no gradients from a million on.
 DEAD = gl.constexpr(-1e19)
@@ -126,13 +136,15 @@ def loader(
     loads, ROWS: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, CHANGES: gl.constexpr,
 ):  # fmt: skip
     """Queries with their rows of numbers, and gradients, step by step; keys and values once an item."""
-    descriptors, tiles_s, bars, lists, sizes, decay = loads
+    descriptors, tiles_s, bars, lists, sizes, decay, table = loads
     q_desc, dout_desc, k_desc, v_desc, rows_desc = descriptors
     q_s, dout_s, k_s, v_s, rows_s, number_s = tiles_s
     q_full, q_empty, dout_full, dout_empty, kv_full = bars
     start_ptr, work_ptr, entry_ptr = lists
     heads, kv_heads, row_tiles = sizes
     qk_scale, inverse_unit, slopes_ptr, offset = decay
+    entries_ptr, until_ptr, buckets_ptr, q_len = table
+    runs = outer_runs(until_ptr, q_len, offset)
     STEPS: gl.constexpr = TILE_ROWS // ROWS
     step = 0
     begin, end = items_of_program(start_ptr)
@@ -157,6 +169,17 @@ def loader(
                 slope = gl.where(side == 0, slope, side * slope)
                 told(number_s, stage, 3, gl.cast(slope, gl.int32, bitcast=True))
                 told(number_s, stage, 4, head)
+            if entries_ptr is not None:
+                ahead = first_k - (first_q + offset)
+                at, is_shared = shared_distance(runs, 1 - KEYS - ahead, ROWS - 1 - ahead)
+                entry = gl.load(entries_of_head(entries_ptr, head, q_len, offset) + at)
+                is_shared = is_shared & can_be_shared(entry)
+                if buckets_ptr is not None:
+                    ahead = gl.where(is_shared, gl.load(buckets_ptr + (at + q_len - 1)), ahead)
+                told(number_s, stage, 1, ahead)
+                told(number_s, stage, 2, gl.where(is_shared, 1, 0))
+                told(number_s, stage, 3, gl.cast(gl.where(is_shared, entry, 0.0), gl.int32, bitcast=True))
+                told(number_s, stage, 4, head + (head - kv_head * (heads // kv_heads)) * MOST_HEADS)
             mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + rows_desc.block_type.nbytes)
             async_load(q_desc, [batch, head, first_q, 0], q_full.index(stage), q_s.index(stage))
             async_load(rows_desc, [(row * STEPS + piece) * 2, 0], q_full.index(stage), rows_s.index(stage))
@@ -254,6 +277,12 @@ def in_registers(x):
 
 
 @gluon.jit
+def read_later(x):
+    """x of 16 bits, which is read here and not before: else it would be converted at once, into more registers."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+
+
+@gluon.jit
 def in_thread_order(dq, ROWS: gl.constexpr, D: gl.constexpr):
     """dq [ROWS, D] as it lies in shared memory and in chains: the numbers of a thread by fours, those of the threads of
     a warp one after another. `rows.in_rows` undoes it.
@@ -331,7 +360,8 @@ def consumer(
     """dk and dv of every item, and dq of every step."""
     tiles_s, bars, lists, words_ptr, lengths, parts_ptr, ds_s, dq_s, out_s, full, empty, sizes, changes = reads
     qk_scale, scale, kv_heads = sizes
-    cap_scale, slopes_ptr, dslopes_ptr, group = changes
+    cap_scale, slopes_ptr, dslopes_ptr, group, of_table = changes
+    entries_ptr, buckets_ptr, dtable_ptr, table_size, q_len, offset = of_table
     q_s, dout_s, k_s, v_s, rows_s, number_s = tiles_s
     q_full, q_empty, dout_full, dout_empty, kv_full = bars
     start_ptr, work_ptr, _ = lists
@@ -389,6 +419,9 @@ def consumer(
                         store_sums(slope_sums, dslopes_ptr, item * group + member)
                         slope_sums = no_sums
                     member = of_group
+            if entries_ptr is not None:
+                ahead, is_shared = heard(number_s, q_stage, 1), heard(number_s, q_stage, 2) != 0
+                entry = gl.cast(heard(number_s, q_stage, 3), gl.float32, bitcast=True)
             s = no_scores
             if not CAPPED & CHANGES:
                 s = in_registers(rows.slice(0, 1, dim=0).load(S).broadcast_to(KEYS, ROWS))
@@ -401,12 +434,18 @@ def consumer(
             if CAPPED & CHANGES:
                 s = hyperbolic_tangent(s * cap_scale)
                 dead = DEAD
+            if entries_ptr is not None and not is_shared:
+                head = heard(number_s, q_stage, 4) % MOST_HEADS
+                here_ptr = entries_of_head(entries_ptr, head, q_len, offset)
+                s = s + entries_of_scores(here_ptr, ahead, -1, s)
             if is_partial:
                 s = masked(s, words_ptr, tile, i % STEPS * ROWS, k_left, dead, ROWS, HAS_LENGTHS, BITS)
             changed = s
             if CAPPED & CHANGES:
                 changed += rows.slice(0, 1, dim=0).load(S).broadcast_to(KEYS, ROWS)
-            if slopes_ptr is None:
+            if entries_ptr is not None:
+                p = gl.exp2(changed * qk_scale + entry * qk_scale)
+            elif slopes_ptr is None:
                 p = gl.exp2(changed * qk_scale)
             else:
                 first_column = to_first_column(ahead, KEYS, SUMS)
@@ -423,12 +462,21 @@ def consumer(
             ds = p * dp
             if dslopes_ptr is not None:
                 slope_sums += sums_with_distances(ds, side, first_column, ROWS, CHANGES)
-            ds = ds.to(dtype)
-            ds_s.store(ds)
+            half_ds = ds.to(dtype)
+            ds_s.store(half_ds)
             fence_async_shared()
-            ds = gl.convert_layout(ds, OPERAND)
+            ds = gl.convert_layout(half_ds, OPERAND)
             dq = warpgroup_mma(ds_s.permute((1, 0)), k_s, no_dq, use_acc=False, is_async=True)
             dk = warpgroup_mma(ds, q_s.index(q_stage), dk, is_async=True)
+            if dtable_ptr is not None:
+                # Under the last two products, of what these have read: in fp32 it would take registers that dq has.
+                of_head = item * group + heard(number_s, q_stage, 4) // MOST_HEADS
+                sums_ptr = dtable_ptr + gl.cast(of_head, gl.int64) * (table_size * TABLE_SUMS)
+                read_ds = read_later(half_ds).to(gl.float32)
+                if is_shared:
+                    add_to_bucket(read_ds, sums_ptr, ahead)
+                else:
+                    add_by_distance(read_ds, sums_ptr, buckets_ptr, ahead, q_len, offset)
             dq, dv = local_mma_wait(dq, 1), accumulator(dv)
             async_copy.mbarrier_arrive(dout_empty.index(dout_stage), increment_count=False)
             which = (first * STEPS + i) % SENDERS
@@ -458,6 +506,7 @@ def consumer(
 @gluon.jit(
     do_not_specialize=[
         "lengths_stride", "qk_scale", "scale", "heads", "kv_heads", "row_tiles", "cap_scale", "inverse_unit", "offset",
+        "q_len", "table_size",
     ],
     do_not_specialize_on_alignment=["lengths_ptr"],  # one number is loaded at a time
 )  # fmt: skip
@@ -476,6 +525,10 @@ def backward_kernel(
     cap_scale, inverse_unit, slopes_ptr,  # as in the forward
     dslopes_ptr,  # fp32 [items, heads // kv_heads, KEYS], zeros, written where an item has entries of a head; or None
     offset,  # keys minus queries of a sequence
+    entries_ptr, until_ptr,  # of a table, as in the forward; q_len: of a sequence
+    buckets_ptr,  # int32 [C], if the table gets a gradient, or None
+    dtable_ptr,  # fp32 [items, heads // kv_heads, table_size, TABLE_SUMS], zeros, to which is added; or None
+    table_size, q_len,
     D: gl.constexpr,
     ROWS: gl.constexpr,  # 64, or 128
     Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, REGISTERS: gl.constexpr, CHANGES: gl.constexpr,
@@ -520,10 +573,12 @@ def backward_kernel(
     lengths = (lengths_ptr, lengths_stride)
     descriptors = (q_desc, dout_desc, k_desc, v_desc, rows_desc)
     decay = (qk_scale, inverse_unit, slopes_ptr, offset)
-    loads = (descriptors, tiles_s, bars, lists, (heads, kv_heads, row_tiles), decay)
+    table = (entries_ptr, until_ptr, buckets_ptr, q_len)
+    loads = (descriptors, tiles_s, bars, lists, (heads, kv_heads, row_tiles), decay, table)
     sends = (acc_desc, dq_s, out_s, full, empty, counter_ptr, lists, kv_heads)
     sizes = (qk_scale, scale, kv_heads)
-    changes = (cap_scale, slopes_ptr, dslopes_ptr, heads // kv_heads)
+    of_table = (entries_ptr, buckets_ptr, dtable_ptr, table_size, q_len, offset)
+    changes = (cap_scale, slopes_ptr, dslopes_ptr, heads // kv_heads, of_table)
     reads = (tiles_s, bars, lists, words_ptr, lengths, parts_ptr, ds_s, dq_s, out_s, full, empty, sizes, changes)
     gl.warp_specialize(
         [

@@ -26,6 +26,8 @@ from sparseflash.backends.triton.hopper.choices import described_choice
 from sparseflash.backends.triton.hopper.configs import BLOCK, backward_config_for
 from sparseflash.backends.triton.hopper.descriptors import as_read, described_as, read_as
 from sparseflash.backends.triton.hopper.rows import WIDTH, begin_kernel, finish_kernel
+from sparseflash.backends.triton.hopper.scores import TABLE_SUMS
+from sparseflash.backends.triton.hopper.tables import entries_of
 from sparseflash.backends.triton.launcher import BoundLaunch, Describe, Launch
 from sparseflash.backends.triton.portable.choice import can_describe
 from sparseflash.backends.triton.portable.combine import TOKENS_TO_COMBINE, combine_gradients_kernel
@@ -68,7 +70,7 @@ class BackwardLayout:
         self._workspace = [one_number_of(x, device) for x in (rows, acc, counted)]
         lengths = of_call(SOME_LENGTHS if setting.lengths else None)
         wanted_by_kind = {} if changes is None else changes.by_kind(wanted)
-        self.wants_sink, self.wants_slopes = (any(wanted_by_kind.get(kind, ())) for kind in ("sink", "distance"))
+        self.wants_sink = any(wanted_by_kind.get("sink", ()))
         numbers: dict[str, Any] = {
             "counters": counters, **numbers_of(changes, scale), "scale": scale, "offset": k.shape[2] - q_len,
             "heads": heads, "kv_heads": kv_heads, "q_len": q_len, "row_tiles": row_tiles, "lengths_stride": 0,
@@ -102,12 +104,23 @@ class BackwardLayout:
             "D": config.dim, "ROWS": config.rows, "Q_STAGES": config.q_stages, "DOUT_STAGES": config.dout_stages,
             "REGISTERS": config.registers, "CHANGES": flags_of(changes),
         }  # fmt: skip
+        # What the kernel sums of an item and query head, by name: the shape.
+        self.sums: dict[str, tuple[int, ...]] = {}
+        if any(wanted_by_kind.get("distance", ())):
+            self.sums["dslopes_ptr"] = (BLOCK[1],)
+        self.entries, of_table = entries_of(changes, numbers["inverse_unit"], device), {}
+        if self.entries is not None:
+            of_table = dict(self.entries.examples)
+            if any(wanted_by_kind.get("relative", ())):
+                numbers["table_size"] = self.entries.size
+                of_table["buckets_ptr"] = self.entries.buckets
+                self.sums["dtable_ptr"] = self.entries.size, TABLE_SUMS.value
         self.launch = launch_of(
             backward_kernel, constants, numbers,
             {
                 **tiles, "rows_desc": rows, "acc_desc": acc, **written, "counter_ptr": counted,
                 **({"parts_ptr": SOME_PARTS} if merges else {}), **lengths, **_of_kernel(examples_of(changes, q)),
-                **({"dslopes_ptr": rows} if self.wants_slopes else {}),
+                **{name: rows for name in self.sums}, **of_table,
             },
             device, described, bound=("start_ptr", "work_ptr", "entry_ptr", "words_ptr"), num_warps=8, num_stages=1,
             registers=config.start_registers, resident=True,
@@ -162,13 +175,17 @@ class Backward:
         """`(dq, dk, dv)`, and the gradients of the tensors of the changes that the layout was made for."""
         of_kind: dict[str, Tensor | None] = {}
         heads, (batch, kv_heads, k_len, _) = saved.q.shape[1], saved.k.shape
-        dslopes = None
-        if self.layout.wants_slopes:
-            shape = len(self.plan.work), heads // kv_heads, BLOCK[1]
-            dslopes = torch.zeros(shape, dtype=torch.float32, device=saved.q.device)
-        gradients, rows = self._run(dout, dlse, saved, lengths, changes, dslopes)
-        if dslopes is not None:
-            of_kind["distance"] = self._sums_by_head(dslopes.sum(2), batch * kv_heads, k_len).view(batch, heads).sum(0)
+        sums = {
+            name: torch.zeros(
+                len(self.plan.work), heads // kv_heads, *shape, dtype=torch.float32, device=saved.q.device
+            )
+            for name, shape in self.layout.sums.items()
+        }
+        gradients, rows = self._run(dout, dlse, saved, lengths, changes, sums)
+        for name, kind in (("dslopes_ptr", "distance"), ("dtable_ptr", "relative")):
+            if name in sums:
+                of_heads = self._sums_by_head(sums[name].sum(-1), batch * kv_heads, k_len)
+                of_kind[kind] = of_heads.view(batch, heads, *of_heads.shape[2:]).sum(0)
         if self.layout.wants_sink:
             lse = saved.lse
             drow = rows.view(-1, 2, self.layout.rows)[:, 1].reshape(*lse.shape[:2], -1)[:, :, : lse.shape[2]]
@@ -176,18 +193,18 @@ class Backward:
         return gradients, in_order(changes, of_kind)
 
     def _sums_by_head(self, part: Tensor, kv_heads: int, k_len: int) -> Tensor:
-        """The sums of the parts of all items, `[items, group]`, `[B * Hkv, group]`: by keys, in whatever order the plan
-        has the items."""
+        """The sums of the parts of all items, `[items, group, ...]`, as `[B * Hkv, group, ...]`: by keys, in whatever
+        order the plan has the items."""
         number, first_key = (self.plan.work[:, each.value].long() for each in (ITEM_NUMBER, ITEM_FIRST_KEY))
         order = torch.argsort(number * k_len + first_key, stable=True)
         if not self.plan.parts:
-            return part[order].view(kv_heads, -1, part.shape[1]).sum(1)
+            return part[order].view(kv_heads, -1, *part.shape[1:]).sum(1)
         columns = -(-k_len // BLOCK[1])
         return sums_of_groups(part[order], number[order], kv_heads, None, columns + self.plan.parts)
 
     def _run(
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None, changes: Scores | None = None,
-        dslopes: Tensor | None = None,
+        sums: Mapping[str, Tensor] | None = None,
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:  # fmt: skip
         """The gradients, and the numbers of rows that `begin_kernel` writes."""
         q, k, v, out, lse, _ = saved
@@ -201,8 +218,9 @@ class Backward:
             "dk_desc": dk, "dv_desc": dv, "counter_ptr": counters, "acc_ptr": acc, "dq_ptr": dq, "x_ptr": dk,
             "y_ptr": dv, **of_call(lengths), **_of_kernel(tensors_of(changes, q)),
         }  # fmt: skip
-        if dslopes is not None:
-            given["dslopes_ptr"] = dslopes
+        given |= sums or {}
+        if self.layout.entries is not None and changes is not None:
+            given |= self.layout.entries(changes)
         if self._combine is not None:
             given["parts_ptr"] = torch.empty(self.plan.parts, self.layout.part, dtype=torch.float32, device=q.device)
         self.plan.ready.wait()
@@ -215,7 +233,9 @@ class Backward:
 
     def launches(self) -> list[BoundLaunch]:
         """All kernels that a call launches."""
-        return [self.layout.begin, self._launch, self._finish, *([] if self._combine is None else [self._combine])]
+        layout, combine = self.layout, self._combine
+        entries = [] if layout.entries is None else [layout.entries.launch]
+        return [*entries, layout.begin, self._launch, self._finish, *([] if combine is None else [combine])]
 
     def choices(self) -> list[KernelChoice]:
         """How the kernel runs that computes."""

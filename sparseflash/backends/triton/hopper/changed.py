@@ -14,7 +14,7 @@ from sparseflash.backends.triton.portable.softmax import LOG2E
 from sparseflash.scores.change import Scores
 
 KINDS = ("softcap", "distance", "relative", "sink")  # one of each at most, and in this order, as `Scores` has them
-LEARNED = ("distance", "sink")  # those whose tensors get gradients
+LEARNED = ("distance", "relative", "sink")  # those whose tensors get gradients
 # A decay or a table is divided by the scale, and must stay finite. Products of fp16 times this vanish.
 _SMALLEST_SCALE_THAT_DIVIDES = 1e-20
 # A smaller cap leaves nothing of a score, and a larger one leaves it as it is; both keep what is computed finite.

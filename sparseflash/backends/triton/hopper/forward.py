@@ -381,7 +381,7 @@ def consumer(
     slope, first_position, next_block = 0.0, 0, 0
     if HAS_TABLE:
         runs = outer_runs(until_ptr, q_len, offset)
-        here_ptr, nearest, farthest = entries_ptr, 0.0, 0.0
+        here_ptr, first_entry, last_entry = entries_ptr, 0.0, 0.0
     mbarrier.wait(k_full.index(0), 0)
     if IN_TURNS and C == 1:
         at_turn_of(0, "arrive")
@@ -400,7 +400,7 @@ def consumer(
                 slope = slope_of(slopes_ptr, field(record_s, turn, HEAD), inverse_unit)
             if HAS_TABLE:
                 here_ptr = entries_of_head(entries_ptr, field(record_s, turn, HEAD), q_len, offset)
-                nearest, farthest = gl.load(here_ptr + runs[3]), gl.load(here_ptr + runs[4])
+                first_entry, last_entry = gl.load(here_ptr + runs[3]), gl.load(here_ptr + runs[4])
             if HAS_DISTANCES:
                 first_position = field(record_s, turn, FIRST_Q) + (C * ROWS + offset)
                 next_block = field(record_s, turn, BLOCK)
@@ -412,9 +412,8 @@ def consumer(
             ahead = first_position - next_block * BLOCK_N
         entry, is_shared = 0.0, True
         if HAS_TABLE:
-            entry, is_shared = shared_entry(
-                runs, here_ptr, (nearest, farthest), ahead - (BLOCK_N - 1), ahead + (ROWS - 1)
-            )
+            ends = first_entry, last_entry
+            entry, is_shared = shared_entry(runs, here_ptr, ends, ahead - (BLOCK_N - 1), ahead + (ROWS - 1))
             is_mixed = is_mixed | (not is_shared)
         if slopes_ptr is not None:
             side = side_of_columns(ahead, slope, qk_scale, ROWS, BLOCK_N, CHANGES)

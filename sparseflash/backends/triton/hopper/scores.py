@@ -19,6 +19,7 @@ from sparseflash.backends.triton.portable.softmax import LN2
 
 # In base 2 a token. Over 128 tokens the rounding of such a term is 2^-13.
 STEEPEST = gl.constexpr(16.0)
+TABLE_SUMS = gl.constexpr(64)  # of a bucket, by as many threads: eight of each warp
 LARGEST = gl.constexpr(3.4e38)  # finite numbers of fp32 are no larger
 
 
@@ -120,22 +121,33 @@ def outer_runs(until_ptr, q_len, offset):
 
 
 @gluon.jit
-def shared_entry(runs, entries_ptr, outer_entries, least, most):
-    """`(an entry, whether all scores of a tile have it)`; 0 if not.
-
-    entries_ptr: the entry of distance 0. outer_entries: those of the first and the last distance, so that most tiles
-    need no load. least, most: the distances of the tile. An entry that is not finite would undo the mask, so scores
-    that have it read it themselves.
-    """
+def shared_distance(runs, least, most):
+    """`(a distance, whether all scores of a tile have its entry)`; least, most: the distances of the tile. It needs no
+    load where that is the entry of the first distance or of the last."""
     until_ptr, first_end, last_start, first, last = runs
     is_first, is_last = most <= first_end, least >= last_start
-    entry = gl.where(is_first, outer_entries[0], outer_entries[1])
+    at = gl.where(is_first, first, gl.where(is_last, last, gl.maximum(least, first)))
     is_shared = is_first | is_last
     if not is_shared:
-        inside = gl.maximum(least, first)
-        is_shared = gl.load(until_ptr + inside) + first >= gl.minimum(most, last)
-        entry = gl.load(entries_ptr + inside)
-    is_shared = is_shared & (gl.abs(entry) <= LARGEST)
+        is_shared = gl.load(until_ptr + at) + first >= gl.minimum(most, last)
+    return at, is_shared
+
+
+@gluon.jit
+def can_be_shared(entry):
+    """Whether an entry is finite. Another would undo the mask, so scores that have it read it themselves."""
+    return gl.abs(entry) <= LARGEST
+
+
+@gluon.jit
+def shared_entry(runs, here_ptr, ends, least, most):
+    """`(the entry of all scores of a tile, or 0, whether they have one)`. here_ptr: the entry of distance 0; ends: of
+    the first and the last distance."""
+    at, is_shared = shared_distance(runs, least, most)
+    entry = gl.where(at == runs[3], ends[0], ends[1])
+    if (at > runs[3]) & (at < runs[4]):
+        entry = gl.load(here_ptr + at)
+    is_shared = is_shared & can_be_shared(entry)
     return gl.where(is_shared, entry, 0.0), is_shared
 
 
@@ -144,6 +156,15 @@ def entries_of_head(entries_ptr, head, q_len, offset):
     """Where the entry of distance 0 is of those that `tables.entries_kernel` writes of a head."""
     codes = 2 * q_len + offset - 1
     return entries_ptr + gl.cast(head, gl.int64) * (codes + 2 * MARGIN) + (MARGIN + q_len - 1)
+
+
+@gluon.jit
+def number_of(SIZE: gl.constexpr, LAYOUT: gl.constexpr):
+    """0 .. SIZE - 1. What follows from them is computed where it stands: the compiler would compute it before the loop,
+    and keep it in registers that it has not got."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [gl.arange(0, SIZE, layout=LAYOUT)], dtype=gl.int32, is_pure=False, pack=1
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -158,9 +179,128 @@ def entries_of_scores(entries_ptr, ahead, SIGN: gl.constexpr, like):
     COLUMNS: gl.constexpr = like.shape[1]
     LAYOUT: gl.constexpr = like.type.layout
     THREADS: gl.constexpr = sums_of_threads(like).type.layout
-    row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, THREADS)) + ahead
-    mine = 2 * gl.arange(0, 4, layout=gl.SliceLayout(0, THREADS))
+    row = number_of(ROWS, gl.SliceLayout(1, THREADS)) + ahead
+    mine = 2 * number_of(4, gl.SliceLayout(0, THREADS))
     first_ptr = entries_ptr + SIGN * (row[:, None] - mine[None, :])
     column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT)) & ~6
     columns = (-SIGN * column)[None, :].broadcast_to(ROWS, COLUMNS)
     return gl.load(plus_of_threads(columns, first_ptr))
+
+
+# ---------------------------------------------------------------------- their gradients
+
+
+@gluon.jit
+def from_lane(x, lane):
+    """x as another lane of the warp has it."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, $2, 31, -1;", "=f,f,r", [x, lane], dtype=gl.float32, is_pure=False, pack=1
+    )  # fmt: skip
+
+
+@gluon.jit
+def halved(parts, COUNT: gl.constexpr):
+    """The first and the second half of each of COUNT tensors along its last axis, one after another."""
+    found = parts[:0]
+    for i in gl.static_range(COUNT):
+        first, second = gl.split(parts[i].reshape([8, 8, 4, 2, parts[i].shape[3] // 2]).permute((0, 1, 2, 4, 3)))
+        found += (first, second)
+    return found
+
+
+@gluon.jit
+def by_column(x):
+    """x, [8, 8, 4, J], as J tensors [64, 4], of which each thread has one number."""
+    LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
+        [], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0], [32, 0]], [], [64, 4]
+    )
+    J: gl.constexpr = x.shape[3]
+    parts = halved(halved(halved((x,), 1), 2), 4)
+    if J == 16:
+        parts = halved(parts, 8)
+    found = parts[:0]
+    for j in gl.static_range(J):
+        found += (gl.convert_layout(parts[j].reshape([64, 4]), LAYOUT, assert_trivial=True),)
+    return found
+
+
+@gluon.jit
+def with_shifted(x, y, BY: gl.constexpr, THREADS: gl.constexpr, COUNT: gl.constexpr):
+    """COUNT + 1 tensors, the sums of COUNT tensors x and y, of which y lie BY further: see `sums_by_distance`.
+
+    THREADS: by how many the thread with the y comes after that with the x.
+    """
+    LAYOUT: gl.constexpr = x[0].type.layout
+    row = number_of(64, gl.SliceLayout(1, LAYOUT)) & 7
+    lane = (row * 4 + THREADS)[:, None] + number_of(4, gl.SliceLayout(0, LAYOUT))[None, :]
+    is_next = (row < BY)[:, None]
+    zero = gl.zeros([64, 4], gl.float32, layout=LAYOUT)
+    found = x[:0]
+    for i in gl.static_range(COUNT + 1):
+        here = y[i] if i < COUNT else zero
+        before = y[i - 1] if i > 0 else zero
+        received = from_lane(gl.where(is_next, before, here), lane & 31)
+        found += (x[i] + received if i < COUNT else received,)
+    return found
+
+
+@gluon.jit
+def sums_by_distance(x):
+    """The sums of x, [128, COLUMNS], along its diagonals, of the 16 rows of each warp: COLUMNS / 8 + 4 tensors [64, 4].
+
+    In `[8 * warp + g, 0]` of number i stands the sum over column - row = 8 * (i - 1) - 16 * warp - g, and in the other
+    columns nothing of use. Thread 4 * g + t of a warp has its rows 8 * a + g in columns 8 * j + 2 * t + b. So a
+    diagonal goes on from (j, a) to (j + 1, a + 1) in the same thread, and these are added first. Then those of b = 1
+    are added to those of b = 0, which are as far in the thread 4 further, or 28 before with j + 1; and so what odd t
+    have to what even ones have, and at last t = 2 to t = 0.
+    """
+    J: gl.constexpr = x.shape[1] // 8
+    upper, lower = gl.split(x.reshape([8, 2, 8, J, 4, 2]).permute((0, 2, 4, 3, 5, 1)))
+    upper_even, upper_odd = gl.split(upper)
+    lower_even, lower_odd = gl.split(lower)
+    even = with_next(by_column(upper_even), by_column(lower_even), J)
+    odd = with_next(by_column(upper_odd), by_column(lower_odd), J)
+    sums = with_shifted(even, odd, 1, 4, J + 1)
+    sums = with_shifted(sums, sums, 2, 9, J + 2)
+    return with_shifted(sums, sums, 4, 18, J + 3)
+
+
+@gluon.jit
+def with_next(upper, lower, J: gl.constexpr):
+    """J + 1 tensors, the sums of those of `upper` and of the next of `lower`, which has one more at the beginning."""
+    found = lower[:1]
+    for j in gl.static_range(J - 1):
+        found += (upper[j] + lower[j + 1],)
+    return found + upper[J - 1 :]
+
+
+@gluon.jit
+def add_to_bucket(ds, sums_ptr, bucket):
+    """Adds the gradients of scores that have one entry, [128, COLUMNS], to its bucket; see `add_by_distance`."""
+    mine = gl.sum(sums_of_threads(ds).reshape([8, 2, 8, 4]), 1)
+    mine = gl.sum(mine.reshape([64, 4]), 1)
+    LAYOUT: gl.constexpr = mine.type.layout
+    row = number_of(64, LAYOUT)
+    gl.atomic_add(sums_ptr + (bucket * TABLE_SUMS + row), mine, sem="relaxed", scope="gpu")
+
+
+@gluon.jit
+def add_by_distance(ds, sums_ptr, buckets_ptr, ahead, q_len, offset):
+    """Adds the gradients of scores, [128, COLUMNS], whose rows are keys, to those of the buckets of their distances.
+
+    sums_ptr: [R, TABLE_SUMS], of this item and head. Only one thread adds to a number of it, so the order is always
+    the same. buckets_ptr: of all codes.
+    """
+    COUNT: gl.constexpr = ds.shape[1] // 8 + 4
+    sums = sums_by_distance(ds)
+    LAYOUT: gl.constexpr = sums[0].type.layout
+    row = number_of(64, gl.SliceLayout(1, LAYOUT))
+    has_sum = (number_of(4, gl.SliceLayout(0, LAYOUT)) == 0)[None, :]
+    # Of number 0 of `sums`. Where there is no code, there are no scores, and 0 is added.
+    first = (q_len - 9) - ahead - ((row >> 3) * 16 + (row & 7))
+    targets = sums[:0]
+    for i in gl.static_range(COUNT):
+        code = gl.minimum(gl.maximum(first + 8 * i, 0), 2 * q_len + offset - 2)
+        targets += ((gl.load(buckets_ptr + code) * TABLE_SUMS + row)[:, None].broadcast_to(64, 4),)
+    for i in gl.static_range(COUNT):
+        gl.atomic_add(sums_ptr + targets[i], sums[i], mask=has_sum, sem="relaxed", scope="gpu")

@@ -15,6 +15,8 @@ from sparseflash.backends.triton.schedule.costs import SPLITS
 # on a GPU.
 TRITON_VERSIONS = ((3, 6),)
 _DTYPES = (torch.float16, torch.bfloat16)
+# Of a table that gets gradients: each takes 256 bytes for a tile of keys and a head, all of them 128 KB.
+MOST_ENTRIES = 512
 _NOT_WITH_A_TABLE = ("softcap", "distance")
 
 
@@ -41,8 +43,8 @@ def refuses(request: Request) -> str | None:
         return "they give a gradient to the slopes of a linear decay alone, without a soft cap"
     if "relative" in request.changes and (others := [each for each in request.changes if each in _NOT_WITH_A_TABLE]):
         return f"they know a table of relative positions beside a sink alone; got one beside {', '.join(others)}"
-    if "relative" in request.changes and request.backward:
-        return "their backward knows no table of relative positions"
+    if "relative" in request.learned and request.entries > MOST_ENTRIES:
+        return f"they sum gradients of tables of up to {MOST_ENTRIES} entries a head; got {request.entries}"
     if not request.in_runs:
         return (
             "of tables of relative positions they know those whose buckets follow from the distance and are mostly the "

@@ -44,11 +44,12 @@ class Entries:
 
     def __init__(self, changes: Scores, inverse_unit: float, device: torch.device) -> None:
         table, buckets, until = (like(x) for x in Changed.table_of(changes).values())
-        (heads, size), codes = table.shape, len(buckets)
+        (heads, self.size), codes = table.shape, len(buckets)
+        self.buckets = buckets
         entries = torch.empty(heads, codes + 2 * MARGIN.value, dtype=torch.float32, device="meta")
         self._entries = one_number_of(entries, device)
         programs = -(-entries.shape[1] // _BLOCK)
-        numbers = {"inverse_unit": inverse_unit, "codes": codes, "table_size": size, "programs_of_head": programs}
+        numbers = {"inverse_unit": inverse_unit, "codes": codes, "table_size": self.size, "programs_of_head": programs}
         examples = {"table_ptr": table, "buckets_ptr": buckets, "entries_ptr": entries}
         self.launch: BoundLaunch = launch_of(
             entries_kernel, {"BLOCK": _BLOCK}, numbers, examples, device, {}, bound=(), num_warps=4, num_stages=1
@@ -59,7 +60,7 @@ class Entries:
         """The kernels' arguments, of a call."""
         given = {**Changed.table_of(changes), "entries_ptr": torch.empty_like(self._entries)}
         self.launch(given)
-        return {name: given[name] for name in self.examples}
+        return {name: given[name] for name in ("entries_ptr", "until_ptr", "buckets_ptr")}
 
 
 def entries_of(changes: Scores | None, inverse_unit: float, device: torch.device) -> Entries | None:

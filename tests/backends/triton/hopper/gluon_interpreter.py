@@ -424,8 +424,14 @@ def _replacements(world):
         )
         pointer.flat[pointer.checked(at[keep])] = value[keep].to(pointer.flat.dtype)
 
-    def atomic_add(pointer, value, sem, scope):
+    def atomic_add(pointer, value, sem, scope, mask=None):
         world.pause()
+        if isinstance(value, Block):
+            at, value, keep = torch.broadcast_tensors(
+                pointer.at, value.value, _plain(mask or Block(torch.tensor(True)))
+            )
+            pointer.flat.index_add_(0, pointer.checked(at[keep]).long(), value[keep])
+            return None
         old = pointer.flat[pointer.at].item()
         pointer.flat[pointer.at] += value
         return old
@@ -570,6 +576,11 @@ def _replacements(world):
             world.pause()
         else:
             fences = "fence.acq_rel.gpu; mov.b32 $0, $1;"  # here all memory is the same for all
+            if (
+                asm == "shfl.sync.idx.b32 $0, $1, $2, 31, -1;"
+            ):  # of tensors whose threads have one number each, in order
+                x, lane = (each.value.reshape(-1, 32) for each in args)
+                return Block(x.gather(1, lane.long()).reshape(args[0].value.shape))
             if asm == "tanh.approx.f32 $0, $1;":
                 return Block(torch.tanh(args[0].value))
             assert asm in ("shfl.sync.bfly.b32 $0, $1, 0, 31, -1;", "mov.b32 $0, $1;", fences)  # each thread's own
@@ -591,7 +602,8 @@ def _replacements(world):
         cast=cast, convert_layout=lambda x, layout, assert_trivial=False: x,
         exp2=lambda x: Block(torch.exp2(x.value)), log2=lambda x: Block(torch.log2(x.value)),
         abs=lambda x: Block(torch.abs(x.value)) if isinstance(x, Block) else abs(x),
-        max=reduce("max"), sum=reduce("sum"), inline_asm_elementwise=elementwise_asm,
+        max=reduce("max"), sum=reduce("sum"), split=lambda x: tuple(map(Block, x.value.unbind(-1))),
+        inline_asm_elementwise=elementwise_asm,
         allocate_shared_memory=allocate, warp_specialize=warp_specialize,
         NVMMASharedLayout=nothing, BlockedLayout=lambda *a: None, SliceLayout=lambda *a: None,
         NVMMADistributedLayout=lambda **a: None, DotOperandLayout=lambda **a: None,

@@ -48,7 +48,10 @@ def test_gradients_of_large_scores(largest, dim, backend):
 
 
 # Each set of kinds and head dim compiles its own kernels.
-CHANGED = [("softcap",), ("alibi",), ("log_decay",), ("sink",), ("softcap", "alibi", "sink"), ("log_decay", "softcap")]
+CHANGED = [
+    ("softcap",), ("alibi",), ("log_decay",), ("sink",), ("softcap", "alibi", "sink"), ("log_decay", "softcap"),
+    ("t5",), ("clipped", "sink"),
+]  # fmt: skip
 
 
 @drawn_for_long
@@ -66,13 +69,17 @@ def test_changed_scores_are_exact_on_the_gpu(dim, kinds, data):
 
 
 @pytest.mark.parametrize("dim", HEAD_DIMS)
-@pytest.mark.parametrize("capped", [True, False])
-def test_changed_scores_have_the_same_bits_at_every_launch_and_replay(dim, capped):
+@pytest.mark.parametrize("kind", ["capped", "learned decay", "table"])
+def test_changed_scores_have_the_same_bits_at_every_launch_and_replay(dim, kind):
     q, k, v, dout, dlse = inputs(2, 8, 4000, dim)
     mask = masks.causal(4000, block=128).to("cuda").with_lengths(torch.tensor([4000, 2345], device="cuda"))
     slopes, logits = torch.rand(8, device="cuda"), torch.randn(8, device="cuda").requires_grad_()
-    changes = scores.alibi(slopes.requires_grad_(not capped)) + scores.sink(logits)
-    if capped:
+    changes = scores.sink(logits)
+    if kind == "table":
+        changes += scores.relative(torch.randn(8, 32, device="cuda").requires_grad_(), scores.t5_buckets())
+    else:
+        changes += scores.alibi(slopes.requires_grad_(kind != "capped"))
+    if kind == "capped":
         changes += scores.softcap(5.0)
     first = results(q, k, v, mask, dout, dlse, changes)
     graph = torch.cuda.CUDAGraph()
@@ -93,6 +100,7 @@ def test_changed_scores_of_rows_and_columns_that_are_cut_are_exact():
     for changes in (
         scores.softcap(2.0) + scores.sink(torch.randn(4, device="cuda")),
         scores.alibi(torch.tensor([0.5, 0.1, 0.0, -0.1], device="cuda")),
+        scores.relative(torch.randn(4, 32, device="cuda"), scores.t5_buckets(32, 20_000)),  # tiles of one bucket
     ):
 
         def layer(q, k, v, changes=changes):
@@ -101,15 +109,56 @@ def test_changed_scores_of_rows_and_columns_that_are_cut_are_exact():
         testing.assert_exact(layer, q, k, v, mask, scores=changes, heads=1, blocks=8)
 
 
-def test_gradients_of_slopes_where_columns_are_cut_are_recorded():
+@pytest.mark.parametrize("kind", ["alibi", "table"])
+def test_gradients_of_changes_where_columns_are_cut_are_recorded(kind):
     q, _, _, dout, dlse = inputs(1, 4, 4096, 64)
     k, v = (torch.randn(1, 1, 4096, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     mask = BlockMask.dense(4096, block=128).to("cuda")
     planned = backward_pass.planned_backward(plan(mask, heads=4, kv_heads=1), programs_of(mask.device))
     assert planned.parts
-    changes = scores.alibi(torch.rand(4, device="cuda").requires_grad_()) + scores.sink(torch.zeros(4, device="cuda"))
+    if kind == "alibi":
+        learned = scores.alibi(torch.rand(4, device="cuda").requires_grad_())
+    else:
+        learned = scores.relative(torch.randn(4, 32, device="cuda").requires_grad_(), scores.t5_buckets())
+    changes = learned + scores.sink(torch.zeros(4, device="cuda"))
     draws = [torch.randn_like(dout) for _ in range(3)]
     assert_replays_as_called(lambda: results(q, k, v, mask, dout, dlse, changes), dout.copy_, draws)
+
+
+def wide(offsets):
+    """Buckets of 384 offsets, and of one each near the diagonal."""
+    return torch.where(offsets.abs() < 50, 8 + offsets % 8, (offsets // 384).clamp(-3, 4) + 3)
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+@pytest.mark.parametrize("causal", [True, False])
+def test_tables_with_one_bucket_for_many_tiles_are_exact(dim, causal):
+    q, k, v, _, _ = inputs(1, 4, 1900, dim)
+    k, v = (x[:, ::2].detach().requires_grad_() for x in (k, v))
+    mask = masks.causal(1900, block=128).to("cuda") if causal else None
+    for bucket in (wide, scores.t5_buckets(16, 300)):
+        table = torch.randn(4, 16, device="cuda", requires_grad=True)
+        changes = scores.relative(table, bucket) + scores.sink(torch.randn(4, device="cuda", requires_grad=True))
+
+        def layer(q, k, v, changes=changes):
+            return attention(q, k, v, mask, scores=changes, return_lse=True, backend="hopper")
+
+        testing.assert_exact(layer, q, k, v, mask, scores=changes)
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+def test_entries_that_are_not_finite_stay_where_they_are(dim):
+    q, k, v, dout, _ = inputs(1, 2, 1000, dim)
+    mask = masks.causal(1000, block=128).to("cuda")
+    table = torch.zeros(2, 600, device="cuda").masked_fill(torch.arange(600, device="cuda") < 100, -torch.inf)
+    changes = scores.relative(table, lambda offsets: (offsets + 400).clamp(0, 599))
+    got = attention(q, k, v, mask, scores=changes, return_lse=True, backend="hopper")
+    got += torch.autograd.grad(got[0], (q, k, v), dout)
+    window = masks.local(1000, window=301, causal=True, block=128).to("cuda")
+    wanted = attention(q, k, v, window, return_lse=True, backend="hopper")
+    wanted += torch.autograd.grad(wanted[0], (q, k, v), dout)
+    for x, y in zip(got, wanted, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-2, atol=1e-2)
 
 
 def results(q, k, v, mask, dout, dlse, changes=None):

@@ -17,8 +17,12 @@ from sparseflash.scores.change import Scores, Sizes
 from strategies import Recipe
 
 KINDS = ("softcap", "alibi", "log_decay", "sink")
-SOME = st.lists(st.sampled_from(KINDS), min_size=1, unique=True).filter(
-    lambda kinds: not {"alibi", "log_decay"} <= {*kinds}
+TABLES = ("t5", "clipped")
+SOME = st.one_of(
+    st.lists(st.sampled_from(KINDS), min_size=1, unique=True).filter(
+        lambda kinds: not {"alibi", "log_decay"} <= {*kinds}
+    ),
+    st.builds(lambda table, others: [table, *others], st.sampled_from(TABLES), st.sampled_from([(), ("sink",)])),
 )
 SEEDS = st.integers(0, 2**16)
 
@@ -49,11 +53,11 @@ def test_exact_whatever_the_mask_the_cuts_and_the_interleaving(problem, kinds, h
 @settings(max_examples=settings().max_examples // 6)
 @given(
     SEEDS, st.sampled_from([64, 128]), st.integers(1, 5),
-    st.sampled_from([("softcap", "alibi", "sink"), ("alibi", "sink")]),
+    st.sampled_from([("softcap", "alibi", "sink"), ("alibi", "sink"), ("t5", "sink")]),
 )  # fmt: skip
 def test_the_bits_depend_on_no_interleaving(seed, dim, programs, kinds):
     case = Scored(some_problem(dim=dim, v_dim=dim), kinds, fixed=fixed_among(kinds))
-    first, got = run(case), run(case, seed=seed, programs=programs)
+    first, got = run(case, programs=programs), run(case, seed=seed, programs=programs)
     assert len(got) == (6 if "softcap" in kinds else 7) and all(torch.equal(got[name], first[name]) for name in first)
 
 
@@ -130,10 +134,62 @@ def test_a_query_without_a_key_is_zero_whatever_the_slope(slope):
     assert not out[:, :, 128:256].any() and lse[:, :, 128:256].isneginf().all()
 
 
+@pytest.mark.parametrize("entry", [float("nan"), float("inf")])
+def test_a_query_without_a_key_is_zero_whatever_the_table(entry):
+    layout = torch.tensor([[0, 0, 1], [0, 0, 0], [1, 0, 0]], dtype=torch.bool)
+    q = torch.randn(1, 1, 384, 64, dtype=torch.float16)
+    changes = Scores((scores.relative(torch.full((1, 11), entry), scores.clipped(5)),)).prepared(sizes_of(q, q))
+    out, lse = interpreted(BlockMask.from_layout(layout, block=128), q, q, q, 0.125, changes=changes)
+    assert not out[:, :, 128:256].any() and lse[:, :, 128:256].isneginf().all()
+
+
+def sizes_of(q, k):
+    return Sizes(len(q), q.shape[1], q.shape[2], k.shape[2], q.device)
+
+
+def wide(offsets):
+    """Buckets of 384 offsets, and of one each near the diagonal."""
+    return torch.where(offsets.abs() < 20, 8 + offsets % 8, (offsets // 384).clamp(-3, 4) + 3)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(("q_len", "k_len"), [(1100, 1100), (300, 1500)])
+def test_tiles_with_one_bucket_far_from_both_ends(q_len, k_len, dim):
+    q, k, v, dout = (torch.randn(1, 2, n, dim).half() for n in (q_len, k_len, k_len, q_len))
+    k, v = k[:, :1].clone(), v[:, :1].clone()
+    table = torch.randn(2, 16, requires_grad=True)
+    changes = Scores((scores.relative(table, wide),)).prepared(sizes_of(q, k))
+    got = interpreted(None, q, k, v, 0.1, dout, changes=changes)
+    q, k, v = (x.double().requires_grad_() for x in (q, k, v))
+    wanted = attention(q, k, v, scale=0.1, scores=scores.relative(table, wide), return_lse=True, backend="reference")
+    wanted += torch.autograd.grad(wanted[0], (q, k, v, table), dout.double())
+    for x, y in zip(got, wanted, strict=True):
+        torch.testing.assert_close(x, y.to(x.dtype), rtol=1e-2, atol=5e-3)
+
+
+def test_entries_of_minus_infinity_are_a_window():
+    q, k, v, dout = (torch.randn(1, 1, 500, 64).bfloat16() for _ in range(4))
+    table = torch.tensor([[-torch.inf, *[0.0] * 7]]).requires_grad_()  # far in the past
+
+    def past(offsets):
+        return (offsets + 300).clamp(0, 7)
+
+    mask = masks.causal(500, block=128)
+    changes = Scores((scores.relative(table, past),)).prepared(sizes_of(q, k))
+    got = interpreted(mask, q, k, v, 0.125, dout, changes=changes)
+    q, k, v = (x.double().requires_grad_() for x in (q, k, v))
+    window = masks.local(500, window=300, causal=True, block=128)
+    wanted = attention(q, k, v, window, scale=0.125, return_lse=True, backend="reference")
+    wanted += torch.autograd.grad(wanted[0], (q, k, v), dout.double())
+    for x, y in zip(got[:-1], wanted, strict=True):
+        torch.testing.assert_close(x, y.to(x.dtype), rtol=1e-2, atol=1e-2)
+    assert got[-1].isfinite().all() and got[-1][0, 0] == 0
+
+
 def test_positions_are_aligned_at_the_ends():
     """Of 130 queries the first stands at key 390 - 130."""
     recipe = Recipe("causal", {"q_len": 130, "k_len": 390, "block": 128})
-    for kinds in (("alibi",), ("log_decay", "softcap")):
+    for kinds in (("alibi",), ("log_decay", "softcap"), ("t5",)):
         problem = some_problem(recipe=recipe, q_len=130, k_len=390, heads=4, kv_heads=2)
         case = Scored(problem, kinds, fixed=fixed_among(kinds))
         check_results(case, run(case))
@@ -182,6 +238,30 @@ def test_some_decays_that_are_learned_and_other_changes_are_the_portable_kernels
     assert found.forward.family == "portable"
     reason = "of changes of scores they know softcap, distance, relative, sink; got key_bias"
     assert dict(found.forward.refusals)["hopper"] == reason
+
+
+@pytest.mark.usefixtures("tested_triton")
+def test_they_take_tables_by_distance_alone_or_with_a_sink():
+    q = torch.empty(2, 4, 8192, 128, dtype=torch.bfloat16, device="meta")
+
+    def families_and_refusal(changes):
+        found = explain(q, q, q, masks.causal(8192), scores=changes, capability=(9, 0))
+        return found.forward.family, found.backward.family, dict(found.backward.refusals).get("hopper")
+
+    def table(entries):
+        return torch.rand(4, entries, device="meta", requires_grad=True)
+
+    t5 = scores.relative(table(32), scores.t5_buckets())
+    assert families_and_refusal(t5) == ("hopper", "hopper", None)
+    assert families_and_refusal(t5 + scores.sink(torch.rand(4, device="meta"))) == ("hopper", "hopper", None)
+    reason = "they know a table of relative positions beside a sink alone; got one beside softcap"
+    assert families_and_refusal(t5 + scores.softcap(30.0)) == ("portable", "portable", reason)
+    of_cells = scores.relative_2d(torch.rand(4, 5, 7, device="meta"), 3, 4, cells=torch.arange(8192) % 12)
+    assert families_and_refusal(of_cells)[:2] == ("portable", "portable")
+    assert families_and_refusal(of_cells)[2].startswith("of tables of relative positions they know those whose")
+    many = scores.relative(table(601), scores.clipped(300))
+    reason = "they sum gradients of tables of up to 512 entries a head; got 601"
+    assert families_and_refusal(many) == ("hopper", "portable", reason)
 
 
 @pytest.mark.usefixtures("tested_triton")
