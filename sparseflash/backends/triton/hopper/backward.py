@@ -400,6 +400,8 @@ def consumer(
         dk = gl.zeros([KEYS, D], gl.float32, layout=KV)
         dv = gl.zeros([KEYS, D], gl.float32, layout=KV)
         slope_sums, member = no_sums, 0
+        if dslopes_ptr is not None or dtable_ptr is not None:
+            place = item if HAS_PARTS else number * gl.cdiv(q_len + offset, KEYS) + first_k // KEYS
         if count > 0:
             mbarrier.wait(kv_full.index(0), (parities >> SENDERS) & 1)
             parities ^= 1 << SENDERS
@@ -416,7 +418,7 @@ def consumer(
                     # The tiles of a head follow one another.
                     of_group = heard(number_s, q_stage, 4) % group
                     if of_group != member:
-                        store_sums(slope_sums, dslopes_ptr, item * group + member)
+                        store_sums(slope_sums, dslopes_ptr, place * group + member)
                         slope_sums = no_sums
                     member = of_group
             if entries_ptr is not None:
@@ -470,7 +472,7 @@ def consumer(
             dk = warpgroup_mma(ds, q_s.index(q_stage), dk, is_async=True)
             if dtable_ptr is not None:
                 # Under the last two products, of what these have read: in fp32 it would take registers that dq has.
-                of_head = item * group + heard(number_s, q_stage, 4) // MOST_HEADS
+                of_head = place * group + heard(number_s, q_stage, 4) // MOST_HEADS
                 sums_ptr = dtable_ptr + gl.cast(of_head, gl.int64) * (table_size * TABLE_SUMS)
                 read_ds = read_later(half_ds).to(gl.float32)
                 if is_shared:
@@ -487,7 +489,7 @@ def consumer(
             async_copy.mbarrier_arrive(q_empty.index(q_stage), increment_count=False)
             step += 1
         if dslopes_ptr is not None:
-            store_sums(slope_sums, dslopes_ptr, item * group + member)
+            store_sums(slope_sums, dslopes_ptr, place * group + member)
         part = part_of(work_ptr, item, HAS_PARTS)
         if HAS_PARTS and part > 0:
             # From registers: of the buffers of dq, each would be too small for dk at D=128, and the senders use both.
@@ -523,11 +525,13 @@ def backward_kernel(
     qk_scale, scale,  # positive, the first in units of log2(e), of scores in the units of scores.py
     heads, kv_heads, row_tiles,
     cap_scale, inverse_unit, slopes_ptr,  # as in the forward
-    dslopes_ptr,  # fp32 [items, heads // kv_heads, KEYS], zeros, written where an item has entries of a head; or None
+    # Zeros, written or added to where an item has entries of a head; or None. Items are in the order of the list if
+    # some are parts, else in that of batch, head of keys and keys.
+    dslopes_ptr,  # fp32 [items, heads // kv_heads, KEYS]
     offset,  # keys minus queries of a sequence
     entries_ptr, until_ptr,  # of a table, as in the forward; q_len: of a sequence
     buckets_ptr,  # int32 [C], if the table gets a gradient, or None
-    dtable_ptr,  # fp32 [items, heads // kv_heads, table_size, TABLE_SUMS], zeros, to which is added; or None
+    dtable_ptr,  # fp32 [items, heads // kv_heads, table_size, TABLE_SUMS], as dslopes_ptr
     table_size, q_len,
     D: gl.constexpr,
     ROWS: gl.constexpr,  # 64, or 128

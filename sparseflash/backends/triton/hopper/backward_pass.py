@@ -184,23 +184,24 @@ class Backward:
         gradients, rows = self._run(dout, dlse, saved, lengths, changes, sums)
         for name, kind in (("dslopes_ptr", "distance"), ("dtable_ptr", "relative")):
             if name in sums:
-                of_heads = self._sums_by_head(sums[name].sum(-1), batch * kv_heads, k_len)
-                of_kind[kind] = of_heads.view(batch, heads, *of_heads.shape[2:]).sum(0)
+                of_kind[kind] = self._sums_by_head(sums[name], batch, kv_heads, k_len)
         if self.layout.wants_sink:
             lse = saved.lse
             drow = rows.view(-1, 2, self.layout.rows)[:, 1].reshape(*lse.shape[:2], -1)[:, :, : lse.shape[2]]
             of_kind["sink"] = sink_gradient(changes.find("sink").logits, lse, drow)
         return gradients, in_order(changes, of_kind)
 
-    def _sums_by_head(self, part: Tensor, kv_heads: int, k_len: int) -> Tensor:
-        """The sums of the parts of all items, `[items, group, ...]`, as `[B * Hkv, group, ...]`: by keys, in whatever
-        order the plan has the items."""
+    def _sums_by_head(self, part: Tensor, batch: int, kv_heads: int, k_len: int) -> Tensor:
+        """The sums of the parts of all items, `[items, group, ..., n]`, as `[Hq, ...]`: by keys, in whatever order the
+        plan has the items."""
+        group, between = part.shape[1], part.shape[2:-1]
+        if not self.plan.parts:
+            return part.view(batch, kv_heads, -1, *part.shape[1:]).sum((0, 2, -1)).view(-1, *between)
         number, first_key = (self.plan.work[:, each.value].long() for each in (ITEM_NUMBER, ITEM_FIRST_KEY))
         order = torch.argsort(number * k_len + first_key, stable=True)
-        if not self.plan.parts:
-            return part[order].view(kv_heads, -1, *part.shape[1:]).sum(1)
-        columns = -(-k_len // BLOCK[1])
-        return sums_of_groups(part[order], number[order], kv_heads, None, columns + self.plan.parts)
+        most = -(-k_len // BLOCK[1]) + self.plan.parts
+        found = sums_of_groups(part.sum(-1)[order], number[order], batch * kv_heads, None, most)
+        return found.view(batch, kv_heads * group, *between).sum(0)
 
     def _run(
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None, changes: Scores | None = None,
