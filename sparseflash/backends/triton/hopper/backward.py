@@ -72,6 +72,7 @@ from sparseflash.backends.triton.hopper.scores import (
     entries_of_scores,
     from_first_column,
     hyperbolic_tangent,
+    number_of,
     outer_runs,
     plus_of_threads,
     shared_distance,
@@ -90,6 +91,8 @@ WORDS = gl.constexpr(BLOCK[0] // 32)  # of bits of a key of a tile
 # table by how many tokens, or where all scores have one entry its bucket, whether they have, the entry, as bits, or 0,
 # and the head, with its number in the group times MOST_HEADS.
 TOLD = gl.constexpr(5)
+# And, elsewhere, for a bias of keys: which tile of all biases, and which row of the sums of their gradients.
+TOLD_OF_BIAS = gl.constexpr(2)
 MOST_HEADS = gl.constexpr(1 << 16)
 # Stands for a dead score under a cap: its square is finite, and its weight is 0 where lse is above -1e7, whatever the
 # cap (`changed._CAPS`); `attention` promises no gradients from a million on.
@@ -125,24 +128,26 @@ def part_of(work_ptr, item, HAS_PARTS: gl.constexpr):
 
 
 @gluon.jit
-def told(number_s, stage, WHICH: gl.constexpr, number):
+def told(number_s, stage, WHICH: gl.constexpr, number, OF: gl.constexpr = TOLD):
     """Tells the warpgroups a number of a step, by way of shared memory: so they need not wait for memory of the GPU."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    number_s.index(stage * TOLD + WHICH).store(gl.full([1], number, gl.int32, layout=layout))
+    number_s.index(stage * OF + WHICH).store(gl.full([1], number, gl.int32, layout=layout))
 
 
 @gluon.jit
 def loader(
-    loads, ROWS: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, CHANGES: gl.constexpr,
+    loads, ROWS: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, HAS_PARTS: gl.constexpr,
+    CHANGES: gl.constexpr,
 ):  # fmt: skip
     """Queries with their rows of numbers, and gradients, step by step; keys and values once an item."""
-    descriptors, tiles_s, bars, lists, sizes, decay, table = loads
+    descriptors, tiles_s, bars, lists, sizes, decay, table, bias = loads
     q_desc, dout_desc, k_desc, v_desc, rows_desc = descriptors
-    q_s, dout_s, k_s, v_s, rows_s, number_s = tiles_s
+    q_s, dout_s, k_s, v_s, rows_s, number_s, bias_s = tiles_s
     q_full, q_empty, dout_full, dout_empty, kv_full = bars
     start_ptr, work_ptr, entry_ptr = lists
     heads, kv_heads, row_tiles = sizes
     qk_scale, inverse_unit, slopes_ptr, offset = decay
+    biases_ptr, bias_of_batch, bias_of_head, dkey_ptr = bias
     entries_ptr, until_ptr, buckets_ptr, q_len = table
     runs = outer_runs(until_ptr, q_len, offset)
     STEPS: gl.constexpr = TILE_ROWS // ROWS
@@ -169,6 +174,13 @@ def loader(
                 slope = gl.where(side == 0, slope, side * slope)
                 told(number_s, stage, 3, gl.cast(slope, gl.int32, bitcast=True))
                 told(number_s, stage, 4, head)
+            if biases_ptr is not None:
+                tiles, tile = gl.cdiv(q_len + offset, KEYS), first_k // KEYS
+                bias_row = batch * bias_of_batch + head * bias_of_head
+                told(bias_s, stage, 0, bias_row * tiles + tile, TOLD_OF_BIAS)
+                if dkey_ptr is not None:
+                    place = item if HAS_PARTS else number * tiles + tile
+                    told(bias_s, stage, 1, place * (heads // kv_heads) + head % (heads // kv_heads), TOLD_OF_BIAS)
             if entries_ptr is not None:
                 ahead = first_k - (first_q + offset)
                 at, is_shared = shared_distance(runs, 1 - KEYS - ahead, ROWS - 1 - ahead)
@@ -329,9 +341,9 @@ def masked(
 
 
 @gluon.jit
-def heard(number_s, stage, WHICH: gl.constexpr):
+def heard(number_s, stage, WHICH: gl.constexpr, OF: gl.constexpr = TOLD):
     """What `told` has told."""
-    return gl.max(number_s.index(stage * TOLD + WHICH).load(gl.BlockedLayout([1], [32], [8], [0])), 0)
+    return gl.max(number_s.index(stage * OF + WHICH).load(gl.BlockedLayout([1], [32], [8], [0])), 0)
 
 
 @gluon.jit
@@ -360,9 +372,10 @@ def consumer(
     """dk and dv of every item, and dq of every step."""
     tiles_s, bars, lists, words_ptr, lengths, parts_ptr, ds_s, dq_s, out_s, full, empty, sizes, changes = reads
     qk_scale, scale, kv_heads = sizes
-    cap_scale, slopes_ptr, dslopes_ptr, group, of_table = changes
+    cap_scale, slopes_ptr, dslopes_ptr, group, of_table, of_biases = changes
+    biases_ptr, dkey_ptr = of_biases
     entries_ptr, buckets_ptr, dtable_ptr, table_size, q_len, offset = of_table
-    q_s, dout_s, k_s, v_s, rows_s, number_s = tiles_s
+    q_s, dout_s, k_s, v_s, rows_s, number_s, bias_s = tiles_s
     q_full, q_empty, dout_full, dout_empty, kv_full = bars
     start_ptr, work_ptr, _ = lists
     dtype: gl.constexpr = q_s.dtype
@@ -414,13 +427,16 @@ def consumer(
             if slopes_ptr is not None:
                 ahead, side = heard(number_s, q_stage, 1), heard(number_s, q_stage, 2)
                 slope = gl.cast(heard(number_s, q_stage, 3), gl.float32, bitcast=True)
-                if dslopes_ptr is not None:
-                    # The tiles of a head follow one another.
-                    of_group = heard(number_s, q_stage, 4) % group
-                    if of_group != member:
-                        store_sums(slope_sums, dslopes_ptr, place * group + member)
-                        slope_sums = no_sums
-                    member = of_group
+            if biases_ptr is not None:
+                bias_ptr = biases_ptr + gl.cast(heard(bias_s, q_stage, 0, TOLD_OF_BIAS), gl.int64) * KEYS
+                bias = gl.load(bias_ptr + number_of(KEYS, gl.SliceLayout(1, S)))
+            if dslopes_ptr is not None:
+                # The tiles of a head follow one another.
+                of_group = heard(number_s, q_stage, 4) % group
+                if of_group != member:
+                    store_sums(slope_sums, dslopes_ptr, place * group + member)
+                    slope_sums = no_sums
+                member = of_group
             if entries_ptr is not None:
                 ahead, is_shared = heard(number_s, q_stage, 1), heard(number_s, q_stage, 2) != 0
                 entry = gl.cast(heard(number_s, q_stage, 3), gl.float32, bitcast=True)
@@ -441,6 +457,10 @@ def consumer(
                 here_ptr = entries_of_head(entries_ptr, head, q_len, offset)
                 s = s + entries_of_scores(here_ptr, ahead, -1, s)
             if is_partial:
+                if biases_ptr is not None:
+                    # Before the mask: that of a dead key need not be finite.
+                    s = s + bias[:, None]
+                    bias = gl.zeros([KEYS], gl.float32, layout=gl.SliceLayout(1, S))
                 s = masked(s, words_ptr, tile, i % STEPS * ROWS, k_left, dead, ROWS, HAS_LENGTHS, BITS)
             changed = s
             if CAPPED & CHANGES:
@@ -448,14 +468,20 @@ def consumer(
             if entries_ptr is not None:
                 p = gl.exp2(changed * qk_scale + entry * qk_scale)
             elif slopes_ptr is None:
-                p = gl.exp2(changed * qk_scale)
+                if biases_ptr is None:
+                    p = gl.exp2(changed * qk_scale)
+                else:
+                    p = gl.exp2(changed * qk_scale + (bias * qk_scale)[:, None])
             else:
                 first_column = to_first_column(ahead, KEYS, SUMS)
                 if side == 0:
                     changed -= distances(first_column, ROWS, CHANGES, S) * slope
                 lean = gl.where(side == 0, 0.0, slope)  # a slope that is not finite would undo the mask
                 changed += from_first_column(ROWS, S) * lean
-                p = gl.exp2(plus_of_threads(changed * qk_scale, first_column * (lean * qk_scale)))
+                added = first_column * (lean * qk_scale)
+                if biases_ptr is not None:
+                    added += gl.convert_layout(bias * qk_scale, gl.SliceLayout(1, SUMS), assert_trivial=True)[:, None]
+                p = gl.exp2(plus_of_threads(changed * qk_scale, added))
             weights = gl.convert_layout(p.to(dtype), OPERAND)
             if CAPPED & CHANGES:
                 p *= 1.0 - s * s
@@ -479,6 +505,12 @@ def consumer(
                     add_to_bucket(read_ds, sums_ptr, ahead)
                 else:
                     add_by_distance(read_ds, sums_ptr, buckets_ptr, ahead, q_len, offset)
+            if dkey_ptr is not None:
+                # There, too. Only one thread adds to each number, so the order is always the same.
+                sums = gl.sum(sums_of_threads(read_later(half_ds).to(gl.float32)), 1)
+                sums_ptr = dkey_ptr + gl.cast(heard(bias_s, q_stage, 1, TOLD_OF_BIAS), gl.int64) * KEYS
+                key = number_of(KEYS, gl.SliceLayout(1, SUMS))
+                gl.atomic_add(sums_ptr + key, sums, sem="relaxed", scope="gpu")
             dq, dv = local_mma_wait(dq, 1), accumulator(dv)
             async_copy.mbarrier_arrive(dout_empty.index(dout_stage), increment_count=False)
             which = (first * STEPS + i) % SENDERS
@@ -508,7 +540,7 @@ def consumer(
 @gluon.jit(
     do_not_specialize=[
         "lengths_stride", "qk_scale", "scale", "heads", "kv_heads", "row_tiles", "cap_scale", "inverse_unit", "offset",
-        "q_len", "table_size",
+        "q_len", "table_size", "bias_of_batch", "bias_of_head",
     ],
     do_not_specialize_on_alignment=["lengths_ptr"],  # one number is loaded at a time
 )  # fmt: skip
@@ -533,6 +565,9 @@ def backward_kernel(
     buckets_ptr,  # int32 [C], if the table gets a gradient, or None
     dtable_ptr,  # fp32 [items, heads // kv_heads, table_size, TABLE_SUMS], as dslopes_ptr
     table_size, q_len,
+    biases_ptr,  # fp32 [rows, Nk in whole tiles] of `biases_kernel`, or None; then as in the forward
+    bias_of_batch, bias_of_head,
+    dkey_ptr,  # fp32 [items, heads // kv_heads, KEYS], as dslopes_ptr, to which is added
     D: gl.constexpr,
     ROWS: gl.constexpr,  # 64, or 128
     Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, REGISTERS: gl.constexpr, CHANGES: gl.constexpr,
@@ -553,6 +588,10 @@ def backward_kernel(
     # dv and dk leave by the same buffers, which hold one or two of them.
     out_s = reinterpret(dq_s, dtype, [SENDERS * (ROWS // 64), KEYS, D], TILE_LAYOUT)
     number_s = gl.allocate_shared_memory(gl.int32, [Q_STAGES * TOLD, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    bias_s = None
+    if biases_ptr is not None:
+        OF_BIAS: gl.constexpr = Q_STAGES * TOLD_OF_BIAS
+        bias_s = gl.allocate_shared_memory(gl.int32, [OF_BIAS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BAR)
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BAR)
@@ -571,23 +610,24 @@ def backward_kernel(
     for c in gl.static_range(SENDERS):
         mbarrier.init(full.index(c), count=1)
         mbarrier.init(empty.index(c), count=1)
-    tiles_s = (q_s, dout_s, k_s, v_s, rows_s, number_s)
+    tiles_s = (q_s, dout_s, k_s, v_s, rows_s, number_s, bias_s)
     bars = (q_full, q_empty, dout_full, dout_empty, kv_full)
     lists = (start_ptr, work_ptr, entry_ptr)
     lengths = (lengths_ptr, lengths_stride)
     descriptors = (q_desc, dout_desc, k_desc, v_desc, rows_desc)
     decay = (qk_scale, inverse_unit, slopes_ptr, offset)
     table = (entries_ptr, until_ptr, buckets_ptr, q_len)
-    loads = (descriptors, tiles_s, bars, lists, (heads, kv_heads, row_tiles), decay, table)
+    bias = (biases_ptr, bias_of_batch, bias_of_head, dkey_ptr)
+    loads = (descriptors, tiles_s, bars, lists, (heads, kv_heads, row_tiles), decay, table, bias)
     sends = (acc_desc, dq_s, out_s, full, empty, counter_ptr, lists, kv_heads)
     sizes = (qk_scale, scale, kv_heads)
     of_table = (entries_ptr, buckets_ptr, dtable_ptr, table_size, q_len, offset)
-    changes = (cap_scale, slopes_ptr, dslopes_ptr, heads // kv_heads, of_table)
+    changes = (cap_scale, slopes_ptr, dslopes_ptr, heads // kv_heads, of_table, (biases_ptr, dkey_ptr))
     reads = (tiles_s, bars, lists, words_ptr, lengths, parts_ptr, ds_s, dq_s, out_s, full, empty, sizes, changes)
     gl.warp_specialize(
         [
             (consumer, (reads, ROWS, Q_STAGES, DOUT_STAGES, D, HAS_LENGTHS, HAS_PARTS, CHANGES)),
-            (loader, (loads, ROWS, Q_STAGES, DOUT_STAGES, CHANGES)),
+            (loader, (loads, ROWS, Q_STAGES, DOUT_STAGES, HAS_PARTS, CHANGES)),
             (sender, (sends, dv_desc, 0, ROWS, HAS_PARTS)),
             (sender, (sends, dk_desc, 1, ROWS, HAS_PARTS)),
         ],

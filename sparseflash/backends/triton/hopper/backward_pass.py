@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 
 from sparseflash.backends.registration import empty_gradient, empty_lse
 from sparseflash.backends.saved import Saved
@@ -21,18 +20,25 @@ from sparseflash.backends.triton.hopper.backward_plan import (
     BackwardPlan,
     backward_plan,
 )
+from sparseflash.backends.triton.hopper.biases import biases_of
 from sparseflash.backends.triton.hopper.changed import examples_of, flags_of, numbers_of, tensors_of
 from sparseflash.backends.triton.hopper.choices import described_choice
 from sparseflash.backends.triton.hopper.configs import BLOCK, backward_config_for
-from sparseflash.backends.triton.hopper.descriptors import as_read, described_as, read_as
+from sparseflash.backends.triton.hopper.descriptors import as_read, described_as, described_rows, read_as
 from sparseflash.backends.triton.hopper.rows import WIDTH, begin_kernel, finish_kernel
 from sparseflash.backends.triton.hopper.scores import TABLE_SUMS
 from sparseflash.backends.triton.hopper.tables import entries_of
-from sparseflash.backends.triton.launcher import BoundLaunch, Describe, Launch
+from sparseflash.backends.triton.launcher import BoundLaunch, Launch
 from sparseflash.backends.triton.portable.choice import can_describe
 from sparseflash.backends.triton.portable.combine import TOKENS_TO_COMBINE, combine_gradients_kernel
 from sparseflash.backends.triton.portable.launches import SOME_LENGTHS, SOME_PARTS, launch_of, of_call, strides_of
-from sparseflash.backends.triton.portable.learned import in_order, sink_gradient, sums_of_groups
+from sparseflash.backends.triton.portable.learned import (
+    in_order,
+    over_shared,
+    sink_gradient,
+    sums_of_groups,
+    sums_of_runs,
+)
 from sparseflash.backends.triton.portable.merging import bind_merge, merge_launch
 from sparseflash.backends.triton.portable.passes import like, one_number_of
 from sparseflash.backends.triton.schedule.plan import Plan
@@ -95,11 +101,9 @@ class BackwardLayout:
             name: described_as(x, config.rows if name in ("q_desc", "dout_desc") else BLOCK[1], config.dim)
             for name, x in {**tiles, **written}.items()
         }
-        plain = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-        described["rows_desc"] = Describe(rows, rows.shape, rows.stride(), [2, config.rows], plain)
-        boxes = acc.view(-1, WIDTH.value)
-        box = [config.rows * config.dim // WIDTH.value, WIDTH.value]
-        described["acc_desc"] = Describe(acc, boxes.shape, boxes.stride(), box, plain)
+        described["rows_desc"] = described_rows(rows, [2, config.rows])
+        width = WIDTH.value
+        described["acc_desc"] = described_rows(acc, [config.rows * config.dim // width, width], (-1, width))
         constants = {
             "D": config.dim, "ROWS": config.rows, "Q_STAGES": config.q_stages, "DOUT_STAGES": config.dout_stages,
             "REGISTERS": config.registers, "CHANGES": flags_of(changes),
@@ -108,19 +112,26 @@ class BackwardLayout:
         self.sums: dict[str, tuple[int, ...]] = {}
         if any(wanted_by_kind.get("distance", ())):
             self.sums["dslopes_ptr"] = (BLOCK[1],)
-        self.entries, of_table = entries_of(changes, numbers["inverse_unit"], device), {}
-        if self.entries is not None:
-            of_table = dict(self.entries.examples)
+        entries, more = entries_of(changes, numbers["inverse_unit"], device), {}
+        if entries is not None:
+            more = dict(entries.examples)
             if any(wanted_by_kind.get("relative", ())):
-                numbers["table_size"] = self.entries.size
-                of_table["buckets_ptr"] = self.entries.buckets
-                self.sums["dtable_ptr"] = self.entries.size, TABLE_SUMS.value
+                numbers["table_size"] = entries.size
+                more["buckets_ptr"] = entries.buckets
+                self.sums["dtable_ptr"] = entries.size, TABLE_SUMS.value
+        biases = biases_of(changes, k.shape[2], numbers["inverse_unit"], device)
+        if biases is not None:
+            more["biases_ptr"] = biases.example
+            numbers |= biases.numbers
+            if any(wanted_by_kind["key_bias"]):
+                self.sums["dkey_ptr"] = (BLOCK[1],)
+        self.prepared = [each for each in (entries, biases) if each is not None]  # each by a kernel of its own
         self.launch = launch_of(
             backward_kernel, constants, numbers,
             {
                 **tiles, "rows_desc": rows, "acc_desc": acc, **written, "counter_ptr": counted,
                 **({"parts_ptr": SOME_PARTS} if merges else {}), **lengths, **_of_kernel(examples_of(changes, q)),
-                **{name: rows for name in self.sums}, **of_table,
+                **{name: rows for name in self.sums}, **more,
             },
             device, described, bound=("start_ptr", "work_ptr", "entry_ptr", "words_ptr"), num_warps=8, num_stages=1,
             registers=config.start_registers, resident=True,
@@ -185,6 +196,9 @@ class Backward:
         for name, kind in (("dslopes_ptr", "distance"), ("dtable_ptr", "relative")):
             if name in sums:
                 of_kind[kind] = self._sums_by_head(sums[name], batch, kv_heads, k_len)
+        if "dkey_ptr" in sums:
+            of_keys = self._sums_by_key(sums["dkey_ptr"], batch, kv_heads, k_len)
+            of_kind["key_bias"] = over_shared(of_keys, changes.find("key_bias").values)
         if self.layout.wants_sink:
             lse = saved.lse
             drow = rows.view(-1, 2, self.layout.rows)[:, 1].reshape(*lse.shape[:2], -1)[:, :, : lse.shape[2]]
@@ -203,6 +217,16 @@ class Backward:
         found = sums_of_groups(part.sum(-1)[order], number[order], batch * kv_heads, None, most)
         return found.view(batch, kv_heads * group, *between).sum(0)
 
+    def _sums_by_key(self, part: Tensor, batch: int, kv_heads: int, k_len: int) -> Tensor:
+        """The sums of the parts of each tile of keys, `[items, group, KEYS]`, as `[B, Hq, Nk]`."""
+        group, columns = part.shape[1], -(-k_len // BLOCK[1])
+        if self.plan.parts:
+            number, first_key = (self.plan.work[:, each.value].long() for each in (ITEM_NUMBER, ITEM_FIRST_KEY))
+            tile = number * columns + first_key // BLOCK[1]
+            part = sums_of_runs(part, tile, batch * kv_heads * columns, self.plan.parts)
+        by_head = part.view(batch, kv_heads, columns, group, BLOCK[1]).transpose(2, 3)
+        return by_head.reshape(batch, kv_heads * group, -1)[:, :, :k_len]
+
     def _run(
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None, changes: Scores | None = None,
         sums: Mapping[str, Tensor] | None = None,
@@ -220,8 +244,9 @@ class Backward:
             "y_ptr": dv, **of_call(lengths), **_of_kernel(tensors_of(changes, q)),
         }  # fmt: skip
         given |= sums or {}
-        if self.layout.entries is not None and changes is not None:
-            given |= self.layout.entries(changes)
+        if changes is not None:
+            for each in self.layout.prepared:
+                given |= each(changes)
         if self._combine is not None:
             given["parts_ptr"] = torch.empty(self.plan.parts, self.layout.part, dtype=torch.float32, device=q.device)
         self.plan.ready.wait()
@@ -235,8 +260,8 @@ class Backward:
     def launches(self) -> list[BoundLaunch]:
         """All kernels that a call launches."""
         layout, combine = self.layout, self._combine
-        entries = [] if layout.entries is None else [layout.entries.launch]
-        return [*entries, layout.begin, self._launch, self._finish, *([] if combine is None else [combine])]
+        prepared = [each.launch for each in layout.prepared]
+        return [*prepared, layout.begin, self._launch, self._finish, *([] if combine is None else [combine])]
 
     def choices(self) -> list[KernelChoice]:
         """How the kernel runs that computes."""

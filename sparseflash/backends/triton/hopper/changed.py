@@ -13,9 +13,9 @@ from sparseflash.backends.triton.portable.passes import like
 from sparseflash.backends.triton.portable.softmax import LOG2E
 from sparseflash.scores.change import Scores
 
-KINDS = ("softcap", "distance", "relative", "sink")  # one of each at most, and in this order, as `Scores` has them
-LEARNED = ("distance", "relative", "sink")  # those whose tensors get gradients
-# A decay or a table is divided by the scale, and must stay finite. Products of fp16 times this vanish.
+KINDS = ("softcap", "distance", "relative", "key_bias", "sink")  # one of each at most, and in this order, as `Scores` has them
+LEARNED = ("distance", "relative", "key_bias", "sink")  # those whose tensors get gradients
+# What is added is divided by the scale, and must stay finite. Products of fp16 times this vanish.
 _SMALLEST_SCALE_THAT_DIVIDES = 1e-20
 # A smaller cap leaves nothing of a score, and a larger one leaves it as it is; both keep what is computed finite.
 _CAPS = 1e-12, 1e30
@@ -33,7 +33,7 @@ def flags_of(changes: Scores | None) -> int:
 def numbers_of(changes: Scores | None, scale: float) -> dict[str, float]:
     """The kernels' numbers, in the units of `hopper/scores.py`: the cap, or 1 / scale."""
     cap = None if changes is None else changes.find("softcap")
-    divides = changes is not None and any(changes.find(kind) is not None for kind in ("distance", "relative"))
+    divides = changes is not None and any(kind in changes.kinds for kind in ("distance", "relative", "key_bias"))
     if cap is None:
         unit = max(scale, _SMALLEST_SCALE_THAT_DIVIDES if divides else SMALLEST_SCALE)
     else:
@@ -42,10 +42,11 @@ def numbers_of(changes: Scores | None, scale: float) -> dict[str, float]:
 
 
 def tensors_of(changes: Scores | None, q: Tensor) -> dict[str, Any]:
-    """The kernels' tensors, but for those of a table: see `tables.Entries`."""
+    """The kernels' tensors, but for those of a table and a bias of keys: see `tables.Entries` and `biases.Biases`."""
     if changes is None:
         return {}
-    return {**Changed.tensors(changes.without("relative"), q.dtype, q.device), **Changed.sink_of(changes)}
+    others = changes.without("relative").without("key_bias")
+    return {**Changed.tensors(others, q.dtype, q.device), **Changed.sink_of(changes)}
 
 
 def examples_of(changes: Scores | None, q: Tensor) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
@@ -26,3 +28,10 @@ def described_as(x: Tensor, tokens: int, dim: int) -> Describe:
     element = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[x.dtype]
     layout = gl.NVMMASharedLayout.get_default_for([1, 1, tokens, dim], element)
     return Describe(x, x.shape, describable_strides(x), [1, 1, tokens, dim], layout)
+
+
+def described_rows(x: Tensor, box: Sequence[int], shape: Sequence[int] | None = None) -> Describe:
+    """The descriptor of fp32 rows of numbers in such boxes, as they are in memory. shape: as which `x` is seen."""
+    seen = x if shape is None else x.view(*shape)
+    plain = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    return Describe(x, seen.shape, seen.stride(), list(box), plain)

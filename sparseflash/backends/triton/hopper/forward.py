@@ -138,10 +138,11 @@ def loader(
 ):  # fmt: skip
     """Finds items, tells the others of them, and loads what they want: keys of a step, values of the step before."""
     tiles_s, _, record_s, bars = own
-    descriptors, work_ptr, lists, lengths, counter_ptr, sizes, streams = loads
+    descriptors, work_ptr, lists, lengths, counter_ptr, sizes, streams, bias = loads
+    bias_desc, bias_of_batch, bias_of_head = bias
     index_ptr, tile_ptr = lists
     q_desc, k_desc, v_desc = descriptors
-    q_s, k_s, v_s = tiles_s
+    q_s, k_s, v_s, bias_s = tiles_s
     q_full, q_empty, k_full, v_full, kv_empty = bars
     items, heads, group, q_len, k_len, row_tiles = sizes
     number = gl.arange(0, RECORD, layout=LANES)
@@ -214,7 +215,12 @@ def loader(
             block = gl.load(index_ptr + place)
             mbarrier.wait(kv_empty.index(stage), ((step // STAGES) & 1) ^ 1)
             if is_item:
-                mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
+                if bias_desc is None:
+                    mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
+                else:
+                    mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes + bias_desc.block_type.nbytes)
+                    bias_row = batch * bias_of_batch + head * bias_of_head
+                    async_load(bias_desc, [bias_row, first_k], k_full.index(stage), bias_s.index(stage))
                 async_load(k_desc, [batch, kv_head, first_k, 0], k_full.index(stage), k_s.index(stage))
             else:
                 mbarrier.arrive(k_full.index(stage), count=1)
@@ -336,7 +342,7 @@ def consumer(
     cap_scale, inverse_unit, slopes_ptr, offset, sink_ptr, entries_ptr, until_ptr = changes
     HAS_TABLE: gl.constexpr = entries_ptr is not None
     HAS_DISTANCES: gl.constexpr = slopes_ptr is not None or HAS_TABLE
-    q_s, k_s, v_s = tiles_s
+    q_s, k_s, v_s, bias_s = tiles_s
     q_full, q_empty, k_full, v_full, kv_empty = bars
     index_ptr, tile_ptr = lists
     dtype: gl.constexpr = q_s.dtype
@@ -448,13 +454,15 @@ def consumer(
             s = hyperbolic_tangent(s * cap_scale)
         if slopes_ptr is not None:
             first = to_first_column(ahead, ROWS, SUMS)
+        if bias_s is not None:
+            s = s + bias_s.index(stage).load(S).broadcast_to(ROWS, BLOCK_N)
         if is_mixed:
             if slopes_ptr is not None:
                 distant = gl.where(side == 0, slope, 0.0)
                 s = s - distances(first, BLOCK_N, CHANGES, S) * distant
             if HAS_TABLE and not is_shared:
                 s = s + entries_of_scores(here_ptr, ahead, 1, s)
-            if CAPPED & CHANGES:
+            if CAPPED & CHANGES or bias_s is not None:
                 words = exchanged_with_nobody(words)
             s = masked(s, words, BLOCK_N, BITS)
         added = None
@@ -545,13 +553,18 @@ def consumer(
 
 
 @gluon.jit
-def buffers(dtype: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr):
-    """The shared memory of a stream: queries, keys and values; outputs; records; and their barriers."""
+def buffers(
+    dtype: gl.constexpr, bias_desc, BLOCK_N: gl.constexpr, D: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The shared memory of a stream: queries, keys, values and biases of keys; outputs; records; and their barriers."""
     TILE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
     q_s = gl.allocate_shared_memory(dtype, [2 * GROUPS, ROWS, D], TILE_LAYOUT)
     o_s = gl.allocate_shared_memory(dtype, [GROUPS, ROWS, D], TILE_LAYOUT)
     k_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], TILE_LAYOUT)
     v_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], TILE_LAYOUT)
+    bias_s = None
+    if bias_desc is not None:
+        bias_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_N], bias_desc.layout)
     record_s = gl.allocate_shared_memory(gl.int32, [RECORDS, RECORD], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [2 * GROUPS, 1], BAR)
@@ -566,14 +579,14 @@ def buffers(dtype: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, GROUPS:
         mbarrier.init(k_full.index(c), count=1)
         mbarrier.init(v_full.index(c), count=1)
         mbarrier.init(kv_empty.index(c), count=GROUPS * 128)
-    return (q_s, k_s, v_s), o_s, record_s, (q_full, q_empty, k_full, v_full, kv_empty)
+    return (q_s, k_s, v_s, bias_s), o_s, record_s, (q_full, q_empty, k_full, v_full, kv_empty)
 
 
 # Sizes are not specialised: another length or number of heads compiles nothing.
 @gluon.jit(
     do_not_specialize=[
         "lengths_stride", "qk_scale", "items", "heads", "group", "q_len", "k_len", "row_tiles", "cap_scale",
-        "inverse_unit",
+        "inverse_unit", "bias_of_batch", "bias_of_head",
     ],
     do_not_specialize_on_alignment=["lengths_ptr"],  # one number is loaded at a time
 )  # fmt: skip
@@ -591,6 +604,8 @@ def forward_kernel(
     cap_scale, inverse_unit,  # scale / cap, if CHANGES has CAPPED; 1 / the unit of scores
     slopes_ptr, sink_ptr,  # [Hq], or None
     entries_ptr, until_ptr,  # of a table: fp32 [Hq, MARGIN + C + MARGIN] of `entries_kernel`, int32 [C + 1]; or None
+    bias_desc,  # of keys, fp32 [rows, Nk in whole tiles] of `biases_kernel` in boxes of [1, BLOCK_N]; or None
+    bias_of_batch, bias_of_head,  # rows from one batch element or query head to the next
     BLOCK_N: gl.constexpr,  # keys of a tile of the lists, whose queries are GROUPS * ROWS
     D: gl.constexpr,
     GROUPS: gl.constexpr, STREAMS: gl.constexpr,  # warpgroups that share an item, and how many run items of their own
@@ -607,9 +622,10 @@ def forward_kernel(
     lists = (index_ptr, tile_ptr)
     changes = (cap_scale, inverse_unit, slopes_ptr, k_len - q_len, sink_ptr, entries_ptr, until_ptr)
     stream, streams = gl.program_id(0) * STREAMS, gl.num_programs(0) * STREAMS
-    loads = ((q_desc, k_desc, v_desc), work_ptr, lists, lengths, counter_ptr, sizes, streams)
+    bias = (bias_desc, bias_of_batch, bias_of_head)
+    loads = ((q_desc, k_desc, v_desc), work_ptr, lists, lengths, counter_ptr, sizes, streams, bias)
     reads = (lists, words_ptr, o_desc, lse_ptr, parts_ptr, qk_scale, q_len, changes)
-    own = buffers(dtype, BLOCK_N, D, GROUPS, STAGES)
+    own = buffers(dtype, bias_desc, BLOCK_N, D, GROUPS, STAGES)
     if STREAMS == 1:
         gl.warp_specialize(
             [
@@ -621,7 +637,7 @@ def forward_kernel(
             [REGISTERS, LOADER_REGISTERS],
         )
     else:
-        other = buffers(dtype, BLOCK_N, D, GROUPS, STAGES)
+        other = buffers(dtype, bias_desc, BLOCK_N, D, GROUPS, STAGES)
         gl.warp_specialize(
             [
                 (consumer, (own, reads, 0, BLOCK_N, D, GROUPS, STAGES, HAS_LENGTHS, HAS_PARTS, CHANGES)),

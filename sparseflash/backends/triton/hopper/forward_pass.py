@@ -10,10 +10,11 @@ from torch import Tensor
 
 from sparseflash.backends.registration import empty_lse, empty_out
 from sparseflash.backends.triton.family import KernelChoice, Setting
+from sparseflash.backends.triton.hopper.biases import biases_of
 from sparseflash.backends.triton.hopper.changed import examples_of, flags_of, numbers_of, tensors_of
 from sparseflash.backends.triton.hopper.choices import described_choice
 from sparseflash.backends.triton.hopper.configs import ROWS, Config
-from sparseflash.backends.triton.hopper.descriptors import as_read, described_as, read_as
+from sparseflash.backends.triton.hopper.descriptors import as_read, described_as, described_rows, read_as
 from sparseflash.backends.triton.hopper.dynamic_plan import dynamic_forward_plan
 from sparseflash.backends.triton.hopper.forward import forward_kernel
 from sparseflash.backends.triton.hopper.plan import ITEM_COUNT, forward_plan
@@ -65,14 +66,21 @@ class ForwardLayout:
         examples: dict[str, Any] = {**tiles, "lse_ptr": lse, "counter_ptr": _SOME_COUNTERS[:1]}
         changed = examples_of(changes, q)
         examples |= changed
-        self.entries = entries_of(changes, numbers["inverse_unit"], device)
-        if self.entries is not None:
-            examples |= self.entries.examples
+        entries = entries_of(changes, numbers["inverse_unit"], device)
+        biases = biases_of(changes, k_len, numbers["inverse_unit"], device)
+        self.prepared = [each for each in (entries, biases) if each is not None]  # each by a kernel of its own
+        if entries is not None:
+            examples |= entries.examples
+        if biases is not None:
+            examples["bias_desc"] = biases.example
+            numbers |= biases.numbers
         examples |= of_call(SOME_LENGTHS if setting.lengths else None)
         if merges:
             examples["parts_ptr"] = SOME_PARTS
         tokens = {"q_desc": ROWS, "k_desc": keys, "v_desc": keys, "o_desc": ROWS}
         described = {name: described_as(x, tokens[name], config.dim) for name, x in tiles.items()}
+        if biases is not None:
+            described["bias_desc"] = described_rows(biases.example, [1, keys])
         self.launch = launch_of(
             forward_kernel, constants, numbers, examples, device, described,
             bound=("work_ptr", "index_ptr", "tile_ptr", "words_ptr"), num_warps=4, num_stages=1,
@@ -128,8 +136,9 @@ class Forward:
             "q_desc": q, "k_desc": k, "v_desc": v, "o_desc": out, "out_ptr": out, "lse_ptr": lse,
             "counter_ptr": counter(q.device), **of_call(lengths), **tensors_of(changes, q),
         }  # fmt: skip
-        if layout.entries is not None and changes is not None:
-            given |= layout.entries(changes)
+        if changes is not None:
+            for each in layout.prepared:
+                given |= each(changes)
         if self._combine is not None:
             given["parts_ptr"] = torch.empty(self.plan.parts, layout.part, dtype=torch.float32, device=q.device)
         self._launch(given)
@@ -139,11 +148,8 @@ class Forward:
 
     def launches(self) -> list[BoundLaunch]:
         """All kernels that a call launches."""
-        entries = self.layout.entries
-        return [
-            *([] if entries is None else [entries.launch]), self._launch,
-            *([] if self._combine is None else [self._combine]),
-        ]  # fmt: skip
+        prepared = [each.launch for each in self.layout.prepared]
+        return [*prepared, self._launch, *([] if self._combine is None else [self._combine])]
 
     def choices(self) -> list[KernelChoice]:
         """How the kernel runs that computes."""

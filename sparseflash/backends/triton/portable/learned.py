@@ -161,13 +161,13 @@ class Sums:
         return self._sums_by_head(part.sum(1, keepdim=True)).squeeze(1)
 
     def _bias(self, part: Tensor) -> Tensor:
-        return _over_shared(part, self._changes.find("bias").values)
+        return over_shared(part, self._changes.find("bias").values)
 
     def _tile_bias(self, part: Tensor) -> Tensor:
         return part[0] if len(part) == 1 else part.sum(0)
 
     def _key_bias(self, part: Tensor) -> Tensor:
-        return _over_shared(self._sums_by_key(part), self._changes.find("key_bias").values)
+        return over_shared(self._sums_by_key(part), self._changes.find("key_bias").values)
 
     def _sums_by_head(self, part: Tensor) -> Tensor:
         """The sums of the parts of all programs of each head, `[Hq, ...]`."""
@@ -279,7 +279,26 @@ def sums_of_groups(values: Tensor, group: Tensor, count: int, each: int | None, 
     return padded[rows].sum(1)
 
 
-def _over_shared(gradient: Tensor, values: Tensor) -> Tensor:
+def sums_of_runs(values: Tensor, group: Tensor, count: int, most: int) -> Tensor:
+    """As `sums_of_groups`, where every group has rows, and none more than `most`, but few more than one.
+
+    >>> sums_of_runs(torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([1, 0, 1]), 2, 2).tolist()
+    [[2.0], [5.0]]
+
+    Each row gets its sum with the next ones of its group, with twice as many each time: so it takes no memory for
+    groups as long as the longest.
+    """
+    group, order = torch.sort(group, stable=True)
+    values = values[order]
+    summed = 1
+    while summed < most:
+        is_same = (group[summed:] == group[:-summed]).view(-1, *[1] * (values.ndim - 1))
+        values[:-summed] += torch.where(is_same, values[summed:], 0.0)
+        summed *= 2
+    return values[torch.searchsorted(group, torch.arange(count, device=group.device))]
+
+
+def over_shared(gradient: Tensor, values: Tensor) -> Tensor:
     """The sum over the dimensions that `values` shares."""
     shared = [axis for axis, n in enumerate(values.shape) if n == 1 and gradient.shape[axis] != 1]
     return gradient.sum(shared, keepdim=True) if shared else gradient

@@ -2,7 +2,7 @@
 
     python -m tests.backends.triton.hopper.hopper_compiled DIM DTYPE [FEATURE...]
 
-Features: small, lengths, parts, softcap, alibi, log, sink, table, learned.
+Features: small, lengths, parts, softcap, alibi, log, sink, table, key_bias, learned.
 
 Needs a process in which Triton compiles. With another Triton first in PYTHONPATH it says what that makes of them.
 """
@@ -31,6 +31,7 @@ ARCH = 90
 CHANGES = {
     "softcap": scores.softcap(30.0), "alibi": scores.alibi(torch.ones(2)), "log": scores.log_decay(torch.ones(2)),
     "sink": scores.sink(torch.ones(2)), "table": scores.relative(torch.ones(2, 32), scores.t5_buckets()),
+    "key_bias": scores.key_bias(torch.ones(1, 2, 512)),
 }  # fmt: skip
 
 

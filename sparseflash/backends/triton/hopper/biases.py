@@ -1,0 +1,72 @@
+"""Biases of keys, as the kernels for Hopper read them: in the units of their scores, each row in whole tiles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparseflash.backends.triton.alignment import aligned_start
+from sparseflash.backends.triton.hopper.configs import BLOCK
+from sparseflash.backends.triton.launcher import BoundLaunch
+from sparseflash.backends.triton.portable.launches import launch_of
+from sparseflash.backends.triton.portable.passes import like, one_number_of
+from sparseflash.scores.change import Scores
+
+KEYS = tl.constexpr(BLOCK[1])  # of a tile
+_BLOCK = 1024  # keys of a program of `biases_kernel`
+
+
+@triton.jit(do_not_specialize=["inverse_unit", "k_len", "width", "programs_of_row"])
+def biases_kernel(
+    values_ptr, biases_ptr,  # [rows, width] contiguous; fp32 [rows, whole tiles], written
+    inverse_unit, k_len, width, programs_of_row,  # width: k_len, or 1 if all keys share a number
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The bias of every key; 0 where there is no key."""
+    row, number = tl.program_id(0) // programs_of_row, tl.program_id(0) % programs_of_row
+    key = number * BLOCK + tl.arange(0, BLOCK)
+    start_ptr = values_ptr + tl.cast(row, tl.int64) * width
+    values = tl.load(start_ptr + tl.where(width == 1, 0, key), mask=key < k_len, other=0.0)
+    size = tl.cdiv(k_len, KEYS) * KEYS
+    target = biases_ptr + (tl.cast(row, tl.int64) * size + key)
+    tl.store(target, values.to(tl.float32) * inverse_unit, mask=key < size)
+
+
+class Biases:
+    """What the kernels read of a bias of keys, prepared for tensors of one layout."""
+
+    def __init__(self, changes: Scores, k_len: int, inverse_unit: float, device: torch.device) -> None:
+        values = like(self._values(changes))
+        batch, heads, width = values.shape
+        size = -(-k_len // KEYS.value) * KEYS.value
+        self.example = torch.empty(batch * heads, size, dtype=torch.float32, device="meta")
+        self._biases = one_number_of(self.example, device)
+        # In which row those of a batch element and query head stand: the sum of these, times their numbers.
+        self.numbers = {"bias_of_batch": heads if batch > 1 else 0, "bias_of_head": int(heads > 1)}
+        programs = -(-size // _BLOCK)
+        numbers = {"inverse_unit": inverse_unit, "k_len": k_len, "width": width, "programs_of_row": programs}
+        examples = {"values_ptr": values, "biases_ptr": self.example}
+        self.launch: BoundLaunch = launch_of(
+            biases_kernel, {"BLOCK": _BLOCK}, numbers, examples, device, {}, bound=(), num_warps=4, num_stages=1
+        ).bind(batch * heads * programs)
+
+    @staticmethod
+    def _values(changes: Scores) -> Tensor:
+        return aligned_start(changes.find("key_bias").values.contiguous())
+
+    def __call__(self, changes: Scores) -> dict[str, Any]:
+        """The kernels' arguments, of a call: the forward has a descriptor, the backward a pointer."""
+        biases = torch.empty_like(self._biases)
+        self.launch({"values_ptr": self._values(changes), "biases_ptr": biases})
+        return {"bias_desc": biases, "biases_ptr": biases}
+
+
+def biases_of(changes: Scores | None, k_len: int, inverse_unit: float, device: torch.device) -> Biases | None:
+    """Those of keys, if the changes have a bias of keys."""
+    if changes is None or changes.find("key_bias") is None:
+        return None
+    return Biases(changes, k_len, inverse_unit, device)
