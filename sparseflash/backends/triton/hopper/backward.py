@@ -66,7 +66,7 @@ from sparseflash.backends.triton.hopper.scores import (
     TABLE_SUMS,
     add_by_distance,
     add_to_bucket,
-    can_be_shared,
+    as_float,
     distances,
     entries_of_head,
     entries_of_scores,
@@ -75,7 +75,7 @@ from sparseflash.backends.triton.hopper.scores import (
     number_of,
     outer_runs,
     plus_of_threads,
-    shared_distance,
+    shared_entry,
     side_of_columns,
     slope_of,
     sums_of_threads,
@@ -183,14 +183,13 @@ def loader(
                     told(bias_s, stage, 1, place * (heads // kv_heads) + head % (heads // kv_heads), TOLD_OF_BIAS)
             if entries_ptr is not None:
                 ahead = first_k - (first_q + offset)
-                at, is_shared = shared_distance(runs, 1 - KEYS - ahead, ROWS - 1 - ahead)
-                entry = gl.load(entries_of_head(entries_ptr, head, q_len, offset) + at)
-                is_shared = is_shared & can_be_shared(entry)
+                here_ptr = entries_of_head(entries_ptr, head, q_len, offset)
+                at, entry, is_shared = shared_entry(runs, here_ptr, 1 - KEYS - ahead, ROWS - 1 - ahead)
                 if buckets_ptr is not None:
                     ahead = gl.where(is_shared, gl.load(buckets_ptr + (at + q_len - 1)), ahead)
                 told(number_s, stage, 1, ahead)
                 told(number_s, stage, 2, gl.where(is_shared, 1, 0))
-                told(number_s, stage, 3, gl.cast(gl.where(is_shared, entry, 0.0), gl.int32, bitcast=True))
+                told(number_s, stage, 3, gl.cast(entry, gl.int32, bitcast=True))
                 told(number_s, stage, 4, head + (head - kv_head * (heads // kv_heads)) * MOST_HEADS)
             mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + rows_desc.block_type.nbytes)
             async_load(q_desc, [batch, head, first_q, 0], q_full.index(stage), q_s.index(stage))
@@ -426,7 +425,7 @@ def consumer(
             rows = rows_s.index(q_stage)
             if slopes_ptr is not None:
                 ahead, side = heard(number_s, q_stage, 1), heard(number_s, q_stage, 2)
-                slope = gl.cast(heard(number_s, q_stage, 3), gl.float32, bitcast=True)
+                slope = as_float(heard(number_s, q_stage, 3))
             if biases_ptr is not None:
                 bias_ptr = biases_ptr + gl.cast(heard(bias_s, q_stage, 0, TOLD_OF_BIAS), gl.int64) * KEYS
                 bias = gl.load(bias_ptr + number_of(KEYS, gl.SliceLayout(1, S)))
@@ -439,7 +438,7 @@ def consumer(
                 member = of_group
             if entries_ptr is not None:
                 ahead, is_shared = heard(number_s, q_stage, 1), heard(number_s, q_stage, 2) != 0
-                entry = gl.cast(heard(number_s, q_stage, 3), gl.float32, bitcast=True)
+                entry = as_float(heard(number_s, q_stage, 3))
             s = no_scores
             if not CAPPED & CHANGES:
                 s = in_registers(rows.slice(0, 1, dim=0).load(S).broadcast_to(KEYS, ROWS))

@@ -43,6 +43,7 @@ from sparseflash.backends.triton.hopper.plan import (
     ITEM_TILE,
 )
 from sparseflash.backends.triton.hopper.scores import (
+    as_float,
     by_thread,
     distances,
     entries_of_head,
@@ -50,6 +51,7 @@ from sparseflash.backends.triton.hopper.scores import (
     from_first_column,
     hyperbolic_tangent,
     outer_runs,
+    outer_tiles,
     plus_of_threads,
     shared_entry,
     side_of_columns,
@@ -85,6 +87,8 @@ K_LIMIT = gl.constexpr(10)  # and keys
 JUMP_LEFT = gl.constexpr(11)  # when so many steps are left,
 JUMP = gl.constexpr(12)  # so many tiles of the list are passed over
 BLOCK = gl.constexpr(13)  # the number of the first tile
+FIRST_ENTRY = gl.constexpr(14)  # of a table, the entries of the first distance and of the last, as bits
+LAST_ENTRY = gl.constexpr(15)
 
 
 # ---------------------------------------------------------------------- the loading warp
@@ -138,7 +142,7 @@ def loader(
 ):  # fmt: skip
     """Finds items, tells the others of them, and loads what they want: keys of a step, values of the step before."""
     tiles_s, _, record_s, bars = own
-    descriptors, work_ptr, lists, lengths, counter_ptr, sizes, streams, bias = loads
+    descriptors, work_ptr, lists, lengths, counter_ptr, sizes, streams, bias, entries_ptr = loads
     bias_desc, bias_of_batch, bias_of_head = bias
     index_ptr, tile_ptr = lists
     q_desc, k_desc, v_desc = descriptors
@@ -194,6 +198,11 @@ def loader(
         record = gl.where(number == JUMP_LEFT, jump_left, record)
         record = gl.where(number == JUMP, jump, record)
         record = gl.where(number == BLOCK, block, record)
+        if entries_ptr is not None:
+            here_ptr = entries_of_head(entries_ptr, head, q_len, k_len - q_len)
+            first_entry, last_entry = gl.load(here_ptr + (1 - q_len)), gl.load(here_ptr + (k_len - 1))
+            record = gl.where(number == FIRST_ENTRY, gl.cast(first_entry, gl.int32, bitcast=True), record)
+            record = gl.where(number == LAST_ENTRY, gl.cast(last_entry, gl.int32, bitcast=True), record)
         record_s.index(turn % RECORDS).store(record)
         for c in gl.static_range(GROUPS):
             bar = q_full.index(slot * GROUPS + c)
@@ -385,9 +394,7 @@ def consumer(
     turn = -1
     left, partial_left, place, tile, k_limit, jump_left = 0, 0, 0, 0, 0, 0
     slope, first_position, next_block = 0.0, 0, 0
-    if HAS_TABLE:
-        runs = outer_runs(until_ptr, q_len, offset)
-        here_ptr, first_entry, last_entry = entries_ptr, 0.0, 0.0
+    past_until, future_from = 0, 0
     mbarrier.wait(k_full.index(0), 0)
     if IN_TURNS and C == 1:
         at_turn_of(0, "arrive")
@@ -405,23 +412,31 @@ def consumer(
             if slopes_ptr is not None:
                 slope = slope_of(slopes_ptr, field(record_s, turn, HEAD), inverse_unit)
             if HAS_TABLE:
-                here_ptr = entries_of_head(entries_ptr, field(record_s, turn, HEAD), q_len, offset)
-                first_entry, last_entry = gl.load(here_ptr + runs[3]), gl.load(here_ptr + runs[4])
-            if HAS_DISTANCES:
+                past_until, future_from = outer_tiles(
+                    outer_runs(until_ptr, q_len, offset), field(record_s, turn, FIRST_Q) + (C * ROWS + offset),
+                    as_float(field(record_s, turn, FIRST_ENTRY)), as_float(field(record_s, turn, LAST_ENTRY)),
+                    ROWS, BLOCK_N,
+                )  # fmt: skip
+            if slopes_ptr is not None:
                 first_position = field(record_s, turn, FIRST_Q) + (C * ROWS + offset)
+            if HAS_DISTANCES:
                 next_block = field(record_s, turn, BLOCK)
             running = left > 0
             if KEEPS_Q:
                 kept_q = q_s.index((turn & 1) * GROUPS + C).load(Q)
         is_mixed = left <= partial_left
-        if HAS_DISTANCES:
-            ahead = first_position - next_block * BLOCK_N
         entry, is_shared = 0.0, True
         if HAS_TABLE:
-            ends = first_entry, last_entry
-            entry, is_shared = shared_entry(runs, here_ptr, ends, ahead - (BLOCK_N - 1), ahead + (ROWS - 1))
+            is_past, is_future = next_block * BLOCK_N <= past_until, next_block * BLOCK_N >= future_from
+            is_shared = is_past | is_future
+            if not is_shared:
+                ahead = field(record_s, turn, FIRST_Q) + (C * ROWS + offset) - next_block * BLOCK_N
+                here_ptr = entries_of_head(entries_ptr, field(record_s, turn, HEAD), q_len, offset)
+                runs = outer_runs(until_ptr, q_len, offset)
+                _, entry, is_shared = shared_entry(runs, here_ptr, ahead - (BLOCK_N - 1), ahead + (ROWS - 1))
             is_mixed = is_mixed | (not is_shared)
         if slopes_ptr is not None:
+            ahead = first_position - next_block * BLOCK_N
             side = side_of_columns(ahead, slope, qk_scale, ROWS, BLOCK_N, CHANGES)
             is_mixed = is_mixed | (side == 0)
         words = gl.zeros([ROWS, BLOCK_N // 32], gl.int32, layout=WORDS)
@@ -436,6 +451,7 @@ def consumer(
             place += field(record_s, turn, JUMP)
         tile = gl.load(tile_ptr + place)  # of the next step: a load whose address waits for a load would hold it up
         if HAS_DISTANCES:
+            table_block = next_block
             next_block = gl.load(index_ptr + place)
 
         stage, phase = step % STAGES, (step // STAGES) & 1
@@ -461,6 +477,8 @@ def consumer(
                 distant = gl.where(side == 0, slope, 0.0)
                 s = s - distances(first, BLOCK_N, CHANGES, S) * distant
             if HAS_TABLE and not is_shared:
+                ahead = field(record_s, turn, FIRST_Q) + (C * ROWS + offset) - table_block * BLOCK_N
+                here_ptr = entries_of_head(entries_ptr, field(record_s, turn, HEAD), q_len, offset)
                 s = s + entries_of_scores(here_ptr, ahead, 1, s)
             if CAPPED & CHANGES or bias_s is not None:
                 words = exchanged_with_nobody(words)
@@ -471,7 +489,8 @@ def consumer(
             s = s + from_first_column(BLOCK_N, S) * lean
             added = first * lean
         if HAS_TABLE:
-            added = entry
+            first, last = field(record_s, turn, FIRST_ENTRY), field(record_s, turn, LAST_ENTRY)
+            added = gl.where(is_past | is_future, as_float(gl.where(is_past, last, first)), entry)
         inverse = gl.zeros([ROWS], gl.float32, layout=S_ROWS)
         ended = turn - 1
         if begins:
@@ -623,7 +642,7 @@ def forward_kernel(
     changes = (cap_scale, inverse_unit, slopes_ptr, k_len - q_len, sink_ptr, entries_ptr, until_ptr)
     stream, streams = gl.program_id(0) * STREAMS, gl.num_programs(0) * STREAMS
     bias = (bias_desc, bias_of_batch, bias_of_head)
-    loads = ((q_desc, k_desc, v_desc), work_ptr, lists, lengths, counter_ptr, sizes, streams, bias)
+    loads = ((q_desc, k_desc, v_desc), work_ptr, lists, lengths, counter_ptr, sizes, streams, bias, entries_ptr)
     reads = (lists, words_ptr, o_desc, lse_ptr, parts_ptr, qk_scale, q_len, changes)
     own = buffers(dtype, bias_desc, BLOCK_N, D, GROUPS, STAGES)
     if STREAMS == 1:

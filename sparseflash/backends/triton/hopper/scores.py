@@ -140,15 +140,28 @@ def can_be_shared(entry):
 
 
 @gluon.jit
-def shared_entry(runs, here_ptr, ends, least, most):
-    """`(the entry of all scores of a tile, or 0, whether they have one)`. here_ptr: the entry of distance 0; ends: of
-    the first and the last distance."""
+def shared_entry(runs, here_ptr, least, most):
+    """`(a distance, its entry if all scores of a tile have that, else 0, whether they have)`; as `shared_distance`.
+    here_ptr: the entry of distance 0."""
     at, is_shared = shared_distance(runs, least, most)
-    entry = gl.where(at == runs[3], ends[0], ends[1])
-    if (at > runs[3]) & (at < runs[4]):
-        entry = gl.load(here_ptr + at)
+    entry = gl.load(here_ptr + at)
     is_shared = is_shared & can_be_shared(entry)
-    return gl.where(is_shared, entry, 0.0), is_shared
+    return at, gl.where(is_shared, entry, 0.0), is_shared
+
+
+@gluon.jit
+def outer_tiles(runs, first_position, first_entry, last_entry, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """`(up to which first key all scores of a tile have the last entry, from which on the first one)`, of the queries
+    from `first_position` on. So most tiles need two comparisons."""
+    past = first_position - (COLUMNS - 1) - runs[2]
+    future = first_position + (ROWS - 1) - runs[1]
+    return gl.where(can_be_shared(last_entry), past, -1), gl.where(can_be_shared(first_entry), future, 2147483647)
+
+
+@gluon.jit
+def as_float(bits):
+    """The number of fp32 with these bits."""
+    return gl.cast(bits, gl.float32, bitcast=True)
 
 
 @gluon.jit

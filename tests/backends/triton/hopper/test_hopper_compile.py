@@ -9,7 +9,7 @@ from uninterpreted import python
 
 SHARED_MEMORY = 227 * 1024  # bytes that a program may have
 # Each with "learned" is a backward of its own; a sink and lengths take registers, too.
-TABLES = [["table"], ["table", "learned"], ["table", "sink", "learned", "lengths", "parts"]]
+TABLES = [["table"], ["table", "learned", "parts"], ["table", "sink", "learned", "lengths"]]
 OURS = {"forward_kernel", "begin_kernel", "backward_kernel", "finish_kernel"}
 MERGING = {"combine_rows_kernel", "combine_gradients_kernel"}
 
@@ -65,8 +65,8 @@ def check(dim, dtype, features):
     # At D=64 dk, dv, S, dP and the weights take 224 of 240 registers. Some addresses are spilled then, but no tile,
     # which would be 32 loads and stores at least.
     # The derivative of a cap lives from the weights to dP, the sums for a slope from step to step.
-    # Under a table half of what is spilled is read where scores are near the diagonal alone.
-    few = 4 if "softcap" in features else 0 if "learned" not in features else 13 if "table" in features else 6
+    # Under a table some of what is spilled is read near the diagonal alone: with Triton 3.6 13 in all, with 3.9 26.
+    few = 4 if "softcap" in features else 0 if "learned" not in features else 26 if "table" in features else 6
     assert backward["spilled_in_loop"] <= (20 if dim == 64 else few), backward
     # S and dP, dV and dK, dQ: both warpgroups run the same instructions.
     rows = backward_config_for(dim).rows
