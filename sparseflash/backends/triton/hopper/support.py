@@ -17,7 +17,7 @@ TRITON_VERSIONS = ((3, 6),)
 _DTYPES = (torch.float16, torch.bfloat16)
 # Of a table that gets gradients: each takes 256 bytes for a tile of keys and a head, all of them 128 KB.
 MOST_ENTRIES = 512
-_NOT_WITH_A_TABLE = ("softcap", "distance")
+_NOT_WITH_A_TABLE = ("softcap", "distance", "key_bias")
 
 
 def refuses(request: Request) -> str | None:

@@ -256,6 +256,8 @@ def test_they_take_tables_by_distance_alone_or_with_a_sink():
     assert families_and_refusal(t5 + scores.sink(torch.rand(4, device="meta"))) == ("hopper", "hopper", None)
     reason = "they know a table of relative positions beside a sink alone; got one beside softcap"
     assert families_and_refusal(t5 + scores.softcap(30.0)) == ("portable", "portable", reason)
+    of_keys = scores.key_bias(torch.rand(1, 1, 8192, device="meta"))
+    assert families_and_refusal(t5 + of_keys) == ("portable", "portable", reason.replace("softcap", "key_bias"))
     of_cells = scores.relative_2d(torch.rand(4, 5, 7, device="meta"), 3, 4, cells=torch.arange(8192) % 12)
     assert families_and_refusal(of_cells)[:2] == ("portable", "portable")
     assert families_and_refusal(of_cells)[2].startswith("of tables of relative positions they know those whose")
