@@ -90,9 +90,9 @@ def explain(
     The portable kernels know all changes of scores, those for Hopper some:
 
     >>> from sparseflash import scores
-    >>> found = explain(q, k, v, scores=scores.key_bias(torch.zeros(1, 1, 4096)), capability=(9, 0))
+    >>> found = explain(q, k, v, scores=scores.bias(torch.zeros(1, 1, 4096, 1)), capability=(9, 0))
     >>> found.forward.family, found.forward.refusals
-    ('portable', (('hopper', 'of changes of scores they know softcap, distance, relative, sink; got key_bias'),))
+    ('portable', (('hopper', 'of changes of scores they know softcap, distance, relative, key_bias, sink; got bias'),))
 
     Args:
         q, k, v, mask, dropout_p, scores, backend: as for `attention`. Nothing is computed, so the tensors may be

@@ -123,9 +123,10 @@ def test_dropout_and_lengths_are_explained_too():
 
 
 def test_changed_scores_are_explained():
-    changes = scores.softcap(30.0) + scores.key_bias(torch.rand(1, 1, 4096))
+    changes = scores.softcap(30.0) + scores.bias(torch.rand(1, 1, 4096, 1))
     found = explain(*empty(), masks.causal(4096), scores=changes, **HOPPER)
-    chosen = "portable", (("hopper", "of changes of scores they know softcap, distance, relative, sink; got key_bias"),)
+    reason = "of changes of scores they know softcap, distance, relative, key_bias, sink; got bias"
+    chosen = "portable", (("hopper", reason),)
     assert found.forward == found.backward == chosen
     assert [each.kernel for each in found.kernels] == ["forward", "dq", "dk_dv"]
     with pytest.raises(ValueError, match="the hopper kernels cannot serve this call"):

@@ -142,12 +142,12 @@ def loader(
     """Queries with their rows of numbers, and gradients, step by step; keys and values once an item."""
     descriptors, tiles_s, bars, lists, sizes, decay, table, bias = loads
     q_desc, dout_desc, k_desc, v_desc, rows_desc = descriptors
-    q_s, dout_s, k_s, v_s, rows_s, number_s, bias_s = tiles_s
+    q_s, dout_s, k_s, v_s, rows_s, number_s = tiles_s
     q_full, q_empty, dout_full, dout_empty, kv_full = bars
     start_ptr, work_ptr, entry_ptr = lists
     heads, kv_heads, row_tiles = sizes
     qk_scale, inverse_unit, slopes_ptr, offset = decay
-    biases_ptr, bias_of_batch, bias_of_head, dkey_ptr = bias
+    biases_ptr, bias_of_batch, bias_of_head, dkey_ptr, bias_s = bias
     entries_ptr, until_ptr, buckets_ptr, q_len = table
     runs = outer_runs(until_ptr, q_len, offset)
     STEPS: gl.constexpr = TILE_ROWS // ROWS
@@ -371,10 +371,10 @@ def consumer(
     """dk and dv of every item, and dq of every step."""
     tiles_s, bars, lists, words_ptr, lengths, parts_ptr, ds_s, dq_s, out_s, full, empty, sizes, changes = reads
     qk_scale, scale, kv_heads = sizes
-    cap_scale, slopes_ptr, dslopes_ptr, group, of_table, of_biases = changes
-    biases_ptr, dkey_ptr = of_biases
+    cap_scale, slopes_ptr, dslopes_ptr, group, of_table, of_bias = changes
+    biases_ptr, _, _, dkey_ptr, bias_s = of_bias
     entries_ptr, buckets_ptr, dtable_ptr, table_size, q_len, offset = of_table
-    q_s, dout_s, k_s, v_s, rows_s, number_s, bias_s = tiles_s
+    q_s, dout_s, k_s, v_s, rows_s, number_s = tiles_s
     q_full, q_empty, dout_full, dout_empty, kv_full = bars
     start_ptr, work_ptr, _ = lists
     dtype: gl.constexpr = q_s.dtype
@@ -506,10 +506,12 @@ def consumer(
                     add_by_distance(read_ds, sums_ptr, buckets_ptr, ahead, q_len, offset)
             if dkey_ptr is not None:
                 # There, too. Only one thread adds to each number, so the order is always the same.
-                sums = gl.sum(sums_of_threads(read_later(half_ds).to(gl.float32)), 1)
-                sums_ptr = dkey_ptr + gl.cast(heard(bias_s, q_stage, 1, TOLD_OF_BIAS), gl.int64) * KEYS
-                key = number_of(KEYS, gl.SliceLayout(1, SUMS))
-                gl.atomic_add(sums_ptr + key, sums, sem="relaxed", scope="gpu")
+                sums_row = heard(bias_s, q_stage, 1, TOLD_OF_BIAS)
+                if sums_row >= 0:  # always; without a branch ptxas would add first, and then issue the products
+                    sums = gl.sum(sums_of_threads(read_later(half_ds).to(gl.float32)), 1)
+                    sums_ptr = dkey_ptr + gl.cast(sums_row, gl.int64) * KEYS
+                    key = number_of(KEYS, gl.SliceLayout(1, SUMS))
+                    gl.atomic_add(sums_ptr + key, sums, sem="relaxed", scope="gpu")
             dq, dv = local_mma_wait(dq, 1), accumulator(dv)
             async_copy.mbarrier_arrive(dout_empty.index(dout_stage), increment_count=False)
             which = (first * STEPS + i) % SENDERS
@@ -587,10 +589,6 @@ def backward_kernel(
     # dv and dk leave by the same buffers, which hold one or two of them.
     out_s = reinterpret(dq_s, dtype, [SENDERS * (ROWS // 64), KEYS, D], TILE_LAYOUT)
     number_s = gl.allocate_shared_memory(gl.int32, [Q_STAGES * TOLD, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    bias_s = None
-    if biases_ptr is not None:
-        OF_BIAS: gl.constexpr = Q_STAGES * TOLD_OF_BIAS
-        bias_s = gl.allocate_shared_memory(gl.int32, [OF_BIAS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BAR)
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BAR)
@@ -609,19 +607,25 @@ def backward_kernel(
     for c in gl.static_range(SENDERS):
         mbarrier.init(full.index(c), count=1)
         mbarrier.init(empty.index(c), count=1)
-    tiles_s = (q_s, dout_s, k_s, v_s, rows_s, number_s, bias_s)
+    tiles_s = (q_s, dout_s, k_s, v_s, rows_s, number_s)
+    # Of arguments alone Gluon makes a tuple with None.
+    if biases_ptr is None:
+        bias = (biases_ptr, bias_of_batch, bias_of_head, dkey_ptr, biases_ptr)
+    else:
+        OF_BIAS: gl.constexpr = Q_STAGES * TOLD_OF_BIAS
+        bias_s = gl.allocate_shared_memory(gl.int32, [OF_BIAS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        bias = (biases_ptr, bias_of_batch, bias_of_head, dkey_ptr, bias_s)
     bars = (q_full, q_empty, dout_full, dout_empty, kv_full)
     lists = (start_ptr, work_ptr, entry_ptr)
     lengths = (lengths_ptr, lengths_stride)
     descriptors = (q_desc, dout_desc, k_desc, v_desc, rows_desc)
     decay = (qk_scale, inverse_unit, slopes_ptr, offset)
     table = (entries_ptr, until_ptr, buckets_ptr, q_len)
-    bias = (biases_ptr, bias_of_batch, bias_of_head, dkey_ptr)
     loads = (descriptors, tiles_s, bars, lists, (heads, kv_heads, row_tiles), decay, table, bias)
     sends = (acc_desc, dq_s, out_s, full, empty, counter_ptr, lists, kv_heads)
     sizes = (qk_scale, scale, kv_heads)
     of_table = (entries_ptr, buckets_ptr, dtable_ptr, table_size, q_len, offset)
-    changes = (cap_scale, slopes_ptr, dslopes_ptr, heads // kv_heads, of_table, (biases_ptr, dkey_ptr))
+    changes = (cap_scale, slopes_ptr, dslopes_ptr, heads // kv_heads, of_table, bias)
     reads = (tiles_s, bars, lists, words_ptr, lengths, parts_ptr, ds_s, dq_s, out_s, full, empty, sizes, changes)
     gl.warp_specialize(
         [

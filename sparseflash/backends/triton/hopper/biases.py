@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparseflash.backends.triton.alignment import aligned_start
 from sparseflash.backends.triton.hopper.configs import BLOCK
 from sparseflash.backends.triton.launcher import BoundLaunch
+from sparseflash.backends.triton.portable.changed import Changed
 from sparseflash.backends.triton.portable.launches import launch_of
 from sparseflash.backends.triton.portable.passes import like, one_number_of
 from sparseflash.scores.change import Scores
@@ -40,7 +38,7 @@ class Biases:
     """What the kernels read of a bias of keys, prepared for tensors of one layout."""
 
     def __init__(self, changes: Scores, k_len: int, inverse_unit: float, device: torch.device) -> None:
-        values = like(self._values(changes))
+        values = like(Changed.key_bias_of(changes))
         batch, heads, width = values.shape
         size = -(-k_len // KEYS.value) * KEYS.value
         self.example = torch.empty(batch * heads, size, dtype=torch.float32, device="meta")
@@ -54,14 +52,10 @@ class Biases:
             biases_kernel, {"BLOCK": _BLOCK}, numbers, examples, device, {}, bound=(), num_warps=4, num_stages=1
         ).bind(batch * heads * programs)
 
-    @staticmethod
-    def _values(changes: Scores) -> Tensor:
-        return aligned_start(changes.find("key_bias").values.contiguous())
-
-    def __call__(self, changes: Scores) -> dict[str, Any]:
+    def __call__(self, changes: Scores) -> dict[str, Tensor]:
         """The kernels' arguments, of a call: the forward has a descriptor, the backward a pointer."""
         biases = torch.empty_like(self._biases)
-        self.launch({"values_ptr": self._values(changes), "biases_ptr": biases})
+        self.launch({"values_ptr": Changed.key_bias_of(changes), "biases_ptr": biases})
         return {"bias_desc": biases, "biases_ptr": biases}
 
 

@@ -13,13 +13,8 @@ from sparseflash.backends.triton.portable.passes import like
 from sparseflash.backends.triton.portable.softmax import LOG2E
 from sparseflash.scores.change import Scores
 
-KINDS = (
-    "softcap",
-    "distance",
-    "relative",
-    "key_bias",
-    "sink",
-)  # one of each at most, and in this order, as `Scores` has them
+# One of each at most, and in this order, as `Scores` has them.
+KINDS = ("softcap", "distance", "relative", "key_bias", "sink")
 LEARNED = ("distance", "relative", "key_bias", "sink")  # those whose tensors get gradients
 # What is added is divided by the scale, and must stay finite. Products of fp16 times this vanish.
 _SMALLEST_SCALE_THAT_DIVIDES = 1e-20

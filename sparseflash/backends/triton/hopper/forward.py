@@ -141,12 +141,13 @@ def loader(
     own, loads, stream, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, HAS_LENGTHS: gl.constexpr,
 ):  # fmt: skip
     """Finds items, tells the others of them, and loads what they want: keys of a step, values of the step before."""
-    tiles_s, _, record_s, bars = own
+    buffers_s, bias_s = own
+    tiles_s, _, record_s, bars = buffers_s
     descriptors, work_ptr, lists, lengths, counter_ptr, sizes, streams, bias, entries_ptr = loads
     bias_desc, bias_of_batch, bias_of_head = bias
     index_ptr, tile_ptr = lists
     q_desc, k_desc, v_desc = descriptors
-    q_s, k_s, v_s, bias_s = tiles_s
+    q_s, k_s, v_s = tiles_s
     q_full, q_empty, k_full, v_full, kv_empty = bars
     items, heads, group, q_len, k_len, row_tiles = sizes
     number = gl.arange(0, RECORD, layout=LANES)
@@ -346,12 +347,13 @@ def consumer(
     HAS_LENGTHS: gl.constexpr, HAS_PARTS: gl.constexpr, CHANGES: gl.constexpr,
 ):  # fmt: skip
     """out and lse of ROWS queries of every item."""
-    tiles_s, o_s, record_s, bars = own
+    buffers_s, bias_s = own
+    tiles_s, o_s, record_s, bars = buffers_s
     lists, words_ptr, o_desc, lse_ptr, parts_ptr, qk_scale, q_len, changes = reads
     cap_scale, inverse_unit, slopes_ptr, offset, sink_ptr, entries_ptr, until_ptr = changes
     HAS_TABLE: gl.constexpr = entries_ptr is not None
     HAS_DISTANCES: gl.constexpr = slopes_ptr is not None or HAS_TABLE
-    q_s, k_s, v_s, bias_s = tiles_s
+    q_s, k_s, v_s = tiles_s
     q_full, q_empty, k_full, v_full, kv_empty = bars
     index_ptr, tile_ptr = lists
     dtype: gl.constexpr = q_s.dtype
@@ -572,18 +574,13 @@ def consumer(
 
 
 @gluon.jit
-def buffers(
-    dtype: gl.constexpr, bias_desc, BLOCK_N: gl.constexpr, D: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
-    """The shared memory of a stream: queries, keys, values and biases of keys; outputs; records; and their barriers."""
+def buffers(dtype: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr):
+    """The shared memory of a stream: queries, keys and values; outputs; records; and their barriers."""
     TILE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
     q_s = gl.allocate_shared_memory(dtype, [2 * GROUPS, ROWS, D], TILE_LAYOUT)
     o_s = gl.allocate_shared_memory(dtype, [GROUPS, ROWS, D], TILE_LAYOUT)
     k_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], TILE_LAYOUT)
     v_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], TILE_LAYOUT)
-    bias_s = None
-    if bias_desc is not None:
-        bias_s = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_N], bias_desc.layout)
     record_s = gl.allocate_shared_memory(gl.int32, [RECORDS, RECORD], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [2 * GROUPS, 1], BAR)
@@ -598,7 +595,7 @@ def buffers(
         mbarrier.init(k_full.index(c), count=1)
         mbarrier.init(v_full.index(c), count=1)
         mbarrier.init(kv_empty.index(c), count=GROUPS * 128)
-    return (q_s, k_s, v_s, bias_s), o_s, record_s, (q_full, q_empty, k_full, v_full, kv_empty)
+    return (q_s, k_s, v_s), o_s, record_s, (q_full, q_empty, k_full, v_full, kv_empty)
 
 
 # Sizes are not specialised: another length or number of heads compiles nothing.
@@ -644,7 +641,12 @@ def forward_kernel(
     bias = (bias_desc, bias_of_batch, bias_of_head)
     loads = ((q_desc, k_desc, v_desc), work_ptr, lists, lengths, counter_ptr, sizes, streams, bias, entries_ptr)
     reads = (lists, words_ptr, o_desc, lse_ptr, parts_ptr, qk_scale, q_len, changes)
-    own = buffers(dtype, bias_desc, BLOCK_N, D, GROUPS, STAGES)
+    buffers_s = buffers(dtype, BLOCK_N, D, GROUPS, STAGES)
+    # Of arguments alone Gluon makes a tuple with None.
+    if bias_desc is None:
+        own = (buffers_s, bias_desc)
+    else:
+        own = (buffers_s, gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_N], bias_desc.layout))
     if STREAMS == 1:
         gl.warp_specialize(
             [
@@ -656,7 +658,11 @@ def forward_kernel(
             [REGISTERS, LOADER_REGISTERS],
         )
     else:
-        other = buffers(dtype, bias_desc, BLOCK_N, D, GROUPS, STAGES)
+        other_s = buffers(dtype, BLOCK_N, D, GROUPS, STAGES)
+        if bias_desc is None:
+            other = (other_s, bias_desc)
+        else:
+            other = (other_s, gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_N], bias_desc.layout))
         gl.warp_specialize(
             [
                 (consumer, (own, reads, 0, BLOCK_N, D, GROUPS, STAGES, HAS_LENGTHS, HAS_PARTS, CHANGES)),

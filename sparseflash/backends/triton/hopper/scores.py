@@ -1,5 +1,5 @@
-"""Changes of scores in the kernels for Hopper: a cap, a decay with distance, and a table of relative positions.
-`sparseflash/scores/` defines them.
+"""Changes of scores in the kernels for Hopper: a cap, a decay with distance, a table of relative positions, and a bias
+of keys. `sparseflash/scores/` defines them.
 
 A cap and a decay take a few operations a score and no memory, which is why these kernels know them. Scores are in units
 of the cap, or of 1 / scale without one: then a cap costs its tanh and one multiplication. A sink takes part in the sums
@@ -8,6 +8,9 @@ of a row alone, and is added where those are written.
 Of a table these kernels know those whose entry follows from the distance of query and key, and is mostly the same from
 one distance to the next. Then the scores of nearly all tiles have one entry, which is added to the numbers of rows and
 costs nothing a score; near the diagonal each score reads its own.
+
+A bias of keys comes with the keys: one addition a score in the forward. In the backward rows are keys, so it is part of
+a multiplication and addition that there are anyway.
 """
 
 from triton.experimental import gluon

@@ -45,6 +45,9 @@ def refuses(request: Request) -> str | None:
         return f"they know a table of relative positions beside a sink alone; got one beside {', '.join(others)}"
     if "relative" in request.learned and request.entries > MOST_ENTRIES:
         return f"they sum gradients of tables of up to {MOST_ENTRIES} entries a head; got {request.entries}"
+    if "key_bias" in request.changes and ("softcap" in request.changes or request.logarithmic):
+        other = "a soft cap" if "softcap" in request.changes else "a logarithmic one"
+        return f"they know a bias of keys beside a linear decay and a sink alone; got one beside {other}"
     if not request.in_runs:
         return (
             "of tables of relative positions they know those whose buckets follow from the distance and are mostly the "

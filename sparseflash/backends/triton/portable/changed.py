@@ -100,6 +100,11 @@ class Changed:
         given = {"table_ptr": found.table, "buckets_ptr": found.buckets, "until_ptr": found.until}
         return {name: aligned_start(x.contiguous()) for name, x in given.items()}
 
+    @staticmethod
+    def key_bias_of(changes: Scores) -> Tensor:
+        """The bias of keys, which there is, contiguous."""
+        return aligned_start(changes.find("key_bias").values.contiguous())
+
 
 def _like(x: Any) -> Any:
     """A tensor of the same layout on the meta device, or one for each of several."""

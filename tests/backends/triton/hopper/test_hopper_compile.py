@@ -10,7 +10,10 @@ from uninterpreted import python
 SHARED_MEMORY = 227 * 1024  # bytes that a program may have
 # Each with "learned" is a backward of its own; a sink and lengths take registers, too.
 TABLES = [["table"], ["table", "learned", "parts"], ["table", "sink", "learned", "lengths"]]
+BIASES = [["key_bias"], ["key_bias", "learned"], ["key_bias", "sink", "lengths", "learned"], ["alibi", "key_bias"],
+          ["alibi", "key_bias", "learned"]]  # fmt: skip
 OURS = {"forward_kernel", "begin_kernel", "backward_kernel", "finish_kernel"}
+PREPARING = {"table": "entries_kernel", "key_bias": "biases_kernel"}
 MERGING = {"combine_rows_kernel", "combine_gradients_kernel"}
 
 
@@ -32,13 +35,19 @@ def test_so_do_tables(dim, features):
     check(dim, "bfloat16", features)
 
 
-@pytest.mark.parametrize("features", [[], ["lengths", "parts"], ["alibi"], ["table"]], ids="+".join)
+@pytest.mark.parametrize("features", BIASES, ids="+".join)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_so_do_biases_of_keys(dim, features):
+    check(dim, "bfloat16", features)
+
+
+@pytest.mark.parametrize("features", [[], ["lengths", "parts"], ["alibi"], ["table"], ["key_bias"]], ids="+".join)
 @pytest.mark.parametrize("dim", [64, 128])
 def test_so_do_tiles_of_64(dim, features):
     check(dim, "bfloat16", ["small", *features])
 
 
-@pytest.mark.parametrize("features", [["lengths"], ["table", "learned"]], ids="+".join)
+@pytest.mark.parametrize("features", [["lengths"], ["table", "learned"], ["key_bias", "learned"]], ids="+".join)
 def test_fp16_compiles_as_bf16_does(features):
     check(64, "float16", features)
 
@@ -47,9 +56,9 @@ def check(dim, dtype, features):
     done = python("-m", "tests.backends.triton.hopper.hopper_compiled", str(dim), dtype, *features)
     assert done.returncode == 0, done.stderr[-2000:]
     reports = json.loads(done.stdout.splitlines()[-1])
-    of_table = {"entries_kernel"} if "table" in features else set()
-    assert reports.keys() == OURS | of_table | (MERGING if "parts" in features else set())
-    for name in OURS | of_table:
+    preparing = {kernel for change, kernel in PREPARING.items() if change in features}
+    assert reports.keys() == OURS | preparing | (MERGING if "parts" in features else set())
+    for name in OURS | preparing:
         found = reports[name]
         # With Triton 3.9, which no GPU runs these kernels with; with 3.6 nothing.
         bytes_spilled = 8 if name == "forward_kernel" and {"table", "parts"} <= {*features} else 0

@@ -50,7 +50,7 @@ def test_gradients_of_large_scores(largest, dim, backend):
 # Each set of kinds and head dim compiles its own kernels.
 CHANGED = [
     ("softcap",), ("alibi",), ("log_decay",), ("sink",), ("softcap", "alibi", "sink"), ("log_decay", "softcap"),
-    ("t5",), ("clipped", "sink"),
+    ("t5",), ("clipped", "sink"), ("key_bias",), ("alibi", "key_bias", "sink"),
 ]  # fmt: skip
 
 
@@ -63,13 +63,12 @@ def test_changed_scores_are_exact_on_the_gpu(dim, kinds, data):
     drawn = problems(
         most_tokens=1500, most_batch=3, head_dims=(dim,), value_dims=(dim,), blocks=(128, 128, 64, 32), dtypes=HALF
     )
-    check_changed(
-        Scored(data.draw(drawn), kinds, half=data.draw(st.booleans()), fixed=fixed_among(kinds)), "hopper", "cuda"
-    )
+    shared, half = data.draw(st.booleans()), data.draw(st.booleans())
+    check_changed(Scored(data.draw(drawn), kinds, shared, half, fixed_among(kinds)), "hopper", "cuda")
 
 
 @pytest.mark.parametrize("dim", HEAD_DIMS)
-@pytest.mark.parametrize("kind", ["capped", "learned decay", "table"])
+@pytest.mark.parametrize("kind", ["capped", "learned decay", "table", "key_bias"])
 def test_changed_scores_have_the_same_bits_at_every_launch_and_replay(dim, kind):
     q, k, v, dout, dlse = inputs(2, 8, 4000, dim)
     mask = masks.causal(4000, block=128).to("cuda").with_lengths(torch.tensor([4000, 2345], device="cuda"))
@@ -77,6 +76,8 @@ def test_changed_scores_have_the_same_bits_at_every_launch_and_replay(dim, kind)
     changes = scores.sink(logits)
     if kind == "table":
         changes += scores.relative(torch.randn(8, 32, device="cuda").requires_grad_(), scores.t5_buckets())
+    elif kind == "key_bias":
+        changes += scores.key_bias(torch.randn(1, 8, 4000, device="cuda").requires_grad_())
     else:
         changes += scores.alibi(slopes.requires_grad_(kind != "capped"))
     if kind == "capped":
@@ -101,6 +102,7 @@ def test_changed_scores_of_rows_and_columns_that_are_cut_are_exact():
         scores.softcap(2.0) + scores.sink(torch.randn(4, device="cuda")),
         scores.alibi(torch.tensor([0.5, 0.1, 0.0, -0.1], device="cuda")),
         scores.relative(torch.randn(4, 32, device="cuda"), scores.t5_buckets(32, 20_000)),  # tiles of one bucket
+        scores.key_bias(torch.randn(1, 4, 32_768, device="cuda").requires_grad_()),
     ):
 
         def layer(q, k, v, changes=changes):
@@ -109,7 +111,7 @@ def test_changed_scores_of_rows_and_columns_that_are_cut_are_exact():
         testing.assert_exact(layer, q, k, v, mask, scores=changes, heads=1, blocks=8)
 
 
-@pytest.mark.parametrize("kind", ["alibi", "table"])
+@pytest.mark.parametrize("kind", ["alibi", "table", "key_bias"])
 def test_gradients_of_changes_where_columns_are_cut_are_recorded(kind):
     q, _, _, dout, dlse = inputs(1, 4, 4096, 64)
     k, v = (torch.randn(1, 1, 4096, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -118,6 +120,8 @@ def test_gradients_of_changes_where_columns_are_cut_are_recorded(kind):
     assert planned.parts
     if kind == "alibi":
         learned = scores.alibi(torch.rand(4, device="cuda").requires_grad_())
+    elif kind == "key_bias":
+        learned = scores.key_bias(torch.randn(1, 4, 4096, device="cuda").requires_grad_())
     else:
         learned = scores.relative(torch.randn(4, 32, device="cuda").requires_grad_(), scores.t5_buckets())
     changes = learned + scores.sink(torch.zeros(4, device="cuda"))
@@ -144,6 +148,41 @@ def test_tables_with_one_bucket_for_many_tiles_are_exact(dim, causal):
             return attention(q, k, v, mask, scores=changes, return_lse=True, backend="hopper")
 
         testing.assert_exact(layer, q, k, v, mask, scores=changes)
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 4), (2, 4)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_biases_of_keys_that_batch_or_heads_share_are_exact(dim, shape, causal):
+    q, k, v, _, _ = inputs(2, 4, 1900, dim)
+    k, v = (x[:, ::2].detach().requires_grad_() for x in (k, v))
+    mask = masks.causal(1900, block=128).to("cuda") if causal else None
+    changes = scores.key_bias(torch.randn(*shape, 1900, device="cuda", requires_grad=True)) + scores.sink(
+        torch.randn(4, device="cuda", requires_grad=True)
+    )
+
+    def layer(q, k, v):
+        return attention(q, k, v, mask, scores=changes, return_lse=True, backend="hopper")
+
+    testing.assert_exact(layer, q, k, v, mask, scores=changes)
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+@pytest.mark.parametrize("block", [64, 128])
+def test_biases_of_minus_infinity_are_padding(dim, block):
+    q, k, v, dout, _ = inputs(3, 2, 1000, dim)
+    stops = torch.tensor([900, 300, 0], device="cuda")
+    values = torch.zeros(3, 1, 1000, device="cuda")
+    values = values.masked_fill(torch.arange(1000, device="cuda") >= stops[:, None, None], -torch.inf).requires_grad_()
+    mask = masks.causal(1000, block=block).to("cuda")
+    got = attention(q, k, v, mask, scores=scores.key_bias(values), return_lse=True, backend="hopper")
+    got += torch.autograd.grad(got[0], (q, k, v, values), dout)
+    padded = mask.with_lengths(q_lengths=torch.full_like(stops, 1000), k_lengths=stops)
+    wanted = attention(q, k, v, padded, return_lse=True, backend="hopper")
+    wanted += torch.autograd.grad(wanted[0], (q, k, v), dout)
+    for x, y in zip(got[:-1], wanted, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-2, atol=1e-2)
+    assert got[-1].isfinite().all() and not got[-1][values.isneginf()].any()
 
 
 @pytest.mark.parametrize("dim", HEAD_DIMS)

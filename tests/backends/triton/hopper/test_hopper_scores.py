@@ -23,6 +23,7 @@ SOME = st.one_of(
         lambda kinds: not {"alibi", "log_decay"} <= {*kinds}
     ),
     st.builds(lambda table, others: [table, *others], st.sampled_from(TABLES), st.sampled_from([(), ("sink",)])),
+    st.lists(st.sampled_from(("alibi", "sink")), unique=True).map(lambda others: ["key_bias", *others]),
 )
 SEEDS = st.integers(0, 2**16)
 
@@ -42,18 +43,18 @@ def run(case, **how):
 
 @settings(max_examples=settings().max_examples // 2)
 @given(
-    drawn(most_tokens=300), SOME, st.booleans(), SEEDS, st.integers(1, 5), st.sampled_from([plan.RULE, CUT]),
-    st.sampled_from([cuts.RULE, PARTS]),
+    drawn(most_tokens=300), SOME, st.booleans(), st.booleans(), SEEDS, st.integers(1, 5),
+    st.sampled_from([plan.RULE, CUT]), st.sampled_from([cuts.RULE, PARTS]),
 )  # fmt: skip
-def test_exact_whatever_the_mask_the_cuts_and_the_interleaving(problem, kinds, half, seed, programs, rule, cut):
-    case = Scored(problem, tuple(kinds), half=half, fixed=fixed_among(kinds))
+def test_exact_whatever_the_mask_the_cuts_and_the_interleaving(problem, kinds, half, shared, seed, programs, rule, cut):
+    case = Scored(problem, tuple(kinds), shared, half, fixed=fixed_among(kinds))
     check_results(case, run(case, seed=seed, programs=programs, rule=rule, cut=cut))
 
 
 @settings(max_examples=settings().max_examples // 6)
 @given(
     SEEDS, st.sampled_from([64, 128]), st.integers(1, 5),
-    st.sampled_from([("softcap", "alibi", "sink"), ("alibi", "sink"), ("t5", "sink")]),
+    st.sampled_from([("softcap", "alibi", "sink"), ("alibi", "sink"), ("t5", "sink"), ("key_bias", "sink")]),
 )  # fmt: skip
 def test_the_bits_depend_on_no_interleaving(seed, dim, programs, kinds):
     case = Scored(some_problem(dim=dim, v_dim=dim), kinds, fixed=fixed_among(kinds))
@@ -61,7 +62,7 @@ def test_the_bits_depend_on_no_interleaving(seed, dim, programs, kinds):
     assert len(got) == (6 if "softcap" in kinds else 7) and all(torch.equal(got[name], first[name]) for name in first)
 
 
-@pytest.mark.parametrize("kinds", [("softcap",), ("alibi",), ("sink",), ("alibi", "sink")], ids="+".join)
+@pytest.mark.parametrize("kinds", [("softcap",), ("alibi",), ("key_bias",), ("sink",), ("alibi", "sink")], ids="+".join)
 def test_a_scale_of_zero(kinds):
     case = Scored(some_problem(scale=0.0), kinds)
     got = run(case)
@@ -186,6 +187,66 @@ def test_entries_of_minus_infinity_are_a_window():
     assert got[-1].isfinite().all() and got[-1][0, 0] == 0
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 520), (2, 4, 520), (1, 4, 1), (2, 1, 1), (2, 1, 520)])
+@pytest.mark.parametrize("cut", [cuts.RULE, PARTS])
+def test_biases_of_keys_that_batch_heads_or_keys_share(shape, cut):
+    """In steps of other queries of a group than the last one's."""
+    recipe = some_problem().recipe
+    recipe = Recipe("from_dense", recipe.arguments | {"heads": [[0, 1, 1, 0]]}, (400, 250))
+    problem = some_problem(recipe=recipe, heads=4, kv_heads=2)
+    q, k, v, dout, dlse = inputs(problem)
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    changes, mask = Scores((scores.key_bias(values),)), problem.recipe.mask()
+    got = interpreted(mask, q, k, v, 0.125, dout, dlse, changes=changes, cut=cut)
+    check_against_reference(got, (q, k, v, values), mask, changes, dout, dlse)
+
+
+def check_against_reference(got, tensors, mask, changes, dout, dlse):
+    """out, lse and the gradients of q, k, v and of the tensor of the changes."""
+    given = [x.detach().double().requires_grad_() for x in tensors]
+    changes = changes.with_tensors(given[3:])
+    wanted = attention(*given[:3], mask, scale=0.125, scores=changes, return_lse=True, backend="reference")
+    wanted += torch.autograd.grad(wanted, given, (dout.double(), dlse.double()))
+    for x, y in zip(got, wanted, strict=True):
+        torch.testing.assert_close(x, y.to(x.dtype), rtol=1e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("rule", [plan.RULE, CUT])
+def test_biases_of_minus_infinity_are_padding(dim, rule):
+    """Of some keys, of whole tiles of them, and of all."""
+    q, k, v, dout = (torch.randn(3, 2, 300, dim).half() for _ in range(4))
+    dlse = torch.randn(3, 2, 300)
+    live = torch.arange(300) < torch.tensor([250, 100, 0])[:, None, None]
+    values = torch.zeros(3, 1, 300).masked_fill(~live, -torch.inf).requires_grad_()
+    for mask in (None, masks.causal(300, block=128)):
+        changes = Scores((scores.key_bias(values),))
+        got = interpreted(mask, q, k, v, 0.125, dout, dlse, changes=changes, rule=rule)
+        padded = (masks.causal(300, block=128) if mask is not None else BlockMask.dense(300, block=128)).with_lengths(
+            q_lengths=[300, 300, 300], k_lengths=[250, 100, 0]
+        )
+        wanted = interpreted(padded, q, k, v, 0.125, dout, dlse)
+        for x, y in zip(got[:-1], wanted, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-2, atol=1e-2)
+        assert not got[0][2].any() and got[1][2].isneginf().all()
+        assert got[-1].isfinite().all() and not got[-1].masked_select(~live).any()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_biases_of_dead_keys_may_be_anything(value):
+    """Of keys that a mask hides from all queries, in tiles that are partial or dead, and past the lengths."""
+    q, k, v, dout = (torch.randn(2, 1, 400, 64).half() for _ in range(4))
+    dlse, is_seen = torch.randn(2, 1, 400), torch.arange(400) % 300 >= 20
+    mask = BlockMask.from_dense(is_seen.expand(400, 400), block=128).with_lengths([400, 390])
+    values = torch.randn(2, 1, 400)
+    is_dead = ~is_seen | (torch.arange(400) >= torch.tensor([400, 390])[:, None, None])
+    found = []
+    for fill in (0.0, value):
+        changes = Scores((scores.key_bias(values.masked_fill(is_dead, fill).requires_grad_()),))
+        found.append(interpreted(mask, q, k, v, 0.125, dout, dlse, changes=changes))
+    assert all(torch.equal(x, y) and x.isfinite().logical_or(x.isneginf()).all() for x, y in zip(*found, strict=True))
+
+
 def test_positions_are_aligned_at_the_ends():
     """Of 130 queries the first stands at key 390 - 130."""
     recipe = Recipe("causal", {"q_len": 130, "k_len": 390, "block": 128})
@@ -233,11 +294,30 @@ def test_some_decays_that_are_learned_and_other_changes_are_the_portable_kernels
         found = explain(q, q, q, masks.causal(8192), scores=changes, capability=(9, 0))
         assert found.backward.family == "portable"
         assert dict(found.backward.refusals)["hopper"] == NO_GRADIENT
-    bias = scores.key_bias(torch.rand(1, 1, 8192, device="meta"))
+    bias = scores.bias(torch.rand(1, 1, 8192, 8192, device="meta"))
     found = explain(q, q, q, masks.causal(8192), scores=bias, capability=(9, 0))
     assert found.forward.family == "portable"
-    reason = "of changes of scores they know softcap, distance, relative, sink; got key_bias"
+    reason = "of changes of scores they know softcap, distance, relative, key_bias, sink; got bias"
     assert dict(found.forward.refusals)["hopper"] == reason
+
+
+@pytest.mark.usefixtures("tested_triton")
+def test_they_take_biases_of_keys_with_a_linear_decay_and_a_sink():
+    q = torch.empty(2, 4, 8192, 128, dtype=torch.bfloat16, device="meta")
+    slopes, bias = torch.rand(4, device="meta"), scores.key_bias(torch.rand(2, 1, 8192, device="meta").requires_grad_())
+
+    def families_and_refusal(changes):
+        found = explain(q, q, q, masks.causal(8192), scores=changes, capability=(9, 0))
+        return found.forward.family, found.backward.family, dict(found.backward.refusals).get("hopper")
+
+    assert families_and_refusal(Scores((bias,))) == ("hopper", "hopper", None)
+    assert families_and_refusal(bias + scores.alibi(slopes) + scores.sink(slopes)) == ("hopper", "hopper", None)
+    reason = "they know a bias of keys beside a linear decay and a sink alone; got one beside "
+    assert families_and_refusal(bias + scores.softcap(30.0)) == ("portable", "portable", reason + "a soft cap")
+    found = families_and_refusal(bias + scores.log_decay(slopes))
+    assert found == ("portable", "portable", reason + "a logarithmic one")
+    reason = "they know a table of relative positions beside a sink alone; got one beside key_bias"
+    assert families_and_refusal(bias + scores.relative(slopes[:, None].expand(4, 32), scores.t5_buckets()))[2] == reason
 
 
 @pytest.mark.usefixtures("tested_triton")
