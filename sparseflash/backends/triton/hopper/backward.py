@@ -65,6 +65,7 @@ from sparseflash.backends.triton.hopper.rows import TILE_ROWS, WIDTH
 from sparseflash.backends.triton.hopper.scores import (
     TABLE_SUMS,
     add_by_distance,
+    add_by_row,
     add_to_bucket,
     as_float,
     distances,
@@ -495,8 +496,8 @@ def consumer(
             ds = gl.convert_layout(half_ds, OPERAND)
             dq = warpgroup_mma(ds_s.permute((1, 0)), k_s, no_dq, use_acc=False, is_async=True)
             dk = warpgroup_mma(ds, q_s.index(q_stage), dk, is_async=True)
+            # Under the last two products, of what these have read: in fp32 it would take registers that dq has.
             if dtable_ptr is not None:
-                # Under the last two products, of what these have read: in fp32 it would take registers that dq has.
                 of_head = place * group + heard(number_s, q_stage, 4) // MOST_HEADS
                 sums_ptr = dtable_ptr + gl.cast(of_head, gl.int64) * (table_size * TABLE_SUMS)
                 read_ds = read_later(half_ds).to(gl.float32)
@@ -505,13 +506,9 @@ def consumer(
                 else:
                     add_by_distance(read_ds, sums_ptr, buckets_ptr, ahead, q_len, offset)
             if dkey_ptr is not None:
-                # There, too. Only one thread adds to each number, so the order is always the same.
-                sums_row = heard(bias_s, q_stage, 1, TOLD_OF_BIAS)
-                if sums_row >= 0:  # always; without a branch ptxas would add first, and then issue the products
-                    sums = gl.sum(sums_of_threads(read_later(half_ds).to(gl.float32)), 1)
-                    sums_ptr = dkey_ptr + gl.cast(sums_row, gl.int64) * KEYS
-                    key = number_of(KEYS, gl.SliceLayout(1, SUMS))
-                    gl.atomic_add(sums_ptr + key, sums, sem="relaxed", scope="gpu")
+                of_head = heard(bias_s, q_stage, 1, TOLD_OF_BIAS)
+                if of_head >= 0:  # always; without a branch ptxas would add first, and then issue the products
+                    add_by_row(read_later(half_ds).to(gl.float32), dkey_ptr + gl.cast(of_head, gl.int64) * KEYS)
             dq, dv = local_mma_wait(dq, 1), accumulator(dv)
             async_copy.mbarrier_arrive(dout_empty.index(dout_stage), increment_count=False)
             which = (first * STEPS + i) % SENDERS

@@ -291,6 +291,16 @@ def with_next(upper, lower, J: gl.constexpr):
 
 
 @gluon.jit
+def add_by_row(ds, sums_ptr):
+    """Adds the gradients of scores, [ROWS, COLUMNS], to a number for each row. Only one thread adds to a number, so the
+    order is always the same."""
+    mine = gl.sum(sums_of_threads(ds), 1)
+    ROWS: gl.constexpr = ds.shape[0]
+    LAYOUT: gl.constexpr = mine.type.layout
+    gl.atomic_add(sums_ptr + number_of(ROWS, LAYOUT), mine, sem="relaxed", scope="gpu")
+
+
+@gluon.jit
 def add_to_bucket(ds, sums_ptr, bucket):
     """Adds the gradients of scores that have one entry, [128, COLUMNS], to its bucket; see `add_by_distance`."""
     mine = gl.sum(sums_of_threads(ds).reshape([8, 2, 8, 4]), 1)
