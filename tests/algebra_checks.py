@@ -4,9 +4,9 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from sparseflash import BlockMask
+from threads import threads
 
 
 def assert_is(mask, dense):
@@ -22,16 +22,12 @@ def peak_of(action):
     """`(result, seconds, megabytes)`: CPU time of this process, and how far its memory rose above what it was."""
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("the peak of memory is read from /proc")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # so that CPU time is work, not threads that wait
-    try:
+    with threads(1):  # so that CPU time is work, not threads that wait
         action()  # what is allocated once only
         Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
         before, start = _kilobytes("VmRSS"), time.process_time()
         result = action()
         return result, time.process_time() - start, max(0, _kilobytes("VmHWM") - before) / 1000
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _kilobytes(name):

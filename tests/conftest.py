@@ -82,6 +82,19 @@ def pytest_runtest_call(item):
     return (yield)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown():
+    """Two threads in each of two workers wait for one another: whole files of tests took five times as long."""
+    result = yield
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        import torch
+
+        left = torch.get_num_threads()
+        torch.set_num_threads(1)
+        assert left == 1, f"a test must leave PyTorch with the one thread that it found; got {left}"
+    return result
+
+
 @pytest.fixture(scope="session", autouse=True)
 def kernels_run_as_on_a_gpu(request):
     if asks_for_gpu(request.config):

@@ -22,6 +22,7 @@ from sparseflash.cli.expression import Refused, mask_of
 from sparseflash.cli.inputs import drawn
 from sparseflash.cli.options import pattern_names, patterns_beginning_with
 from sparseflash.cli.sources import module_of
+from threads import threads
 
 CPU = ("--device", "cpu")
 OWN = """
@@ -353,12 +354,12 @@ def test_bench_gives_times_beside_dense_attention():
     assert "On a CPU sparseflash saves memory; it is not made for speed there." in output
 
 
-def test_bench_on_a_cpu_says_that_threads_wait_for_one_another(monkeypatch):
+def test_bench_on_a_cpu_says_that_threads_wait_for_one_another():
     quick = ("bench", "causal(32)", "--heads", "1", "--head-dim", "16", "--seconds", "0.01", "--peers", "none", *CPU)
-    for threads, said in ((1, False), (2, True)):
-        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        output = run(*quick)
-        assert ("OMP_NUM_THREADS=1" in output) == said and f"CPU, {threads} thread" + "s" * said + "," in output
+    for number, said in ((1, False), (2, True)):
+        with threads(number):
+            output = run(*quick)
+        assert ("OMP_NUM_THREADS=1" in output) == said and f"CPU, {number} thread" + "s" * said + "," in output
 
 
 def test_bench_of_ours_alone_and_of_unknown_peers():

@@ -21,6 +21,7 @@ from experiments.training.run_log import read
 from fake_clock import FakeClock
 from forked import interpreting
 from lra_runs import DATA, TINY, same_bits, weights
+from threads import threads
 
 
 @pytest.fixture(scope="module")
@@ -122,10 +123,8 @@ def wait_for(condition, process):
 
 @pytest.fixture
 def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with threads(1):
+        yield
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -15,6 +15,7 @@ from experiments.benchmarks.speed.peers import ours
 from experiments.benchmarks.speed.peers.runner import Inputs, Runner, Unavailable
 from experiments.benchmarks.speed.rows import DIFFERS, FAILED, OK, OURS, SKIPPED, WRONG, Row
 from experiments.benchmarks.speed.run import run_case
+from threads import threads
 
 CASE = Case("small", "butterfly", 1, 3, 128, 16, dtype=torch.float32, block=16)
 OPTIONS = Options(torch.device("cpu"), rounds=1, round_ms=0.0, calls=2, heads=2)
@@ -23,10 +24,8 @@ OPTIONS = Options(torch.device("cpu"), rounds=1, round_ms=0.0, calls=2, heads=2)
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
     """Tiny operations on a shared machine: threads only wait for one another."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with threads(1):
+        yield
 
 
 def changed(change: Callable[[Tensor], Tensor]) -> Callable[[Case, Pattern, Inputs], Runner]:

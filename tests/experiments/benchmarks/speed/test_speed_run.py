@@ -25,6 +25,7 @@ from experiments.benchmarks.speed.precision import products_in_tf32
 from experiments.benchmarks.speed.rows import FAILED, NOT_RUN, OK, OURS, SKIPPED
 from experiments.benchmarks.speed.run import run_case, run_cases
 from experiments.training.environment import FACTS
+from threads import threads
 
 CPU = torch.device("cpu")
 
@@ -32,10 +33,8 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
     """Tiny operations on a shared machine: threads only wait for one another."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    with threads(1):
+        yield
 
 
 TINY = ("--device", "cpu", "--length", "128", "--block", "16", "--check-heads", "1")
