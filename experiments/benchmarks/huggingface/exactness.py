@@ -16,6 +16,7 @@ from experiments.benchmarks.huggingface.implementations import with_attention
 from sparseflash.testing import Comparison, compare_results, draws_for, plain_errors
 
 ZERO = 1e-9  # of the magnitude of a sum's parts: it cancels
+_FUSED = "sdpa: "  # before the names of what PyTorch's own attention gives
 Inputs = Callable[[int], Mapping[str, Tensor]]  # of a seed; with labels
 
 
@@ -49,31 +50,36 @@ def results_of(
     return {"logits": out.logits.detach(), **gradients}
 
 
-def true_results(model: nn.Module, inputs: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """What a model with eager attention gives in fp64, and the magnitudes of what makes the gradients of its biases.
+class Truth:
+    """What a model with eager attention gives in fp64, with the weights that it has now.
 
-    Those of the keys' biases are sums that cancel: such a bias changes all scores of a query alike, so not at all.
+    A call returns the results, and the magnitudes of what makes the gradients of its biases. Those of the keys' biases
+    are sums that cancel: such a bias changes all scores of a query alike, so not at all.
     """
-    exact = copy.deepcopy(model).double()
-    magnitudes: dict[str, float] = {}
 
-    def note(name: str, gradient: Tensor) -> None:
-        magnitudes[name] = float(gradient.abs().max())
+    def __init__(self, model: nn.Module) -> None:
+        self._exact = copy.deepcopy(model).double()
+        self._magnitudes: dict[str, float] = {}
+        for name, module in self._exact.named_modules():
+            if isinstance(getattr(module, "bias", None), nn.Parameter):
+                module.register_forward_hook(partial(self._watch, f"{name}.bias"))
 
-    def watch(name: str, module: nn.Module, given: Any, out: Any) -> None:
+    def _watch(self, name: str, module: nn.Module, given: Any, out: Any) -> None:
         if isinstance(out, Tensor):
-            out.register_hook(partial(note, name))
+            out.register_hook(partial(self._note, name))
 
-    for name, module in exact.named_modules():
-        if isinstance(getattr(module, "bias", None), nn.Parameter):
-            module.register_forward_hook(partial(watch, f"{name}.bias"))
-    wide = {name: each.double() if each.is_floating_point() else each for name, each in inputs.items()}
-    with _Fp64Stays():
-        results = results_of(exact, wide)
-    narrow = [name for name, each in results.items() if each.dtype != torch.float64]
-    if narrow:
-        raise TypeError(f"the truth must be in fp64; got other dtypes of {', '.join(narrow)}.")
-    return results, magnitudes
+    def _note(self, name: str, gradient: Tensor) -> None:
+        self._magnitudes[name] = float(gradient.abs().max())
+
+    def __call__(self, inputs: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, float]]:
+        wide = {name: each.double() if each.is_floating_point() else each for name, each in inputs.items()}
+        self._magnitudes.clear()
+        with _Fp64Stays():
+            results = results_of(self._exact, wide)
+        narrow = [name for name, each in results.items() if each.dtype != torch.float64]
+        if narrow:
+            raise TypeError(f"the truth must be in fp64; got other dtypes of {', '.join(narrow)}.")
+        return results, dict(self._magnitudes)
 
 
 @dataclass(frozen=True)
@@ -96,22 +102,26 @@ class Yardstick:
         """Of a model, in the dtype that it has, with eager attention."""
         if model.config._attn_implementation != "eager":  # type: ignore[union-attr]
             raise ValueError(f"model must have eager attention; got {model.config._attn_implementation}.")  # type: ignore[union-attr]
-        truth, magnitudes = true_results(model, inputs(0))
-
-        def truth_of(seed: int) -> dict[str, Tensor]:
-            return truth if seed == 0 else true_results(model, inputs(seed))[0]
-
-        # Some parameters are few numbers: sinks, one a head.
-        seeds = range(draws_for(1, 1, learned=True))
-        plain = plain_errors((results_of(model, inputs(seed)), truth_of(seed)) for seed in seeds)
+        truth_of = Truth(model)
+        truth, magnitudes = truth_of(inputs(0))
         zeros = [
             name for name, size in magnitudes.items() if name in truth and float(truth[name].abs().max()) < ZERO * size
         ]  # a tied parameter has one name
-        if zeros:
-            fused = with_attention(model, "sdpa")
-            drawn = ((results_of(fused, inputs(seed)), truth_of(seed)) for seed in seeds)
-            errors = plain_errors(({name: each[name] for name in zeros}, exact) for each, exact in drawn)
-            plain |= {name: max(plain[name], error) for name, error in errors.items()}
+        fused = with_attention(model, "sdpa") if zeros else None
+
+        def drawn(seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+            """What "eager" gives, and the truth; then the zeros of PyTorch's own attention, by names of their own."""
+            plain, exact = results_of(model, inputs(seed)), truth if seed == 0 else truth_of(inputs(seed))[0]
+            if fused is None:
+                return plain, exact
+            of_fused = results_of(fused, inputs(seed))
+            return plain | {_FUSED + name: of_fused[name] for name in zeros}, exact | {
+                _FUSED + name: exact[name] for name in zeros
+            }
+
+        # Some parameters are few numbers: sinks, one a head.
+        errors = plain_errors(map(drawn, range(draws_for(1, 1, learned=True))))
+        plain = {name: max(error, errors.get(_FUSED + name, 0.0)) for name, error in errors.items() if name in truth}
         return cls(inputs(0), truth, plain, magnitudes)
 
     def compare(self, model: nn.Module, call: Callable[..., Any] | None = None) -> Comparison:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from experiments.benchmarks.huggingface import generation, implementations, measure
 from experiments.benchmarks.huggingface.cli import app
-from experiments.benchmarks.huggingface.exactness import Yardstick, results_of, true_results, worst
+from experiments.benchmarks.huggingface.exactness import Truth, Yardstick, results_of, worst
 from experiments.benchmarks.huggingface.generation import DYNAMIC, SAME, STATIC, Way
 from experiments.benchmarks.huggingface.implementations import OURS, with_attention
 from experiments.benchmarks.huggingface.measure import EXACT, FORWARD, STEP, Options, Row
@@ -63,10 +63,10 @@ def test_the_truth_is_in_fp64_also_where_models_ask_for_fp32_by_name():
     """
     model, inputs = made("llama")
     wide, step, name = model.double(), 1e-6, "model.layers.0.self_attn.q_proj.weight"
-    before, _ = true_results(wide, inputs(0))
+    before, _ = Truth(wide)(inputs(0))
     with torch.no_grad():
         dict(wide.named_parameters())[name][0, 0] += step
-    after, _ = true_results(wide, inputs(0))
+    after, _ = Truth(wide)(inputs(0))
     labels = inputs(0)["labels"][:, 1:].flatten()
     losses = [cross_entropy(each["logits"][:, :-1].flatten(0, 1), labels) for each in (before, after)]
     torch.testing.assert_close((losses[1] - losses[0]) / step, before[name][0, 0], rtol=1e-4, atol=0.0)
@@ -74,7 +74,7 @@ def test_the_truth_is_in_fp64_also_where_models_ask_for_fp32_by_name():
 
 def test_gradients_of_biases_that_cancel_are_judged_by_their_summands():
     model, inputs = made("bert")
-    truth, magnitudes = true_results(model, inputs(0))
+    truth, magnitudes = Truth(model)(inputs(0))
     name = "bert.encoder.layer.0.attention.self.key.bias"
     assert truth[name].abs().max() < 1e-10 < 1e-6 < magnitudes[name]
 
