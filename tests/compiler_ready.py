@@ -1,11 +1,18 @@
 """Imported once by the server of `uninterpreted`: what each process that compiles would otherwise begin with."""
 
+import gc
+
 import rich.table  # noqa: F401
 import torch.fx.experimental.symbolic_shapes  # noqa: F401 - for `torch.empty_like` on the meta device
 import triton.experimental.gluon  # noqa: F401
 import typer  # noqa: F401
+from triton import knobs
 from triton.runtime.cache import triton_key
 
 import experiments.benchmarks.compile.report  # noqa: F401
 
 triton_key()  # reads all of Triton, which it does once a process
+
+# The instructions are the same without the numbers of their lines, which take a sixteenth of the time of a compilation.
+knobs.compilation.disable_line_info = True
+gc.freeze()  # else each collection goes through all that was imported
