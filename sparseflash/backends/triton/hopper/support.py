@@ -15,8 +15,9 @@ from sparseflash.backends.triton.schedule.costs import SPLITS
 # on a GPU.
 TRITON_VERSIONS = ((3, 6),)
 _DTYPES = (torch.float16, torch.bfloat16)
-# Of a table that gets gradients: each takes 256 bytes for a tile of keys and a head, all of them 128 KB.
-MOST_ENTRIES = 512
+# Of a table that gets gradients. Each takes 256 bytes for a tile of keys and a head, so that all of them take as much
+# memory as the queries at D = 128, half of what their gradient is added up in.
+MOST_ENTRIES = 128
 _NOT_WITH_A_TABLE = ("softcap", "distance", "key_bias")
 
 

@@ -342,7 +342,7 @@ def test_they_take_tables_by_distance_alone_or_with_a_sink():
     assert families_and_refusal(of_cells)[:2] == ("portable", "portable")
     assert families_and_refusal(of_cells)[2].startswith("of tables of relative positions they know those whose")
     many = scores.relative(table(601), scores.clipped(300))
-    reason = "they sum gradients of tables of up to 512 entries a head; got 601"
+    reason = "they sum gradients of tables of up to 128 entries a head; got 601"
     assert families_and_refusal(many) == ("hopper", "portable", reason)
 
 
