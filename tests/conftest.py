@@ -86,8 +86,9 @@ def pytest_runtest_call(item):
 def pytest_runtest_teardown(item, nextitem):
     result = yield
     if (nextitem is None or nextitem.path != item.path) and not asks_for_gpu(item.config):
-        # What a file of tests leaves stays as well. Later ones would take up to half a second for each collection that
-        # they ask for, a quarter of their time. On a GPU memory may be held by it.
+        # What a file of tests leaves stays as well, but for its garbage, which would add up to gigabytes. Later files
+        # would take up to half a second for each collection that they ask for. On a GPU, memory may be held by it.
+        gc.collect()
         gc.freeze()
     if "PYTEST_XDIST_WORKER" in os.environ:
         import torch
