@@ -87,12 +87,12 @@ from sparseflash.backends.triton.portable.change_flags import CAPPED
 KEYS = gl.constexpr(BLOCK[1])  # of an item; its tiles have TILE_ROWS queries, in TILE_ROWS // ROWS steps
 SENDERS = gl.constexpr(2)
 WORDS = gl.constexpr(BLOCK[0] // 32)  # of bits of a key of a tile
-# What the loader tells the warpgroups of a step: the number of its bits; for a decay by how many tokens the first key
-# comes after the first query, on which side the queries are, the slope as seen from there, as bits, and the head; for a
-# table by how many tokens, or where all scores have one entry its bucket, whether they have, the entry, as bits, or 0,
-# and the head, with its number in the group times MOST_HEADS.
+# How many numbers the loader tells the warpgroups about a step. First the number of the tile's bits. With a decay: by
+# how many tokens the first key comes after the first query; on which side the queries are; the slope as seen from
+# there, as bits; the head. With a table: by how many tokens, or the bucket if all scores have one entry; whether they
+# have; that entry, as bits, or 0; the head, plus its number in the group times MOST_HEADS.
 TOLD = gl.constexpr(5)
-# And, elsewhere, for a bias of keys: which tile of all biases, and which row of the sums of their gradients.
+# With a bias of keys, in a buffer of its own: which tile of all biases, and which row of the sums of their gradients.
 TOLD_OF_BIAS = gl.constexpr(2)
 MOST_HEADS = gl.constexpr(1 << 16)
 # Stands for a dead score under a cap: its square is finite, and its weight is 0 where lse is above -1e7, whatever the
@@ -290,7 +290,8 @@ def in_registers(x):
 
 @gluon.jit
 def read_later(x):
-    """x of 16 bits, which is read here and not before: else it would be converted at once, into more registers."""
+    """x, of 16 bits a number, read here and no earlier: otherwise the compiler converts it to fp32 at once, which takes
+    registers that there are not."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
 
 
@@ -507,7 +508,7 @@ def consumer(
                     add_by_distance(read_ds, sums_ptr, buckets_ptr, ahead, q_len, offset)
             if dkey_ptr is not None:
                 of_head = heard(bias_s, q_stage, 1, TOLD_OF_BIAS)
-                if of_head >= 0:  # always; without a branch ptxas would add first, and then issue the products
+                if of_head >= 0:  # always true: without a branch ptxas adds first, and issues the products afterwards
                     add_by_row(read_later(half_ds).to(gl.float32), dkey_ptr + gl.cast(of_head, gl.int64) * KEYS)
             dq, dv = local_mma_wait(dq, 1), accumulator(dv)
             async_copy.mbarrier_arrive(dout_empty.index(dout_stage), increment_count=False)
@@ -605,7 +606,7 @@ def backward_kernel(
         mbarrier.init(full.index(c), count=1)
         mbarrier.init(empty.index(c), count=1)
     tiles_s = (q_s, dout_s, k_s, v_s, rows_s, number_s)
-    # Of arguments alone Gluon makes a tuple with None.
+    # In a tuple Gluon allows None only as an argument of the kernel, so that stands for the missing buffer.
     if biases_ptr is None:
         bias = (biases_ptr, bias_of_batch, bias_of_head, dkey_ptr, biases_ptr)
     else:

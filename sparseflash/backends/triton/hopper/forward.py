@@ -68,8 +68,8 @@ RECORD = gl.constexpr(16)  # numbers that the loader tells the others of an item
 RECORDS = gl.constexpr(4)
 ROWS = gl.constexpr(configs.ROWS)  # of a warpgroup
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # of one warp
-# Weights are relative to a maximum that may be as much smaller than the true one, in powers of 2. So they are below
-# 256, which neither half precision nor the sums mind.
+# How far, in powers of 2, the maximum that weights are relative to may lag behind the true one. Weights then stay below
+# 256, which half precision and sums in fp32 hold as exactly as those below 1.
 SLACK = gl.constexpr(8.0)
 
 # Of a record.
@@ -265,8 +265,8 @@ def row_maximum(s, added):
 
 @gluon.constexpr_function
 def rescaling(numbers):
-    """`rescaled` of so many numbers a thread, in PTX, and its operands: results, numbers, factors. A thread has numbers
-    of two rows, two of one and two of the other in turns."""
+    """The PTX of `rescaled` for so many numbers a thread, and its operands: results, numbers, factors. A thread holds
+    numbers of two rows, in pairs: two of the one row, two of the other, and so on."""
     differ = f"setp.neu.f32 p, ${2 * numbers}, 0f3F800000; setp.neu.or.f32 p, ${2 * numbers + 2}, 0f3F800000, p;"
     products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * numbers + i};" for i in range(numbers))
     code = f".reg .pred p; {differ} vote.sync.any.pred p, p, -1; @!p bra same; {products} same:"
@@ -276,7 +276,7 @@ def rescaling(numbers):
 
 @gluon.jit
 def rescaled(acc, factors):
-    """acc times a factor a row, [ROWS, 1]. A warp whose factors are all 1 passes over the products."""
+    """acc times one factor a row, [ROWS, 1]. A warp whose factors are all 1 skips the multiplications."""
     NUMBERS: gl.constexpr = acc.shape[0] * acc.shape[1] // 128
     CODE: gl.constexpr = rescaling(NUMBERS)
     factors = factors.broadcast_to(acc.shape[0], acc.shape[1])
@@ -297,9 +297,9 @@ def exchanged_with_nobody(x):
 
 @gluon.jit
 def at_turn_of(C: gl.constexpr, OPERATION: gl.constexpr):
-    """A named barrier, of which each warpgroup has one: it waits there ("sync") until the other has arrived ("arrive").
+    """Waits at ("sync") or arrives at ("arrive") the named barrier of warpgroup C, which opens when the other arrives.
 
-    Triton itself takes the first few of the 16 that there are.
+    A multiprocessor has 16 of these barriers, and Triton itself uses the first few.
     """
     token = gl.zeros([128], gl.int32, layout=gl.BlockedLayout([1], [32], [4], [0]))
     CODE: gl.constexpr = "bar." + OPERATION + (" 8" if C == 0 else " 9") + ", 256; mov.b32 $0, $1;"
@@ -373,8 +373,8 @@ def consumer(
     WORDS: gl.constexpr = gl.SliceLayout(2, BITS)
     BLOCK_M: gl.constexpr = GROUPS * ROWS
     PART_SIZE: gl.constexpr = BLOCK_M * (D + 2)  # as `combine_rows_kernel` wants it
-    # At D = 64 powers take as long as products. If both warpgroups take theirs at once, both multiply at once, too: so
-    # they take powers in turns.
+    # At D = 64 the exponentials take as long as the products. Left alone, both warpgroups compute theirs at the same
+    # time, and then both multiply. Taking turns at the exponentials, one multiplies meanwhile.
     IN_TURNS: gl.constexpr = D == 64 and GROUPS == 2
     # A product with few keys takes as long as to read both of its factors from shared memory, which values and what is
     # loaded want, too. So queries are kept in registers.
@@ -569,7 +569,7 @@ def consumer(
                 fence_async_shared()
                 async_store(o_desc, [batch, head, first_q, 0], o_s.index(C))
     if IN_TURNS and C == 0:
-        at_turn_of(0, "sync")  # the other's last
+        at_turn_of(0, "sync")  # the last time that the other arrives
     tma.store_wait(0)
 
 
@@ -642,7 +642,7 @@ def forward_kernel(
     loads = ((q_desc, k_desc, v_desc), work_ptr, lists, lengths, counter_ptr, sizes, streams, bias, entries_ptr)
     reads = (lists, words_ptr, o_desc, lse_ptr, parts_ptr, qk_scale, q_len, changes)
     buffers_s = buffers(dtype, BLOCK_N, D, GROUPS, STAGES)
-    # Of arguments alone Gluon makes a tuple with None.
+    # In a tuple Gluon allows None only as an argument of the kernel, so that stands for the missing buffer.
     if bias_desc is None:
         own = (buffers_s, bias_desc)
     else:

@@ -176,8 +176,8 @@ def entries_of_head(entries_ptr, head, q_len, offset):
 
 @gluon.jit
 def number_of(SIZE: gl.constexpr, LAYOUT: gl.constexpr):
-    """0 .. SIZE - 1. What follows from them is computed where it stands: the compiler would compute it before the loop,
-    and keep it in registers that it has not got."""
+    """0 .. SIZE - 1, hidden from the compiler. Otherwise it computes what follows from them before the loop, and keeps
+    that in registers that there are not."""
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [gl.arange(0, SIZE, layout=LAYOUT)], dtype=gl.int32, is_pure=False, pack=1
     )  # fmt: skip
@@ -208,7 +208,7 @@ def entries_of_scores(entries_ptr, ahead, SIGN: gl.constexpr, like):
 
 @gluon.jit
 def from_lane(x, lane):
-    """x as another lane of the warp has it."""
+    """The x of another lane of the warp."""
     return gl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, $2, 31, -1;", "=f,f,r", [x, lane], dtype=gl.float32, is_pure=False, pack=1
     )  # fmt: skip
