@@ -44,8 +44,8 @@ class Request(NamedTuple):
     learned: tuple[str, ...] = ()  # those whose tensors get a gradient in this pass
     logarithmic: bool = False  # scores decay with the logarithm of the distance
     patterns: int = 1  # of the mask
-    # Of a table of relative positions: how many entries it has a head, and whether these follow from the distance, most
-    # neighbouring distances having the same.
+    # Of a table of relative positions: how many entries it has for all query heads that share keys, and whether these
+    # follow from the distance, most neighbouring distances having the same.
     entries: int = 0
     in_runs: bool = True
 
@@ -60,7 +60,8 @@ class Request(NamedTuple):
         return cls(
             setting.capability, q.dtype, (q.shape[-1], v.shape[-1]), setting.block, setting.lengths, setting.dropout,
             not plan.lists.reusable, tokens, plan.tiles_per_head * block_k / -(-tokens[0] // block_q), backward,
-            *_described(changes, wanted), plan.lists.patterns, *_table(changes),
+            *_described(changes, wanted), plan.lists.patterns,
+            *_table(changes, q.shape[1] // v.shape[1]),
         )  # fmt: skip
 
 
@@ -73,10 +74,10 @@ def _described(changes: Scores | None, wanted: Sequence[bool]) -> tuple[tuple[st
     return changes.kinds, learned, decay is not None and decay.is_log
 
 
-def _table(changes: Scores | None) -> tuple[int, bool]:
+def _table(changes: Scores | None, group: int) -> tuple[int, bool]:
     """The fields of a request about the table among its changes of scores."""
     table = None if changes is None else changes.find("relative")
-    return (0, True) if table is None else (table.table.shape[1], table.until.numel() > 0)
+    return (0, True) if table is None else (group * table.table.shape[1], table.until.numel() > 0)
 
 
 class KernelChoice(NamedTuple):

@@ -73,6 +73,7 @@ from sparseflash.backends.triton.hopper.scores import (
     entries_of_scores,
     from_first_column,
     hyperbolic_tangent,
+    inside_table,
     number_of,
     outer_runs,
     plus_of_threads,
@@ -149,7 +150,7 @@ def loader(
     heads, kv_heads, row_tiles = sizes
     qk_scale, inverse_unit, slopes_ptr, offset = decay
     biases_ptr, bias_of_batch, bias_of_head, dkey_ptr, bias_s = bias
-    entries_ptr, until_ptr, buckets_ptr, q_len = table
+    entries_ptr, until_ptr, buckets_ptr, table_size, q_len = table
     runs = outer_runs(until_ptr, q_len, offset)
     STEPS: gl.constexpr = TILE_ROWS // ROWS
     step = 0
@@ -187,7 +188,8 @@ def loader(
                 here_ptr = entries_of_head(entries_ptr, head, q_len, offset)
                 at, entry, is_shared = shared_entry(runs, here_ptr, 1 - KEYS - ahead, ROWS - 1 - ahead)
                 if buckets_ptr is not None:
-                    ahead = gl.where(is_shared, gl.load(buckets_ptr + (at + q_len - 1)), ahead)
+                    bucket = inside_table(gl.load(buckets_ptr + (at + q_len - 1)), table_size)
+                    ahead = gl.where(is_shared, bucket, ahead)
                 told(number_s, stage, 1, ahead)
                 told(number_s, stage, 2, gl.where(is_shared, 1, 0))
                 told(number_s, stage, 3, gl.cast(entry, gl.int32, bitcast=True))
@@ -505,7 +507,7 @@ def consumer(
                 if is_shared:
                     add_to_bucket(read_ds, sums_ptr, ahead)
                 else:
-                    add_by_distance(read_ds, sums_ptr, buckets_ptr, ahead, q_len, offset)
+                    add_by_distance(read_ds, sums_ptr, buckets_ptr, table_size, ahead, q_len, offset)
             if dkey_ptr is not None:
                 of_head = heard(bias_s, q_stage, 1, TOLD_OF_BIAS)
                 if of_head >= 0:  # always true: without a branch ptxas adds first, and issues the products afterwards
@@ -618,7 +620,7 @@ def backward_kernel(
     lengths = (lengths_ptr, lengths_stride)
     descriptors = (q_desc, dout_desc, k_desc, v_desc, rows_desc)
     decay = (qk_scale, inverse_unit, slopes_ptr, offset)
-    table = (entries_ptr, until_ptr, buckets_ptr, q_len)
+    table = (entries_ptr, until_ptr, buckets_ptr, table_size, q_len)
     loads = (descriptors, tiles_s, bars, lists, (heads, kv_heads, row_tiles), decay, table, bias)
     sends = (acc_desc, dq_s, out_s, full, empty, counter_ptr, lists, kv_heads)
     sizes = (qk_scale, scale, kv_heads)

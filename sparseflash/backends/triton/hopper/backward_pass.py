@@ -112,7 +112,7 @@ class BackwardLayout:
         self.sums: dict[str, tuple[int, ...]] = {}
         if any(wanted_by_kind.get("distance", ())):
             self.sums["dslopes_ptr"] = (BLOCK[1],)
-        entries, more = entries_of(changes, numbers["inverse_unit"], device), {}
+        entries, more = entries_of(changes, q, numbers["inverse_unit"], device), {}
         if entries is not None:
             more = dict(entries.examples)
             if any(wanted_by_kind.get("relative", ())):

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sparseflash.backends.triton.hopper.configs import BLOCK
+from sparseflash.backends.triton.hopper.rows import finite_product
 from sparseflash.backends.triton.launcher import BoundLaunch
 from sparseflash.backends.triton.portable.changed import Changed
 from sparseflash.backends.triton.portable.launches import launch_of
@@ -31,7 +32,7 @@ def biases_kernel(
     values = tl.load(start_ptr + tl.where(width == 1, 0, key), mask=key < k_len, other=0.0)
     size = tl.cdiv(k_len, KEYS) * KEYS
     target = biases_ptr + (tl.cast(row, tl.int64) * size + key)
-    tl.store(target, values.to(tl.float32) * inverse_unit, mask=key < size)
+    tl.store(target, finite_product(values.to(tl.float32), inverse_unit), mask=key < size)
 
 
 class Biases:

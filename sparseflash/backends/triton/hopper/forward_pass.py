@@ -66,7 +66,7 @@ class ForwardLayout:
         examples: dict[str, Any] = {**tiles, "lse_ptr": lse, "counter_ptr": _SOME_COUNTERS[:1]}
         changed = examples_of(changes, q)
         examples |= changed
-        entries = entries_of(changes, numbers["inverse_unit"], device)
+        entries = entries_of(changes, q, numbers["inverse_unit"], device)
         biases = biases_of(changes, k_len, numbers["inverse_unit"], device)
         self.prepared = [each for each in (entries, biases) if each is not None]  # each by a kernel of its own
         if entries is not None:

@@ -9,6 +9,14 @@ TILE_ROWS = tl.constexpr(BLOCK[0])  # queries of a tile
 WIDTH = tl.constexpr(256)  # of the boxes in which the copy engine adds dq
 
 
+@triton.jit
+def finite_product(x, factor):
+    """x * factor, but finite wherever x is: biases as large as fp32 holds, and the lse of rows that have no others,
+    would become infinite in the units of scores, and their difference NaN."""
+    most = 3e38 / tl.maximum(factor, 1.0)
+    return tl.where(tl.abs(x) < float("inf"), tl.minimum(tl.maximum(x, -most), most), x) * factor
+
+
 @triton.jit(
     do_not_specialize=["counters", "lengths_stride", "inverse_unit", "heads", "q_len", "row_tiles"],
     do_not_specialize_on_alignment=["lengths_ptr"],
@@ -46,7 +54,7 @@ def begin_kernel(
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + at, mask=is_live, other=0.0)
     target = rows_ptr + tl.cast(number, tl.int64) * (2 * ROWS) + tl.arange(0, ROWS)
-    tl.store(target, tl.where(is_live, -lse * inverse_unit, float("-inf")))
+    tl.store(target, tl.where(is_live, finite_product(-lse, inverse_unit), float("-inf")))
     tl.store(target + ROWS, -delta)
     each = tl.cdiv(counters, tl.num_programs(0))
     stop = tl.minimum((number + 1) * each, counters)

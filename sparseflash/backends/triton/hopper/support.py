@@ -15,9 +15,9 @@ from sparseflash.backends.triton.schedule.costs import SPLITS
 # on a GPU.
 TRITON_VERSIONS = ((3, 6),)
 _DTYPES = (torch.float16, torch.bfloat16)
-# Of a table that gets gradients. Each takes 256 bytes for a tile of keys and a head, so that all of them take as much
-# memory as the queries at D = 128, half of what their gradient is added up in.
-MOST_ENTRIES = 128
+# Of a table that gets gradients, over all query heads that share keys. Each takes 256 bytes for a tile of keys, or for
+# each part of one that is cut: together at most 64 KB, as the fp32 sums of dq of a tile and head at D = 128.
+MOST_ENTRIES = 256
 _NOT_WITH_A_TABLE = ("softcap", "distance", "key_bias")
 
 
@@ -45,7 +45,10 @@ def refuses(request: Request) -> str | None:
     if "relative" in request.changes and (others := [each for each in request.changes if each in _NOT_WITH_A_TABLE]):
         return f"they know a table of relative positions beside a sink alone; got one beside {', '.join(others)}"
     if "relative" in request.learned and request.entries > MOST_ENTRIES:
-        return f"they sum gradients of tables of up to {MOST_ENTRIES} entries a head; got {request.entries}"
+        return (
+            f"they sum gradients of up to {MOST_ENTRIES} entries of tables for the query heads that share keys; got "
+            f"{request.entries}"
+        )
     if "key_bias" in request.changes and ("softcap" in request.changes or request.logarithmic):
         other = "a soft cap" if "softcap" in request.changes else "a logarithmic one"
         return f"they know a bias of keys beside a linear decay and a sink alone; got one beside {other}"

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparseflash.backends.triton.hopper.rows import finite_product
 from sparseflash.backends.triton.launcher import BoundLaunch
 from sparseflash.backends.triton.portable.changed import Changed
 from sparseflash.backends.triton.portable.launches import launch_of
@@ -25,25 +26,27 @@ def entries_kernel(
     inverse_unit, codes, table_size, programs_of_head,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The entry of every code: the rows of the table, spread out; 0 where there is no code."""
+    """The entry of every code: the rows of the table, spread out; 0 where there is no code. A bucket outside the table
+    is refused where that does not wait for the device; elsewhere it stands for the nearest, as in the backward."""
     head, number = tl.program_id(0) // programs_of_head, tl.program_id(0) % programs_of_head
     place = number * BLOCK + tl.arange(0, BLOCK)
     code = place - MARGIN
     is_code = (code >= 0) & (code < codes)
     bucket = tl.load(buckets_ptr + code, mask=is_code, other=0)
-    # Buckets outside the table are refused where that does not wait for the device; elsewhere they must not be read.
-    is_entry = is_code & (bucket >= 0) & (bucket < table_size)
-    entry = tl.load(table_ptr + (tl.cast(head, tl.int64) * table_size + bucket), mask=is_entry, other=0.0)
+    bucket = tl.minimum(tl.maximum(bucket, 0), table_size - 1)
+    entry = tl.load(table_ptr + (tl.cast(head, tl.int64) * table_size + bucket), mask=is_code, other=0.0)
     size = codes + 2 * MARGIN
     target = entries_ptr + (tl.cast(head, tl.int64) * size + place)
-    tl.store(target, entry.to(tl.float32) * inverse_unit, mask=place < size)
+    tl.store(target, finite_product(entry.to(tl.float32), inverse_unit), mask=place < size)
 
 
 class Entries:
     """What the kernels read of a table, prepared for tensors of one layout."""
 
-    def __init__(self, changes: Scores, inverse_unit: float, device: torch.device) -> None:
-        table, buckets, until = (like(x) for x in Changed.table_of(changes).values())
+    def __init__(self, changes: Scores, q: Tensor, inverse_unit: float, device: torch.device) -> None:
+        # As the portable kernels read it: one of the two passes may be theirs, and must know the same scores.
+        self._dtype = q.dtype
+        table, buckets, until = (like(x) for x in Changed.table_of(changes, self._dtype).values())
         (heads, self.size), codes = table.shape, len(buckets)
         self.buckets = buckets
         entries = torch.empty(heads, codes + 2 * MARGIN.value, dtype=torch.float32, device="meta")
@@ -58,11 +61,11 @@ class Entries:
 
     def __call__(self, changes: Scores) -> dict[str, Tensor]:
         """The kernels' arguments, of a call."""
-        given = {**Changed.table_of(changes), "entries_ptr": torch.empty_like(self._entries)}
+        given = {**Changed.table_of(changes, self._dtype), "entries_ptr": torch.empty_like(self._entries)}
         self.launch(given)
         return {name: given[name] for name in ("entries_ptr", "until_ptr", "buckets_ptr")}
 
 
-def entries_of(changes: Scores | None, inverse_unit: float, device: torch.device) -> Entries | None:
+def entries_of(changes: Scores | None, q: Tensor, inverse_unit: float, device: torch.device) -> Entries | None:
     """Those of the table, if the changes have one."""
-    return None if changes is None or changes.find("relative") is None else Entries(changes, inverse_unit, device)
+    return None if changes is None or changes.find("relative") is None else Entries(changes, q, inverse_unit, device)

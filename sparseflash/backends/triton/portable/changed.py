@@ -92,12 +92,12 @@ class Changed:
         return {} if found is None else {"sink_ptr": aligned_start(found.logits.contiguous())}
 
     @staticmethod
-    def table_of(changes: Scores) -> dict[str, Tensor]:
-        """The table of relative positions, if there is one, as it is, its buckets and their runs."""
+    def table_of(changes: Scores, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The table of relative positions, if there is one, in a dtype, its buckets and their runs."""
         found = changes.find("relative")
         if found is None:
             return {}
-        given = {"table_ptr": found.table, "buckets_ptr": found.buckets, "until_ptr": found.until}
+        given = {"table_ptr": found.table.to(dtype), "buckets_ptr": found.buckets, "until_ptr": found.until}
         return {name: aligned_start(x.contiguous()) for name, x in given.items()}
 
     @staticmethod
