@@ -73,7 +73,6 @@ from sparseflash.backends.triton.hopper.scores import (
     entries_of_scores,
     from_first_column,
     hyperbolic_tangent,
-    inside_table,
     number_of,
     outer_runs,
     plus_of_threads,
@@ -150,7 +149,7 @@ def loader(
     heads, kv_heads, row_tiles = sizes
     qk_scale, inverse_unit, slopes_ptr, offset = decay
     biases_ptr, bias_of_batch, bias_of_head, dkey_ptr, bias_s = bias
-    entries_ptr, until_ptr, buckets_ptr, table_size, q_len = table
+    entries_ptr, until_ptr, buckets_ptr, q_len = table
     runs = outer_runs(until_ptr, q_len, offset)
     STEPS: gl.constexpr = TILE_ROWS // ROWS
     step = 0
@@ -188,8 +187,7 @@ def loader(
                 here_ptr = entries_of_head(entries_ptr, head, q_len, offset)
                 at, entry, is_shared = shared_entry(runs, here_ptr, 1 - KEYS - ahead, ROWS - 1 - ahead)
                 if buckets_ptr is not None:
-                    bucket = inside_table(gl.load(buckets_ptr + (at + q_len - 1)), table_size)
-                    ahead = gl.where(is_shared, bucket, ahead)
+                    ahead = gl.where(is_shared, gl.load(buckets_ptr + (at + q_len - 1)), ahead)
                 told(number_s, stage, 1, ahead)
                 told(number_s, stage, 2, gl.where(is_shared, 1, 0))
                 told(number_s, stage, 3, gl.cast(entry, gl.int32, bitcast=True))
@@ -507,7 +505,7 @@ def consumer(
                 if is_shared:
                     add_to_bucket(read_ds, sums_ptr, ahead)
                 else:
-                    add_by_distance(read_ds, sums_ptr, buckets_ptr, table_size, ahead, q_len, offset)
+                    add_by_distance(read_ds, sums_ptr, buckets_ptr, ahead, q_len, offset)
             if dkey_ptr is not None:
                 of_head = heard(bias_s, q_stage, 1, TOLD_OF_BIAS)
                 if of_head >= 0:  # always true: without a branch ptxas adds first, and issues the products afterwards
@@ -563,7 +561,7 @@ def backward_kernel(
     dslopes_ptr,  # fp32 [items, heads // kv_heads, KEYS]
     offset,  # keys minus queries of a sequence
     entries_ptr, until_ptr,  # of a table, as in the forward; q_len: of a sequence
-    buckets_ptr,  # int32 [C], if the table gets a gradient, or None
+    buckets_ptr,  # int32 [C] of `entries_kernel`, if the table gets a gradient, or None
     dtable_ptr,  # fp32 [items, heads // kv_heads, table_size, TABLE_SUMS], as dslopes_ptr
     table_size, q_len,
     biases_ptr,  # fp32 [rows, Nk in whole tiles] of `biases_kernel`, or None; then as in the forward
@@ -620,7 +618,7 @@ def backward_kernel(
     lengths = (lengths_ptr, lengths_stride)
     descriptors = (q_desc, dout_desc, k_desc, v_desc, rows_desc)
     decay = (qk_scale, inverse_unit, slopes_ptr, offset)
-    table = (entries_ptr, until_ptr, buckets_ptr, table_size, q_len)
+    table = (entries_ptr, until_ptr, buckets_ptr, q_len)
     loads = (descriptors, tiles_s, bars, lists, (heads, kv_heads, row_tiles), decay, table, bias)
     sends = (acc_desc, dq_s, out_s, full, empty, counter_ptr, lists, kv_heads)
     sizes = (qk_scale, scale, kv_heads)

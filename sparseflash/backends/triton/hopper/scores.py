@@ -301,12 +301,6 @@ def add_by_row(ds, sums_ptr):
 
 
 @gluon.jit
-def inside_table(bucket, table_size):
-    """The bucket, or the nearest that there is: as `tables.entries_kernel`."""
-    return gl.minimum(gl.maximum(bucket, 0), table_size - 1)
-
-
-@gluon.jit
 def add_to_bucket(ds, sums_ptr, bucket):
     """Adds the gradients of scores that have one entry, [128, COLUMNS], to its bucket; see `add_by_distance`."""
     mine = gl.sum(sums_of_threads(ds).reshape([8, 2, 8, 4]), 1)
@@ -317,7 +311,7 @@ def add_to_bucket(ds, sums_ptr, bucket):
 
 
 @gluon.jit
-def add_by_distance(ds, sums_ptr, buckets_ptr, table_size, ahead, q_len, offset):
+def add_by_distance(ds, sums_ptr, buckets_ptr, ahead, q_len, offset):
     """Adds the gradients of scores, [128, COLUMNS], whose rows are keys, to those of the buckets of their distances.
 
     sums_ptr: [R, TABLE_SUMS], of this item and head. Only one thread adds to a number of it, so the order is always
@@ -333,7 +327,6 @@ def add_by_distance(ds, sums_ptr, buckets_ptr, table_size, ahead, q_len, offset)
     targets = sums[:0]
     for i in gl.static_range(COUNT):
         code = gl.minimum(gl.maximum(first + 8 * i, 0), 2 * q_len + offset - 2)
-        bucket = inside_table(gl.load(buckets_ptr + code), table_size)
-        targets += ((bucket * TABLE_SUMS + row)[:, None].broadcast_to(64, 4),)
+        targets += ((gl.load(buckets_ptr + code) * TABLE_SUMS + row)[:, None].broadcast_to(64, 4),)
     for i in gl.static_range(COUNT):
         gl.atomic_add(sums_ptr + targets[i], sums[i], mask=has_sum, sem="relaxed", scope="gpu")

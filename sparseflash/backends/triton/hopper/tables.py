@@ -22,18 +22,20 @@ _BLOCK = 1024  # codes of a program of `entries_kernel`
 @triton.jit(do_not_specialize=["inverse_unit", "codes", "table_size", "programs_of_head"])
 def entries_kernel(
     table_ptr, buckets_ptr,  # [Hq, R] contiguous; int32 [C]
-    entries_ptr,  # fp32 [Hq, MARGIN + C + MARGIN], written
+    entries_ptr, inside_ptr,  # fp32 [Hq, MARGIN + C + MARGIN], int32 [C], written
     inverse_unit, codes, table_size, programs_of_head,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The entry of every code: the rows of the table, spread out; 0 where there is no code. A bucket outside the table
-    is refused where that does not wait for the device; elsewhere it stands for the nearest, as in the backward."""
+    """The entry of every code: the rows of the table, spread out; 0 where there is no code. And the bucket of every
+    code: one outside the table is refused where that does not wait for the device, and elsewhere becomes the nearest,
+    so that no kernel reads or adds past the table."""
     head, number = tl.program_id(0) // programs_of_head, tl.program_id(0) % programs_of_head
     place = number * BLOCK + tl.arange(0, BLOCK)
     code = place - MARGIN
     is_code = (code >= 0) & (code < codes)
     bucket = tl.load(buckets_ptr + code, mask=is_code, other=0)
     bucket = tl.minimum(tl.maximum(bucket, 0), table_size - 1)
+    tl.store(inside_ptr + code, bucket, mask=is_code & (head == 0))
     entry = tl.load(table_ptr + (tl.cast(head, tl.int64) * table_size + bucket), mask=is_code, other=0.0)
     size = codes + 2 * MARGIN
     target = entries_ptr + (tl.cast(head, tl.int64) * size + place)
@@ -50,10 +52,10 @@ class Entries:
         (heads, self.size), codes = table.shape, len(buckets)
         self.buckets = buckets
         entries = torch.empty(heads, codes + 2 * MARGIN.value, dtype=torch.float32, device="meta")
-        self._entries = one_number_of(entries, device)
+        self._entries, self._inside = one_number_of(entries, device), one_number_of(buckets, device)
         programs = -(-entries.shape[1] // _BLOCK)
         numbers = {"inverse_unit": inverse_unit, "codes": codes, "table_size": self.size, "programs_of_head": programs}
-        examples = {"table_ptr": table, "buckets_ptr": buckets, "entries_ptr": entries}
+        examples = {"table_ptr": table, "buckets_ptr": buckets, "entries_ptr": entries, "inside_ptr": buckets}
         self.launch: BoundLaunch = launch_of(
             entries_kernel, {"BLOCK": _BLOCK}, numbers, examples, device, {}, bound=(), num_warps=4, num_stages=1
         ).bind(heads * programs)
@@ -61,9 +63,12 @@ class Entries:
 
     def __call__(self, changes: Scores) -> dict[str, Tensor]:
         """The kernels' arguments, of a call."""
-        given = {**Changed.table_of(changes, self._dtype), "entries_ptr": torch.empty_like(self._entries)}
+        given = {
+            **Changed.table_of(changes, self._dtype), "entries_ptr": torch.empty_like(self._entries),
+            "inside_ptr": torch.empty_like(self._inside),
+        }  # fmt: skip
         self.launch(given)
-        return {name: given[name] for name in ("entries_ptr", "until_ptr", "buckets_ptr")}
+        return {name: given[name] for name in ("entries_ptr", "until_ptr")} | {"buckets_ptr": given["inside_ptr"]}
 
 
 def entries_of(changes: Scores | None, q: Tensor, inverse_unit: float, device: torch.device) -> Entries | None:
