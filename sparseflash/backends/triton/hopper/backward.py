@@ -129,6 +129,13 @@ def part_of(work_ptr, item, HAS_PARTS: gl.constexpr):
 
 
 @gluon.jit
+def place_of_sums(item, number, first_k, tiles, HAS_PARTS: gl.constexpr):
+    """Where the sums of an item's gradients of changes stand: in the order of keys, `tiles` a head; or in the order of
+    the list if some items are parts."""
+    return item if HAS_PARTS else number * tiles + first_k // KEYS
+
+
+@gluon.jit
 def told(number_s, stage, WHICH: gl.constexpr, number, OF: gl.constexpr = TOLD):
     """Tells the warpgroups a number of a step, by way of shared memory: so they need not wait for memory of the GPU."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
@@ -180,7 +187,7 @@ def loader(
                 bias_row = batch * bias_of_batch + head * bias_of_head
                 told(bias_s, stage, 0, bias_row * tiles + tile, TOLD_OF_BIAS)
                 if dkey_ptr is not None:
-                    place = item if HAS_PARTS else number * tiles + tile
+                    place = place_of_sums(item, number, first_k, tiles, HAS_PARTS)
                     told(bias_s, stage, 1, place * (heads // kv_heads) + head % (heads // kv_heads), TOLD_OF_BIAS)
             if entries_ptr is not None:
                 ahead = first_k - (first_q + offset)
@@ -415,7 +422,7 @@ def consumer(
         dv = gl.zeros([KEYS, D], gl.float32, layout=KV)
         slope_sums, member = no_sums, 0
         if dslopes_ptr is not None or dtable_ptr is not None:
-            place = item if HAS_PARTS else number * gl.cdiv(q_len + offset, KEYS) + first_k // KEYS
+            place = place_of_sums(item, number, first_k, gl.cdiv(q_len + offset, KEYS), HAS_PARTS)
         if count > 0:
             mbarrier.wait(kv_full.index(0), (parities >> SENDERS) & 1)
             parities ^= 1 << SENDERS

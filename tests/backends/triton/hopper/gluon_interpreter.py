@@ -576,9 +576,8 @@ def _replacements(world):
             world.pause()
         else:
             fences = "fence.acq_rel.gpu; mov.b32 $0, $1;"  # here all memory is the same for all
-            if (
-                asm == "shfl.sync.idx.b32 $0, $1, $2, 31, -1;"
-            ):  # of tensors whose threads have one number each, in order
+            if asm == "shfl.sync.idx.b32 $0, $1, $2, 31, -1;":
+                # Of tensors whose threads have one number each, in order.
                 x, lane = (each.value.reshape(-1, 32) for each in args)
                 return Block(x.gather(1, lane.long()).reshape(args[0].value.shape))
             if asm == "tanh.approx.f32 $0, $1;":

@@ -133,6 +133,11 @@ def drawn(**more):
     ).map(of_hopper)
 
 
+def wide(offsets, near=20):
+    """Buckets of 384 offsets, and of one each nearer than `near` to the diagonal."""
+    return torch.where(offsets.abs() < near, 8 + offsets % 8, (offsets // 384).clamp(-3, 4) + 3)
+
+
 def some_problem(**more):
     """Full, partial and dead tiles, a ragged end, empty rows, sequences of several lengths, grouped heads."""
     arguments = {"q_len": 400, "k_len": 520, "block": (128, 128), "heads": [[0, 1]], "holes": "both",

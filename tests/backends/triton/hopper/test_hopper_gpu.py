@@ -1,8 +1,10 @@
 """The kernels for Hopper on a GPU. A kernel that hangs takes its process along: whatever waits too long is ended."""
 
+from functools import partial
+
 import pytest
 import torch
-from hopper_problems import fixed_among
+from hopper_problems import fixed_among, wide
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -129,18 +131,13 @@ def test_gradients_of_changes_where_columns_are_cut_are_recorded(kind):
     assert_replays_as_called(lambda: results(q, k, v, mask, dout, dlse, changes), dout.copy_, draws)
 
 
-def wide(offsets):
-    """Buckets of 384 offsets, and of one each near the diagonal."""
-    return torch.where(offsets.abs() < 50, 8 + offsets % 8, (offsets // 384).clamp(-3, 4) + 3)
-
-
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 @pytest.mark.parametrize("causal", [True, False])
 def test_tables_with_one_bucket_for_many_tiles_are_exact(dim, causal):
     q, k, v, _, _ = inputs(1, 4, 1900, dim)
     k, v = (x[:, ::2].detach().requires_grad_() for x in (k, v))
     mask = masks.causal(1900, block=128).to("cuda") if causal else None
-    for bucket in (wide, scores.t5_buckets(16, 300)):
+    for bucket in (partial(wide, near=50), scores.t5_buckets(16, 300)):
         table = torch.randn(4, 16, device="cuda", requires_grad=True)
         changes = scores.relative(table, bucket) + scores.sink(torch.randn(4, device="cuda", requires_grad=True))
 

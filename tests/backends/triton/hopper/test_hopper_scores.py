@@ -5,7 +5,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hopper_problems import CUT, PARTS, drawn, fixed_among, inputs, interpreted, scale_of, some_problem
+from hopper_problems import CUT, PARTS, drawn, fixed_among, inputs, interpreted, scale_of, some_problem, wide
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -150,11 +150,6 @@ def test_a_query_without_a_key_is_zero_whatever_the_table(entry):
 
 def sizes_of(q, k):
     return Sizes(len(q), q.shape[1], q.shape[2], k.shape[2], q.device)
-
-
-def wide(offsets):
-    """Buckets of 384 offsets, and of one each near the diagonal."""
-    return torch.where(offsets.abs() < 20, 8 + offsets % 8, (offsets // 384).clamp(-3, 4) + 3)
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -351,14 +346,16 @@ def test_some_decays_that_are_learned_and_other_changes_are_the_portable_kernels
     assert dict(found.forward.refusals)["hopper"] == reason
 
 
+def families_and_refusal(changes):
+    """Who runs the passes of a call on a Hopper GPU, and why its kernels refuse the backward."""
+    q = torch.empty(2, 4, 8192, 128, dtype=torch.bfloat16, device="meta")
+    found = explain(q, q, q, masks.causal(8192), scores=changes, capability=(9, 0))
+    return found.forward.family, found.backward.family, dict(found.backward.refusals).get("hopper")
+
+
 @pytest.mark.usefixtures("tested_triton")
 def test_they_take_biases_of_keys_with_a_linear_decay_and_a_sink():
-    q = torch.empty(2, 4, 8192, 128, dtype=torch.bfloat16, device="meta")
     slopes, bias = torch.rand(4, device="meta"), scores.key_bias(torch.rand(2, 1, 8192, device="meta").requires_grad_())
-
-    def families_and_refusal(changes):
-        found = explain(q, q, q, masks.causal(8192), scores=changes, capability=(9, 0))
-        return found.forward.family, found.backward.family, dict(found.backward.refusals).get("hopper")
 
     assert families_and_refusal(Scores((bias,))) == ("hopper", "hopper", None)
     assert families_and_refusal(bias + scores.alibi(slopes) + scores.sink(slopes)) == ("hopper", "hopper", None)
@@ -372,12 +369,6 @@ def test_they_take_biases_of_keys_with_a_linear_decay_and_a_sink():
 
 @pytest.mark.usefixtures("tested_triton")
 def test_they_take_tables_by_distance_alone_or_with_a_sink():
-    q = torch.empty(2, 4, 8192, 128, dtype=torch.bfloat16, device="meta")
-
-    def families_and_refusal(changes):
-        found = explain(q, q, q, masks.causal(8192), scores=changes, capability=(9, 0))
-        return found.forward.family, found.backward.family, dict(found.backward.refusals).get("hopper")
-
     def table(entries):
         return torch.rand(4, entries, device="meta", requires_grad=True)
 
