@@ -63,9 +63,7 @@ from sparseflash.backends.triton.hopper.gluon_api import (
 )
 from sparseflash.backends.triton.hopper.rows import TILE_ROWS, WIDTH
 from sparseflash.backends.triton.hopper.scores import (
-    TABLE_SUMS,
     add_by_distance,
-    add_by_row,
     add_to_bucket,
     as_float,
     distances,
@@ -80,6 +78,7 @@ from sparseflash.backends.triton.hopper.scores import (
     side_of_columns,
     slope_of,
     sums_of_threads,
+    sums_of_two_rows,
     to_first_column,
 )
 from sparseflash.backends.triton.portable.change_flags import CAPPED
@@ -87,13 +86,12 @@ from sparseflash.backends.triton.portable.change_flags import CAPPED
 KEYS = gl.constexpr(BLOCK[1])  # of an item; its tiles have TILE_ROWS queries, in TILE_ROWS // ROWS steps
 SENDERS = gl.constexpr(2)
 WORDS = gl.constexpr(BLOCK[0] // 32)  # of bits of a key of a tile
-# How many numbers the loader tells the warpgroups about a step. First the number of the tile's bits. With a decay: by
-# how many tokens the first key comes after the first query; on which side the queries are; the slope as seen from
-# there, as bits; the head. With a table: by how many tokens, or the bucket if all scores have one entry; whether they
-# have; that entry, as bits, or 0; the head, plus its number in the group times MOST_HEADS.
+# How many numbers the loader tells the warpgroups about a step. First the number of the tile's bits. With changes of
+# scores: the head, plus its number in the group times MOST_HEADS. With a decay: by how many tokens the first key comes
+# after the first query; on which side the queries are; the slope as seen from there, as bits. With a table: by how many
+# tokens, or the bucket if all scores have one entry; whether they have; that entry, as bits, or 0. With a bias of keys,
+# in a buffer of its own: which tile of all biases.
 TOLD = gl.constexpr(5)
-# With a bias of keys, in a buffer of its own: which tile of all biases, and which row of the sums of their gradients.
-TOLD_OF_BIAS = gl.constexpr(2)
 MOST_HEADS = gl.constexpr(1 << 16)
 # Stands for a dead score under a cap: its square is finite, and its weight is 0 where lse is above -1e7, whatever the
 # cap (`changed._CAPS`); `attention` promises no gradients from a million on.
@@ -144,8 +142,7 @@ def told(number_s, stage, WHICH: gl.constexpr, number, OF: gl.constexpr = TOLD):
 
 @gluon.jit
 def loader(
-    loads, ROWS: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, HAS_PARTS: gl.constexpr,
-    CHANGES: gl.constexpr,
+    loads, ROWS: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, CHANGES: gl.constexpr,
 ):  # fmt: skip
     """Queries with their rows of numbers, and gradients, step by step; keys and values once an item."""
     descriptors, tiles_s, bars, lists, sizes, decay, table, bias = loads
@@ -155,7 +152,7 @@ def loader(
     start_ptr, work_ptr, entry_ptr = lists
     heads, kv_heads, row_tiles = sizes
     qk_scale, inverse_unit, slopes_ptr, offset = decay
-    biases_ptr, bias_of_batch, bias_of_head, dkey_ptr, bias_s = bias
+    biases_ptr, bias_of_batch, bias_of_head, bias_s = bias
     entries_ptr, until_ptr, buckets_ptr, q_len = table
     runs = outer_runs(until_ptr, q_len, offset)
     STEPS: gl.constexpr = TILE_ROWS // ROWS
@@ -173,6 +170,8 @@ def loader(
             stage = step % Q_STAGES
             mbarrier.wait(q_empty.index(stage), ((step // Q_STAGES) & 1) ^ 1)
             told(number_s, stage, 0, tile)
+            if slopes_ptr is not None or biases_ptr is not None or entries_ptr is not None:
+                told(number_s, stage, 4, head + (head - kv_head * (heads // kv_heads)) * MOST_HEADS)
             if slopes_ptr is not None:
                 slope = slope_of(slopes_ptr, head, inverse_unit)
                 ahead = first_k - (first_q + offset)
@@ -181,14 +180,9 @@ def loader(
                 told(number_s, stage, 2, side)
                 slope = gl.where(side == 0, slope, side * slope)
                 told(number_s, stage, 3, gl.cast(slope, gl.int32, bitcast=True))
-                told(number_s, stage, 4, head)
             if biases_ptr is not None:
-                tiles, tile = gl.cdiv(q_len + offset, KEYS), first_k // KEYS
                 bias_row = batch * bias_of_batch + head * bias_of_head
-                told(bias_s, stage, 0, bias_row * tiles + tile, TOLD_OF_BIAS)
-                if dkey_ptr is not None:
-                    place = place_of_sums(item, number, first_k, tiles, HAS_PARTS)
-                    told(bias_s, stage, 1, place * (heads // kv_heads) + head % (heads // kv_heads), TOLD_OF_BIAS)
+                told(bias_s, stage, 0, bias_row * gl.cdiv(q_len + offset, KEYS) + first_k // KEYS, 1)
             if entries_ptr is not None:
                 ahead = first_k - (first_q + offset)
                 here_ptr = entries_of_head(entries_ptr, head, q_len, offset)
@@ -198,7 +192,6 @@ def loader(
                 told(number_s, stage, 1, ahead)
                 told(number_s, stage, 2, gl.where(is_shared, 1, 0))
                 told(number_s, stage, 3, gl.cast(entry, gl.int32, bitcast=True))
-                told(number_s, stage, 4, head + (head - kv_head * (heads // kv_heads)) * MOST_HEADS)
             mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + rows_desc.block_type.nbytes)
             async_load(q_desc, [batch, head, first_q, 0], q_full.index(stage), q_s.index(stage))
             async_load(rows_desc, [(row * STEPS + piece) * 2, 0], q_full.index(stage), rows_s.index(stage))
@@ -366,10 +359,15 @@ def sums_with_distances(ds, side, first, ROWS: gl.constexpr, CHANGES: gl.constex
 
 
 @gluon.jit
-def store_sums(sums, target_ptr, place):
-    """Writes the sums of rows, of [KEYS, 4], to `target[place]`."""
-    key = gl.arange(0, KEYS, layout=gl.SliceLayout(1, sums.type.layout))
-    gl.store(target_ptr + gl.cast(place, gl.int64) * KEYS + key, gl.sum(sums, 1))
+def store_sums(slope_sums, dslopes_ptr, key_sums, dkey_ptr, place):
+    """Writes what a head's slope and biases gain by an item, sums of rows of [KEYS, 4], to `dslopes[place]` and
+    `dkey[place]`, which may be None."""
+    key = gl.arange(0, KEYS, layout=gl.SliceLayout(1, slope_sums.type.layout))
+    target = gl.cast(place, gl.int64) * KEYS + key
+    if dslopes_ptr is not None:
+        gl.store(dslopes_ptr + target, gl.sum(slope_sums, 1))
+    if dkey_ptr is not None:
+        gl.store(dkey_ptr + target, gl.sum(key_sums, 1))
 
 
 @gluon.jit
@@ -381,7 +379,7 @@ def consumer(
     tiles_s, bars, lists, words_ptr, lengths, parts_ptr, ds_s, dq_s, out_s, full, empty, sizes, changes = reads
     qk_scale, scale, kv_heads = sizes
     cap_scale, slopes_ptr, dslopes_ptr, group, of_table, of_bias = changes
-    biases_ptr, _, _, dkey_ptr, bias_s = of_bias
+    biases_ptr, dkey_ptr, bias_s = of_bias
     entries_ptr, buckets_ptr, dtable_ptr, table_size, q_len, offset = of_table
     q_s, dout_s, k_s, v_s, rows_s, number_s = tiles_s
     q_full, q_empty, dout_full, dout_empty, kv_full = bars
@@ -407,6 +405,7 @@ def consumer(
     no_scores = gl.zeros([KEYS, ROWS], gl.float32, layout=S)
     no_sums = sums_of_threads(no_scores)
     SUMS: gl.constexpr = no_sums.type.layout
+    no_bucket_sums = sums_of_two_rows(no_scores)
     STEPS: gl.constexpr = TILE_ROWS // ROWS
     step = 0
     # Numbers whose last bit alone is wanted, in one register: of tiles given to each sender, of items with an entry.
@@ -420,8 +419,9 @@ def consumer(
             k_left = gl.load(lengths_ptr + (lengths_stride + number // kv_heads)) - first_k
         dk = gl.zeros([KEYS, D], gl.float32, layout=KV)
         dv = gl.zeros([KEYS, D], gl.float32, layout=KV)
-        slope_sums, member = no_sums, 0
-        if dslopes_ptr is not None or dtable_ptr is not None:
+        slope_sums, key_sums, member = no_sums, no_sums, 0
+        bucket_sums, bucket = no_bucket_sums, -1
+        if dslopes_ptr is not None or dkey_ptr is not None or dtable_ptr is not None:
             place = place_of_sums(item, number, first_k, gl.cdiv(q_len + offset, KEYS), HAS_PARTS)
         if count > 0:
             mbarrier.wait(kv_full.index(0), (parities >> SENDERS) & 1)
@@ -436,14 +436,14 @@ def consumer(
                 ahead, side = heard(number_s, q_stage, 1), heard(number_s, q_stage, 2)
                 slope = as_float(heard(number_s, q_stage, 3))
             if biases_ptr is not None:
-                bias_ptr = biases_ptr + gl.cast(heard(bias_s, q_stage, 0, TOLD_OF_BIAS), gl.int64) * KEYS
+                bias_ptr = biases_ptr + gl.cast(heard(bias_s, q_stage, 0, 1), gl.int64) * KEYS
                 bias = gl.load(bias_ptr + number_of(KEYS, gl.SliceLayout(1, S)))
-            if dslopes_ptr is not None:
+            if dslopes_ptr is not None or dkey_ptr is not None:
                 # The tiles of a head follow one another.
-                of_group = heard(number_s, q_stage, 4) % group
+                of_group = heard(number_s, q_stage, 4) // MOST_HEADS
                 if of_group != member:
-                    store_sums(slope_sums, dslopes_ptr, place * group + member)
-                    slope_sums = no_sums
+                    store_sums(slope_sums, dslopes_ptr, key_sums, dkey_ptr, place * group + member)
+                    slope_sums, key_sums = no_sums, no_sums
                 member = of_group
             if entries_ptr is not None:
                 ahead, is_shared = heard(number_s, q_stage, 1), heard(number_s, q_stage, 2) != 0
@@ -504,30 +504,33 @@ def consumer(
             ds = gl.convert_layout(half_ds, OPERAND)
             dq = warpgroup_mma(ds_s.permute((1, 0)), k_s, no_dq, use_acc=False, is_async=True)
             dk = warpgroup_mma(ds, q_s.index(q_stage), dk, is_async=True)
-            # Under the last two products, of what these have read: in fp32 it would take registers that dq has.
-            if dtable_ptr is not None:
-                of_head = place * group + heard(number_s, q_stage, 4) // MOST_HEADS
-                sums_ptr = dtable_ptr + gl.cast(of_head, gl.int64) * (table_size * TABLE_SUMS)
-                read_ds = read_later(half_ds).to(gl.float32)
-                if is_shared:
-                    add_to_bucket(read_ds, sums_ptr, ahead)
-                else:
-                    add_by_distance(read_ds, sums_ptr, buckets_ptr, ahead, q_len, offset)
-            if dkey_ptr is not None:
-                of_head = heard(bias_s, q_stage, 1, TOLD_OF_BIAS)
-                if of_head >= 0:  # always true: without a branch ptxas adds first, and issues the products afterwards
-                    add_by_row(read_later(half_ds).to(gl.float32), dkey_ptr + gl.cast(of_head, gl.int64) * KEYS)
             dq, dv = local_mma_wait(dq, 1), accumulator(dv)
             async_copy.mbarrier_arrive(dout_empty.index(dout_stage), increment_count=False)
             which = (first * STEPS + i) % SENDERS
             dq = in_thread_order(dq, ROWS, D)
             hand_over(dq, which, dq_s.index(which), full, empty, parities)
             parities ^= 1 << which
+            # Under what is left of the last product, of what that reads: in fp32 it would take registers that dq had.
+            if dtable_ptr is not None:
+                first_bucket = (place * group + heard(number_s, q_stage, 4) // MOST_HEADS) * table_size
+                read_ds = read_later(half_ds).to(gl.float32)
+                if is_shared:
+                    # Most tiles of an item have the bucket of the tile before.
+                    if first_bucket + ahead != bucket:
+                        add_to_bucket(bucket_sums, dtable_ptr, bucket)
+                        bucket, bucket_sums = first_bucket + ahead, no_bucket_sums
+                    bucket_sums += sums_of_two_rows(read_ds)
+                else:
+                    add_by_distance(read_ds, dtable_ptr, first_bucket, buckets_ptr, ahead, q_len, offset)
+            if dkey_ptr is not None:
+                key_sums += sums_of_threads(read_later(half_ds).to(gl.float32))
             dk = local_mma_wait(dk, 0)
             async_copy.mbarrier_arrive(q_empty.index(q_stage), increment_count=False)
             step += 1
-        if dslopes_ptr is not None:
-            store_sums(slope_sums, dslopes_ptr, place * group + member)
+        if dslopes_ptr is not None or dkey_ptr is not None:
+            store_sums(slope_sums, dslopes_ptr, key_sums, dkey_ptr, place * group + member)
+        if dtable_ptr is not None:
+            add_to_bucket(bucket_sums, dtable_ptr, bucket)
         part = part_of(work_ptr, item, HAS_PARTS)
         if HAS_PARTS and part > 0:
             # From registers: of the buffers of dq, each would be too small for dk at D=128, and the senders use both.
@@ -563,17 +566,17 @@ def backward_kernel(
     qk_scale, scale,  # positive, the first in units of log2(e), of scores in the units of scores.py
     heads, kv_heads, row_tiles,
     cap_scale, inverse_unit, slopes_ptr,  # as in the forward
-    # Zeros, written or added to where an item has entries of a head; or None. Items are in the order of the list if
+    # Zeros, written where an item has entries of a head; or None. Items are in the order of the list if
     # some are parts, else in that of batch, head of keys and keys.
     dslopes_ptr,  # fp32 [items, heads // kv_heads, KEYS]
     offset,  # keys minus queries of a sequence
     entries_ptr, until_ptr,  # of a table, as in the forward; q_len: of a sequence
     buckets_ptr,  # int32 [C] of `entries_kernel`, if the table gets a gradient, or None
-    dtable_ptr,  # fp32 [items, heads // kv_heads, table_size, TABLE_SUMS], as dslopes_ptr
+    dtable_ptr,  # fp32 [items, heads // kv_heads, table_size, TABLE_SUMS], as dslopes_ptr, but added to
     table_size, q_len,
     biases_ptr,  # fp32 [rows, Nk in whole tiles] of `biases_kernel`, or None; then as in the forward
     bias_of_batch, bias_of_head,
-    dkey_ptr,  # fp32 [items, heads // kv_heads, KEYS], as dslopes_ptr, to which is added
+    dkey_ptr,  # fp32 [items, heads // kv_heads, KEYS], as dslopes_ptr
     D: gl.constexpr,
     ROWS: gl.constexpr,  # 64, or 128
     Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, REGISTERS: gl.constexpr, CHANGES: gl.constexpr,
@@ -615,11 +618,10 @@ def backward_kernel(
     tiles_s = (q_s, dout_s, k_s, v_s, rows_s, number_s)
     # In a tuple Gluon allows None only as an argument of the kernel, so that stands for the missing buffer.
     if biases_ptr is None:
-        bias = (biases_ptr, bias_of_batch, bias_of_head, dkey_ptr, biases_ptr)
+        bias, of_bias = (biases_ptr, bias_of_batch, bias_of_head, biases_ptr), (biases_ptr, dkey_ptr, biases_ptr)
     else:
-        OF_BIAS: gl.constexpr = Q_STAGES * TOLD_OF_BIAS
-        bias_s = gl.allocate_shared_memory(gl.int32, [OF_BIAS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        bias = (biases_ptr, bias_of_batch, bias_of_head, dkey_ptr, bias_s)
+        bias_s = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        bias, of_bias = (biases_ptr, bias_of_batch, bias_of_head, bias_s), (biases_ptr, dkey_ptr, bias_s)
     bars = (q_full, q_empty, dout_full, dout_empty, kv_full)
     lists = (start_ptr, work_ptr, entry_ptr)
     lengths = (lengths_ptr, lengths_stride)
@@ -630,12 +632,12 @@ def backward_kernel(
     sends = (acc_desc, dq_s, out_s, full, empty, counter_ptr, lists, kv_heads)
     sizes = (qk_scale, scale, kv_heads)
     of_table = (entries_ptr, buckets_ptr, dtable_ptr, table_size, q_len, offset)
-    changes = (cap_scale, slopes_ptr, dslopes_ptr, heads // kv_heads, of_table, bias)
+    changes = (cap_scale, slopes_ptr, dslopes_ptr, heads // kv_heads, of_table, of_bias)
     reads = (tiles_s, bars, lists, words_ptr, lengths, parts_ptr, ds_s, dq_s, out_s, full, empty, sizes, changes)
     gl.warp_specialize(
         [
             (consumer, (reads, ROWS, Q_STAGES, DOUT_STAGES, D, HAS_LENGTHS, HAS_PARTS, CHANGES)),
-            (loader, (loads, ROWS, Q_STAGES, DOUT_STAGES, HAS_PARTS, CHANGES)),
+            (loader, (loads, ROWS, Q_STAGES, DOUT_STAGES, CHANGES)),
             (sender, (sends, dv_desc, 0, ROWS, HAS_PARTS)),
             (sender, (sends, dk_desc, 1, ROWS, HAS_PARTS)),
         ],

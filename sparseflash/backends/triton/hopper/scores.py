@@ -291,31 +291,29 @@ def with_next(upper, lower, J: gl.constexpr):
 
 
 @gluon.jit
-def add_by_row(ds, sums_ptr):
-    """Adds the gradients of scores, [ROWS, COLUMNS], to a number for each row. Only one thread adds to a number, so the
-    order is always the same."""
-    mine = gl.sum(sums_of_threads(ds), 1)
-    ROWS: gl.constexpr = ds.shape[0]
-    LAYOUT: gl.constexpr = mine.type.layout
-    gl.atomic_add(sums_ptr + number_of(ROWS, LAYOUT), mine, sem="relaxed", scope="gpu")
+def sums_of_two_rows(x):
+    """[64, 4], what each thread sums of x, [128, COLUMNS]: of two of its rows, of which a warp has 16."""
+    mine = gl.sum(sums_of_threads(x).reshape([8, 2, 8, 4]), 1)
+    return mine.reshape([64, 4])
 
 
 @gluon.jit
-def add_to_bucket(ds, sums_ptr, bucket):
-    """Adds the gradients of scores that have one entry, [128, COLUMNS], to its bucket; see `add_by_distance`."""
-    mine = gl.sum(sums_of_threads(ds).reshape([8, 2, 8, 4]), 1)
-    mine = gl.sum(mine.reshape([64, 4]), 1)
+def add_to_bucket(sums, sums_ptr, bucket):
+    """Adds the gradients of scores that have one entry, `sums_of_two_rows`, to its bucket; see `add_by_distance`. -1
+    stands for none."""
+    mine = gl.sum(sums, 1)
     LAYOUT: gl.constexpr = mine.type.layout
     row = number_of(64, LAYOUT)
-    gl.atomic_add(sums_ptr + (bucket * TABLE_SUMS + row), mine, sem="relaxed", scope="gpu")
+    target = sums_ptr + (gl.cast(bucket, gl.int64) * TABLE_SUMS + row)
+    gl.atomic_add(target, mine, mask=(row >= 0) & (bucket >= 0), sem="relaxed", scope="gpu")
 
 
 @gluon.jit
-def add_by_distance(ds, sums_ptr, buckets_ptr, ahead, q_len, offset):
+def add_by_distance(ds, sums_ptr, first_bucket, buckets_ptr, ahead, q_len, offset):
     """Adds the gradients of scores, [128, COLUMNS], whose rows are keys, to those of the buckets of their distances.
 
-    sums_ptr: [R, TABLE_SUMS], of this item and head. Only one thread adds to a number of it, so the order is always
-    the same. buckets_ptr: of all codes.
+    sums_ptr: fp32 [., TABLE_SUMS]; first_bucket: which of them are those of bucket 0, for this item and head. Only one
+    thread adds to a number of it, so the order is always the same. buckets_ptr: of all codes.
     """
     COUNT: gl.constexpr = ds.shape[1] // 8 + 4
     sums = sums_by_distance(ds)
@@ -324,6 +322,7 @@ def add_by_distance(ds, sums_ptr, buckets_ptr, ahead, q_len, offset):
     has_sum = (number_of(4, gl.SliceLayout(0, LAYOUT)) == 0)[None, :]
     # Of number 0 of `sums`. Where there is no code, there are no scores, and 0 is added.
     first = (q_len - 9) - ahead - ((row >> 3) * 16 + (row & 7))
+    sums_ptr += gl.cast(first_bucket, gl.int64) * TABLE_SUMS
     targets = sums[:0]
     for i in gl.static_range(COUNT):
         code = gl.minimum(gl.maximum(first + 8 * i, 0), 2 * q_len + offset - 2)

@@ -76,9 +76,8 @@ def check(dim, dtype, features):
     # At D=64 dk, dv, S, dP and the weights take 224 of 240 registers. Some addresses are spilled then, but no tile,
     # which would be 32 loads and stores at least.
     # The derivative of a cap lives from the weights to dP, the sums for a slope from step to step.
-    # Under a table some of what is spilled is read near the diagonal alone: with Triton 3.6 13 in all, with 3.9 26.
-    # The sums for a bias of keys are taken under the last products: with Triton 3.6 nothing is spilled, with 3.9 28.
-    of_learned = 26 if "table" in features else 28 if "key_bias" in features else 6
+    # So do those of a bias of keys and of a table: with Triton 3.6 2 at most at D=128, with 3.9 up to 22.
+    of_learned = 20 if "table" in features else 22 if "key_bias" in features else 6
     few = 4 if "softcap" in features else of_learned if "learned" in features else 0
     assert backward["spilled_in_loop"] <= (20 if dim == 64 else few), backward
     # S and dP, dV and dK, dQ: both warpgroups run the same instructions.
