@@ -291,15 +291,42 @@ def test_a_learned_tensor_without_a_gradient_costs_none():
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-def test_the_gradient_of_a_bias_takes_no_more_memory_than_the_bias_unless_it_is_shared(batch):
-    q = torch.randn(batch, 2, 24, 16, dtype=torch.float16, requires_grad=True)
-    bias = torch.randn(1, 2, 24, 24, dtype=torch.float16, requires_grad=True)
-    out = attention(q, q, q, scores=scores.bias(bias), backend="triton")
-    with mock.patch.object(torch, "zeros", wraps=torch.zeros) as zeros:
+@pytest.mark.parametrize("name", ["empty", "zeros"])
+def test_the_gradient_of_a_bias_takes_no_more_memory_than_the_bias_unless_it_is_shared(name, batch):
+    """It begins as zeros only if there are dead tiles."""
+    mask = masks.causal(40, block=16) if name == "zeros" else None
+    q = torch.randn(batch, 2, 40, 16, dtype=torch.float16, requires_grad=True)
+    bias = torch.randn(1, 2, 40, 40, dtype=torch.float16, requires_grad=True)
+    out = attention(q, q, q, mask, scores=scores.bias(bias), backend="triton")
+    make = {each: mock.Mock(wraps=getattr(torch, each)) for each in ("empty", "zeros")}
+    with mock.patch.multiple(torch, **make):
         out.sum().backward()
-    made = [call.kwargs["dtype"] for call in zeros.call_args_list if call.args[:1] == ((batch, 2, 24, 24),)]
-    assert made == [torch.float16 if batch == 1 else torch.float32]
+    shape = ((batch, 2, 40, 40),)
+    made = {
+        each: [call.kwargs["dtype"] for call in make[each].call_args_list if call.args[:1] == shape] for each in make
+    }
+    assert made == {"empty": [], "zeros": [], name: [torch.float16 if batch == 1 else torch.float32]}
     assert bias.grad.dtype == torch.float16
+
+
+@pytest.mark.parametrize(
+    "mask", [None, masks.causal(40, block=16), BlockMask.dense(40, block=16).with_lengths([40, 17])]
+)
+def test_the_gradients_of_all_pairs_are_written(mask):
+    """Whatever was in the memory that they get: PyTorch fills it with NaN here."""
+    q, k, v = (torch.randn(2, 2, 40, 16, dtype=torch.float16, requires_grad=True) for _ in range(3))
+    bias = torch.randn(2, 2, 40, 40, requires_grad=True)
+    gains = torch.randn(2, 2, 40, 40, requires_grad=True)
+    change = scores.bias(bias) + scores.function(lambda s, b, h, i, j, gain: s * gain[b, h, i, j], gains)
+    out = attention(q, k, v, mask, scores=change, backend="triton")
+    dout = torch.randn_like(out)
+    wanted = torch.autograd.grad(out, (bias, gains), dout, retain_graph=True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        got = torch.autograd.grad(out, (bias, gains), dout)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(map(torch.equal, got, wanted))  # NaN would equal nothing
 
 
 @pytest.mark.parametrize("each", [None, 2])

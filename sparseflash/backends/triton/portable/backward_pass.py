@@ -40,6 +40,7 @@ class BackwardLayout(Layout):
         self.learned: Learned | None = None
         if changes is not None and self.changed is not None:
             self.learned = Learned(changes, self.changed, wanted, self.numbers, q.shape[0])
+        self.block, self.may_all_be_live = setting.block, not setting.lengths
         self.out = like(out)
         self.as_they_are = self.are_read_as_they_are(q, k, v, dout)
         # The stride between heads of per-query numbers; TMA needs a multiple of 16 bytes.
@@ -91,6 +92,7 @@ class Backward:
         self.queries, self.keys = layout.queries.bind(plan), layout.keys.bind(plan)
         tiles = None if layout.learned is None else layout.learned.tiles
         self._tile_places = None if tiles is None else TilePlaces.of(plan.pattern, tiles)
+        self._all_live = layout.may_all_be_live and plan.has_every_tile(layout.block)
         self._combine_means: Combine | None = None
         if self.means is not None and layout.means is not None:
             self._combine_means = combine_means(self.means, layout.means, layout.rows, layout.sink)
@@ -111,7 +113,8 @@ class Backward:
         learned = self._layout.learned
         if learned is None:
             raise RuntimeError("the backward was prepared for scores that nothing changes")
-        sums = Sums(learned, changes, self.queries, self.keys, self._tile_places, saved.q, saved.k)
+        places, all_live = self._tile_places, self._all_live
+        sums = Sums(learned, changes, self.queries, self.keys, places, saved.q, saved.k, all_live=all_live)
         gradients, delta = self._run(dout, dlse, saved, lengths, dropout, changes, sums)
         drow = -delta[:, :, : saved.lse.shape[2]]
         if self.means is not None and dlse is not None:  # in half precision delta includes it

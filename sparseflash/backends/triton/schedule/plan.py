@@ -8,6 +8,7 @@ the lengths of the lists once, to cut those that are far too long (see splits.py
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -100,6 +101,11 @@ class Plan:
     def device(self) -> torch.device:
         """The device of the mask."""
         return self.lists.device
+
+    def has_every_tile(self, block: tuple[int, int]) -> bool:
+        """Whether all tiles of the mask, which has such blocks, are live; False if only the device knows."""
+        tiles = math.prod(-(-n // size) for n, size in zip(self.lists.tokens, block))
+        return self.lists.reusable and self.tiles_per_head == tiles
 
     def tiling(self, axis: int, whole: Tile, gathered: Tile, cost: Cost, warps: Warps = usual_warps) -> Tiling | None:
         """The tiling that a kernel over `axis` (0: rows, 1: columns) should walk, given the tiles that it prefers.
