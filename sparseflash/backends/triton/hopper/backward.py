@@ -86,11 +86,11 @@ from sparseflash.backends.triton.portable.change_flags import CAPPED
 KEYS = gl.constexpr(BLOCK[1])  # of an item; its tiles have TILE_ROWS queries, in TILE_ROWS // ROWS steps
 SENDERS = gl.constexpr(2)
 WORDS = gl.constexpr(BLOCK[0] // 32)  # of bits of a key of a tile
-# How many numbers the loader tells the warpgroups about a step. First the number of the tile's bits. With changes of
-# scores: the head, plus its number in the group times MOST_HEADS. With a decay: by how many tokens the first key comes
-# after the first query; on which side the queries are; the slope as seen from there, as bits. With a table: by how many
-# tokens, or the bucket if all scores have one entry; whether they have; that entry, as bits, or 0. With a bias of keys,
-# in a buffer of its own: which tile of all biases.
+# How many numbers the loader tells the warpgroups about a step. First the number of the tile's bits. With a decay: by
+# how many tokens the first key comes after the first query; on which side the queries are; the slope as seen from
+# there, as bits; with it or a bias of keys the number of the head in its group. With a table: by how many tokens, or
+# the bucket if all scores have one entry; whether they have; that entry, as bits, or 0; the head, plus its number in
+# the group times MOST_HEADS. With a bias of keys, in a buffer of its own: which tile of all biases.
 TOLD = gl.constexpr(5)
 MOST_HEADS = gl.constexpr(1 << 16)
 # Stands for a dead score under a cap: its square is finite, and its weight is 0 where lse is above -1e7, whatever the
@@ -124,13 +124,6 @@ def part_of(work_ptr, item, HAS_PARTS: gl.constexpr):
 
 
 # ---------------------------------------------------------------------- the loading warp
-
-
-@gluon.jit
-def place_of_sums(item, number, first_k, tiles, HAS_PARTS: gl.constexpr):
-    """Where the sums of an item's gradients of changes stand: in the order of keys, `tiles` a head; or in the order of
-    the list if some items are parts."""
-    return item if HAS_PARTS else number * tiles + first_k // KEYS
 
 
 @gluon.jit
@@ -170,8 +163,9 @@ def loader(
             stage = step % Q_STAGES
             mbarrier.wait(q_empty.index(stage), ((step // Q_STAGES) & 1) ^ 1)
             told(number_s, stage, 0, tile)
-            if slopes_ptr is not None or biases_ptr is not None or entries_ptr is not None:
-                told(number_s, stage, 4, head + (head - kv_head * (heads // kv_heads)) * MOST_HEADS)
+            member = head - kv_head * (heads // kv_heads)
+            if slopes_ptr is not None or biases_ptr is not None:
+                told(number_s, stage, 4, member)
             if slopes_ptr is not None:
                 slope = slope_of(slopes_ptr, head, inverse_unit)
                 ahead = first_k - (first_q + offset)
@@ -182,7 +176,7 @@ def loader(
                 told(number_s, stage, 3, gl.cast(slope, gl.int32, bitcast=True))
             if biases_ptr is not None:
                 bias_row = batch * bias_of_batch + head * bias_of_head
-                told(bias_s, stage, 0, bias_row * gl.cdiv(q_len + offset, KEYS) + first_k // KEYS, 1)
+                told(bias_s, stage, 0, bias_row * gl.cdiv(q_len + offset, KEYS) + first_k // KEYS, OF=1)
             if entries_ptr is not None:
                 ahead = first_k - (first_q + offset)
                 here_ptr = entries_of_head(entries_ptr, head, q_len, offset)
@@ -192,6 +186,7 @@ def loader(
                 told(number_s, stage, 1, ahead)
                 told(number_s, stage, 2, gl.where(is_shared, 1, 0))
                 told(number_s, stage, 3, gl.cast(entry, gl.int32, bitcast=True))
+                told(number_s, stage, 4, head + member * MOST_HEADS)
             mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + rows_desc.block_type.nbytes)
             async_load(q_desc, [batch, head, first_q, 0], q_full.index(stage), q_s.index(stage))
             async_load(rows_desc, [(row * STEPS + piece) * 2, 0], q_full.index(stage), rows_s.index(stage))
@@ -359,6 +354,13 @@ def sums_with_distances(ds, side, first, ROWS: gl.constexpr, CHANGES: gl.constex
 
 
 @gluon.jit
+def place_of_sums(item, number, first_k, tiles, HAS_PARTS: gl.constexpr):
+    """Where the sums of an item's gradients of changes stand: in the order of keys, `tiles` a head; or in the order of
+    the list if some items are parts."""
+    return item if HAS_PARTS else number * tiles + first_k // KEYS
+
+
+@gluon.jit
 def store_sums(slope_sums, dslopes_ptr, key_sums, dkey_ptr, place):
     """Writes what a head's slope and biases gain by an item, sums of rows of [KEYS, 4], to `dslopes[place]` and
     `dkey[place]`, which may be None."""
@@ -436,11 +438,11 @@ def consumer(
                 ahead, side = heard(number_s, q_stage, 1), heard(number_s, q_stage, 2)
                 slope = as_float(heard(number_s, q_stage, 3))
             if biases_ptr is not None:
-                bias_ptr = biases_ptr + gl.cast(heard(bias_s, q_stage, 0, 1), gl.int64) * KEYS
+                bias_ptr = biases_ptr + gl.cast(heard(bias_s, q_stage, 0, OF=1), gl.int64) * KEYS
                 bias = gl.load(bias_ptr + number_of(KEYS, gl.SliceLayout(1, S)))
             if dslopes_ptr is not None or dkey_ptr is not None:
                 # The tiles of a head follow one another.
-                of_group = heard(number_s, q_stage, 4) // MOST_HEADS
+                of_group = heard(number_s, q_stage, 4)
                 if of_group != member:
                     store_sums(slope_sums, dslopes_ptr, key_sums, dkey_ptr, place * group + member)
                     slope_sums, key_sums = no_sums, no_sums
@@ -510,7 +512,8 @@ def consumer(
             dq = in_thread_order(dq, ROWS, D)
             hand_over(dq, which, dq_s.index(which), full, empty, parities)
             parities ^= 1 << which
-            # Under what is left of the last product, of what that reads: in fp32 it would take registers that dq had.
+            # What tables and biases gain is added up now, as others wait for dq, and dq has left registers for it. It
+            # is taken from dS as the last product still reads it; in fp32 it would have had to be kept until here.
             if dtable_ptr is not None:
                 first_bucket = (place * group + heard(number_s, q_stage, 4) // MOST_HEADS) * table_size
                 read_ds = read_later(half_ds).to(gl.float32)
@@ -566,8 +569,8 @@ def backward_kernel(
     qk_scale, scale,  # positive, the first in units of log2(e), of scores in the units of scores.py
     heads, kv_heads, row_tiles,
     cap_scale, inverse_unit, slopes_ptr,  # as in the forward
-    # Zeros, written where an item has entries of a head; or None. Items are in the order of the list if
-    # some are parts, else in that of batch, head of keys and keys.
+    # Zeros, written where an item has entries of a head; or None. Items are in the order of the list if some are parts,
+    # else in that of batch, head of keys and keys.
     dslopes_ptr,  # fp32 [items, heads // kv_heads, KEYS]
     offset,  # keys minus queries of a sequence
     entries_ptr, until_ptr,  # of a table, as in the forward; q_len: of a sequence

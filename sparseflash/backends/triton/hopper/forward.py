@@ -374,8 +374,8 @@ def consumer(
     BLOCK_M: gl.constexpr = GROUPS * ROWS
     PART_SIZE: gl.constexpr = BLOCK_M * (D + 2)  # as `combine_rows_kernel` wants it
     # At D = 64 the exponentials take as long as the products. Left alone, both warpgroups compute theirs at the same
-    # time, and then both multiply. So neither begins a softmax before the other has begun one, which keeps them apart.
-    # To wait until the other has computed its exponentials takes 1.11 of the time.
+    # time, and then both multiply. So they begin their softmaxes by turns, which keeps them apart. To wait until the
+    # other has computed its exponentials, too, takes 1.11 of the time.
     IN_TURNS: gl.constexpr = D == 64 and GROUPS == 2
     # A product with few keys takes as long as to read both of its factors from shared memory, which values and what is
     # loaded want, too. So queries are kept in registers.

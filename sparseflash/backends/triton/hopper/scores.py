@@ -299,13 +299,14 @@ def sums_of_two_rows(x):
 
 @gluon.jit
 def add_to_bucket(sums, sums_ptr, bucket):
-    """Adds the gradients of scores that have one entry, `sums_of_two_rows`, to its bucket; see `add_by_distance`. -1
-    stands for none."""
+    """Adds the gradients of scores that have one entry, `sums_of_two_rows`, to `sums_ptr[bucket]`, fp32
+    [., TABLE_SUMS]; to nothing if bucket is -1. To each number adds the thread that does so in `add_by_distance`."""
     mine = gl.sum(sums, 1)
     LAYOUT: gl.constexpr = mine.type.layout
     row = number_of(64, LAYOUT)
-    target = sums_ptr + (gl.cast(bucket, gl.int64) * TABLE_SUMS + row)
-    gl.atomic_add(target, mine, mask=(row >= 0) & (bucket >= 0), sem="relaxed", scope="gpu")
+    if bucket >= 0:
+        target = sums_ptr + (gl.cast(bucket, gl.int64) * TABLE_SUMS + row)
+        gl.atomic_add(target, mine, sem="relaxed", scope="gpu")
 
 
 @gluon.jit
