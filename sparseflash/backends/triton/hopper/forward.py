@@ -299,7 +299,7 @@ def exchanged_with_nobody(x):
 def at_turn_of(C: gl.constexpr, OPERATION: gl.constexpr):
     """Waits at ("sync") or arrives at ("arrive") the named barrier of warpgroup C, which opens when the other arrives.
 
-    A multiprocessor has 16 of these barriers, and Triton itself uses the first few.
+    A program has 16 of these barriers, and Triton itself uses the first few.
     """
     token = gl.zeros([128], gl.int32, layout=gl.BlockedLayout([1], [32], [4], [0]))
     CODE: gl.constexpr = "bar." + OPERATION + (" 8" if C == 0 else " 9") + ", 256; mov.b32 $0, $1;"

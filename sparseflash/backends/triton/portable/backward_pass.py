@@ -39,8 +39,8 @@ class BackwardLayout(Layout):
                 )
         self.learned: Learned | None = None
         if changes is not None and self.changed is not None:
-            self.learned = Learned(changes, self.changed, wanted, self.numbers, q.shape[0])
-        self.block, self.may_all_be_live = setting.block, not setting.lengths
+            block = None if setting.lengths else setting.block
+            self.learned = Learned(changes, self.changed, wanted, self.numbers, q.shape[0], block)
         self.out = like(out)
         self.as_they_are = self.are_read_as_they_are(q, k, v, dout)
         # The stride between heads of per-query numbers; TMA needs a multiple of 16 bytes.
@@ -90,9 +90,10 @@ class Backward:
         self._layout = layout
         self.means = None if layout.means is None else layout.means.bind(plan)
         self.queries, self.keys = layout.queries.bind(plan), layout.keys.bind(plan)
-        tiles = None if layout.learned is None else layout.learned.tiles
-        self._tile_places = None if tiles is None else TilePlaces.of(plan.pattern, tiles)
-        self._all_live = layout.may_all_be_live and plan.has_every_tile(layout.block)
+        self._all_live, self._tile_places = False, None
+        if (learned := layout.learned) is not None:
+            self._all_live = learned.block is not None and plan.has_every_tile(learned.block)
+            self._tile_places = None if learned.tiles is None else TilePlaces.of(plan.pattern, learned.tiles)
         self._combine_means: Combine | None = None
         if self.means is not None and layout.means is not None:
             self._combine_means = combine_means(self.means, layout.means, layout.rows, layout.sink)

@@ -28,10 +28,11 @@ class Learned:
     """The gradients that kernels write for the tensors of changes, for tensors of one layout."""
 
     def __init__(
-        self, changes: Scores, changed: Changed, wanted: Sequence[bool], numbers: Numbers, batch: int
+        self, changes: Scores, changed: Changed, wanted: Sequence[bool], numbers: Numbers, batch: int,
+        block: tuple[int, int] | None,
     ) -> None:  # fmt: skip
-        """wanted: which tensors get a gradient."""
-        self.numbers = numbers
+        """wanted: which tensors get a gradient. block: of the mask, or None if it has lengths."""
+        self.numbers, self.block = numbers, block
         self.wants = {kind: any(each) for kind, each in changes.by_kind(wanted).items()}
         self.of_queries: dict[str, Any] = {}  # examples of further arguments of dq_kernel
         self.numbers_of_queries: dict[str, Any] = {}
