@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,9 +39,15 @@ def compare(
         print(table(results), flush=True)
         made = {"device": device_name(place), **versions(), "preset": preset, "seed": seed}
         for each in way or list(WAYS):
-            results.append(train(each, PRESETS[preset], place, seed))
+            results.append(train(each, PRESETS[preset], place, seed, _report))
             print(table(results[-1:]).splitlines()[-1], flush=True)
             # After each way, so that Ctrl-C or an error loses no other than the one that it interrupts.
             write_json(out / "results.json", {**made, "results": results})
             write_text(out / "table.md", table(results) + "\n")
             save_plot(results, out / "recall.png")
+
+
+def _report(measured: dict[str, Any]) -> None:
+    """A line of progress, apart from the table."""
+    step, loss, right, found = (measured[name] for name in ("step", "loss", "accuracy", "found"))
+    print(f"step {step}: loss {loss:.3f}, {right:.1%} right, {found:.1%} of blocks found", file=sys.stderr, flush=True)

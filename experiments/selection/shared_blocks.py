@@ -16,50 +16,68 @@ from experiments.selection.sizes import Sizes
 from sparseflash import BlockMask, attention, masks
 
 
-class SharedBlocks(nn.Module):
-    """`chosen` blocks a query and key head. `loss` is the indexer's own, to be added to the model's."""
+_CHUNK = 2048  # queries whose scores of all keys are in memory at once
 
-    def __init__(self, sizes: Sizes, index_dim: int = 32) -> None:
+
+class SharedBlocks(nn.Module):
+    """`chosen` blocks a query and key head. `loss` is the indexer's own, to be added to the model's.
+
+    taught: in training, the indexer learns from dense attention of so many queries a sequence, drawn anew every time;
+    of all where there are no more. Scores of all pairs of tokens, with gradients, are what takes time: at 16,384 tokens
+    all queries would be eight times as much memory traffic as 2,048 of them.
+    """
+
+    def __init__(self, sizes: Sizes, index_dim: int = 32, taught: int = 2048) -> None:
         super().__init__()
-        self.sizes, self.index_dim = sizes, index_dim
+        self.sizes, self.index_dim, self.taught = sizes, index_dim, taught
         self.index_q = nn.Linear(sizes.width, sizes.kv_heads * index_dim, bias=False)
         self.index_k = nn.Linear(sizes.width, index_dim, bias=False)
         self.loss: Tensor | None = None
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, BlockMask]:
         """x `[B, N, width]`, q `[B, Hq, N, D]`, k and v `[B, Hkv, N, D]`."""
-        # One sequence at a time, and once more in the backward pass: scores of all pairs of tokens are much to keep.
         # The indexer's loss does not reach the model.
-        each = zip(*(part.detach().split(1) for part in (x, q, k)), strict=True)
-        found = [checkpoint(self.index, *sequence, use_reentrant=False) for sequence in each]
+        sequences = list(zip(*(part.detach().split(1) for part in (x, q, k)), strict=True))
         if self.training:
-            self.loss = torch.stack([loss for _, loss in found]).mean()
+            # Once more in the backward pass, so that one sequence's scores are in memory at a time.
+            losses = [checkpoint(self.distillation, *each, self.queries(x), use_reentrant=False) for each in sequences]
+            self.loss = torch.stack(losses).mean()
         sizes = self.sizes
-        blocks = with_own_block(torch.cat([scores for scores, _ in found]), sizes.block)
         mask = masks.top_k_keys(
-            blocks, k=sizes.chosen, k_len=sizes.tokens, span=sizes.block, block=sizes.tile, causal=True,
-            group=sizes.group,
+            with_own_block(torch.cat([self.blocks(part) for part, _, _ in sequences]), sizes.block),
+            k=sizes.chosen, k_len=sizes.tokens, span=sizes.block, block=sizes.tile, causal=True, group=sizes.group,
         )  # fmt: skip
         return attention(q, k, v, mask), mask
 
-    def index(self, x: Tensor, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """The scores of blocks `[B, Hkv, N, N / block]`, without gradients, and the loss, 0 if nothing is trained."""
-        scores = self.scores(x)
-        loss = self.distillation(scores, q, k) if self.training else scores.new_zeros(())
-        return scores.detach().unflatten(3, (-1, self.sizes.block)).amax(4), loss
+    def queries(self, x: Tensor) -> Tensor:
+        """The positions of the queries that teach the indexer."""
+        tokens = x.shape[1]
+        if tokens <= self.taught:
+            return torch.arange(tokens, device=x.device)
+        return torch.randperm(tokens, device=x.device)[: self.taught]
 
-    def scores(self, x: Tensor) -> Tensor:
-        """The indexer's logits `[B, Hkv, N, N]`, -inf for the future."""
-        index_q = self.index_q(x).unflatten(2, (self.sizes.kv_heads, -1)).transpose(1, 2)
+    @torch.no_grad()
+    def blocks(self, x: Tensor) -> Tensor:
+        """The scores of blocks, `[B, Hkv, N, N / block]`."""
+        chunks = torch.arange(x.shape[1], device=x.device).split(_CHUNK)
+        return torch.cat([self.scores(x, rows).unflatten(3, (-1, self.sizes.block)).amax(4) for rows in chunks], 2)
+
+    def scores(self, x: Tensor, rows: Tensor) -> Tensor:
+        """The indexer's logits of some queries, `[B, Hkv, rows, N]`, -inf for the future."""
+        index_q = self.index_q(x[:, rows]).unflatten(2, (self.sizes.kv_heads, -1)).transpose(1, 2)
         logits = index_q @ self.index_k(x).unsqueeze(1).mT * self.index_dim**-0.5
-        future = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
-        return logits.masked_fill(future, -torch.inf)
+        return logits.masked_fill(_future(rows, x), -torch.inf)
 
-    def distillation(self, scores: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    def distillation(self, x: Tensor, q: Tensor, k: Tensor, rows: Tensor) -> Tensor:
         """How far the indexer's weights are from those of dense attention, summed over the heads of a group."""
-        future = scores == -torch.inf
+        future = _future(rows, x)
         keys = k.repeat_interleave(self.sizes.group, 1)
-        weights = (q @ keys.mT * q.shape[-1] ** -0.5).unflatten(1, (-1, self.sizes.group))
-        target = weights.masked_fill(future.unsqueeze(2), -torch.inf).softmax(-1).mean(2)
-        logs = F.log_softmax(scores, -1).masked_fill(future, 0.0)
+        weights = (q[:, :, rows] @ keys.mT * q.shape[-1] ** -0.5).unflatten(1, (-1, self.sizes.group))
+        target = weights.masked_fill(future, -torch.inf).softmax(-1).mean(2)
+        logs = F.log_softmax(self.scores(x, rows), -1).masked_fill(future, 0.0)
         return -(target * logs).sum(-1).mean()
+
+
+def _future(rows: Tensor, x: Tensor) -> Tensor:
+    """Which keys come after these queries: bool `[rows, N]`."""
+    return torch.arange(x.shape[1], device=x.device) > rows[:, None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -39,8 +40,14 @@ PRESETS = {
 }
 
 
-def train(way: str, settings: Settings, device: torch.device, seed: int = 0) -> dict[str, Any]:
-    """Accuracy, share of right blocks and tokens a second of one way, with its curve."""
+def train(
+    way: str,
+    settings: Settings,
+    device: torch.device,
+    seed: int = 0,
+    report: Callable[[dict[str, Any]], None] = lambda measured: None,
+) -> dict[str, Any]:
+    """Accuracy, share of right blocks and tokens a second of one way, with its curve, each point of it reported."""
     torch.manual_seed(seed)
     model = RecallModel(settings.task, settings.sizes, way, alike=settings.alike).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=0.0)
@@ -61,6 +68,7 @@ def train(way: str, settings: Settings, device: torch.device, seed: int = 0) -> 
         if step % settings.measure_every == 0 or step == settings.steps:
             before = clock.finish()
             curve.append({"step": step, "loss": loss.item(), **measure(model, settings, seed)})
+            report(curve[-1])
             measuring += clock.finish() - before
     seconds = clock.finish() - measuring
     tokens = settings.steps * settings.batch * settings.task.tokens

@@ -96,6 +96,18 @@ def test_all_blocks_are_dense_attention(kind):
     torch.testing.assert_close(out, attention(q, k, v, masks.causal(128)), rtol=1e-4, atol=1e-5)
 
 
+def test_the_indexer_learns_from_a_drawn_part_of_the_queries():
+    layer = SharedBlocks(SIZES, taught=32)
+    x, q, k, v = problem()
+    rows = layer.queries(x)
+    assert rows.shape == (32,) and len(set(rows.tolist())) == 32 and not torch.equal(rows, layer.queries(x))
+    assert torch.equal(SharedBlocks(SIZES, taught=128).queries(x), torch.arange(128))
+    one_by_one = [layer.distillation(x, q, k, row[None]) for row in rows]
+    torch.testing.assert_close(layer.distillation(x, q, k, rows), torch.stack(one_by_one).mean())
+    layer(x, q, k, v)
+    assert not torch.equal(layer.loss, layer.distillation(x, q, k, torch.arange(128)))
+
+
 def test_all_cubes_are_dense_attention_beside_the_coarse_one():
     sizes = replace(SIZES, chosen=8)
     x, q, k, v = problem(sizes)
