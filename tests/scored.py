@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from exactness import score_magnitude
 from sparseflash import BlockMask, attention, scores, testing
+from sparseflash.backends.triton.alignment import with_aligned_rows
 from sparseflash.scores.change import Scores
 from sparseflash.testing.comparison import compare_with_draws
 from strategies import Problem, Recipe, problems
@@ -46,6 +47,7 @@ class Scored:
     shared: bool = False  # by the batch, or the heads
     half: bool = False  # the tensors have the problem's dtype, not fp32
     fixed: tuple[str, ...] = ()  # kinds whose tensors get no gradient
+    own: tuple[str, ...] = ()  # kinds whose tensors no batch elements or heads share
 
     @property
     def dtype(self):
@@ -62,7 +64,7 @@ class Scored:
     def tiles(self, drawn, device):
         """A bias of live tiles that none, some or all of the batch elements and heads share."""
         p, mask = self.problem, self.mask.to(device)
-        shape = [(1, p.heads), (p.batch, 1), (1, 1), (p.batch, p.heads)][p.seed % 4]
+        shape = [(1, p.heads), (p.batch, 1), (1, 1), (p.batch, p.heads)][3 if "tile bias" in self.own else p.seed % 4]
         return scores.tile_bias(drawn(*shape, len(mask.indices), mask.block_q, mask.block_k), mask)
 
     def changes(self, device, dtype):
@@ -70,12 +72,13 @@ class Scored:
         p, made, learned = self.problem, [], []
         generator = torch.Generator().manual_seed(p.seed + 1)
 
-        def drawn(*shape, low=None):
+        def drawn(*shape, low=None, aligned=False):
             x = torch.randn(shape, generator=generator, dtype=torch.float64)
             x = x if low is None else x.abs() + low
             if self.half:
                 x = x.to(p.dtype)
             x = x.to(device, dtype)
+            x = with_aligned_rows(x).copy_(x) if aligned else x
             if kind not in self.fixed:
                 learned.append(x.requires_grad_())
             return x
@@ -100,6 +103,9 @@ class Scored:
                     ),
                     "bias": lambda: scores.bias(drawn(batch, heads, p.q_len, 1 if p.seed % 3 == 0 else p.k_len)),
                     "pair bias": lambda: scores.bias(drawn(p.batch, p.heads, p.q_len, p.k_len)),
+                    "aligned bias": lambda: scores.bias(
+                        drawn(*((batch, heads) if self.shared else (p.batch, p.heads)), p.q_len, p.k_len, aligned=True)
+                    ),
                     "key_bias": lambda: scores.key_bias(drawn(batch, heads, p.k_len)),
                     "tile bias": lambda: self.tiles(drawn, device),
                     "softcap": lambda: scores.softcap(1.5),

@@ -125,7 +125,7 @@ def test_dropout_and_lengths_are_explained_too():
 def test_changed_scores_are_explained():
     changes = scores.softcap(30.0) + scores.bias(torch.rand(1, 1, 4096, 1))
     found = explain(*empty(), masks.causal(4096), scores=changes, **HOPPER)
-    reason = "of changes of scores they know softcap, distance, relative, key_bias, sink; got bias"
+    reason = "they know a bias of pairs beside a sink alone; got one beside softcap"
     chosen = "portable", (("hopper", reason),)
     assert found.forward == found.backward == chosen
     assert [each.kernel for each in found.kernels] == ["forward", "dq", "dk_dv"]

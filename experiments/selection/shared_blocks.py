@@ -15,7 +15,6 @@ from experiments.selection.moba import with_own_block
 from experiments.selection.sizes import Sizes
 from sparseflash import BlockMask, attention, masks
 
-
 _CHUNK = 2048  # queries whose scores of all keys are in memory at once
 
 

@@ -22,6 +22,16 @@ def is_aligned(x: Tensor) -> bool:
     )
 
 
+def can_describe(x: Tensor) -> bool:
+    """Whether TMA can read the tensor: aligned rows, nothing broadcast."""
+    return is_aligned(x) and all(describable_strides(x))
+
+
+def describable_strides(x: Tensor) -> list[int]:
+    """Strides for a descriptor: that of a dimension of size 1 is never used, but must look valid."""
+    return [16 if n == 1 else s for n, s in zip(x.shape[:3], x.stride()[:3], strict=True)] + [1]
+
+
 def aligned(x: Tensor) -> Tensor:
     """`x` if its rows are aligned; otherwise a copy whose rows are, with padding after each.
 
@@ -33,8 +43,13 @@ def aligned(x: Tensor) -> Tensor:
 
 def with_aligned_rows(x: Tensor) -> Tensor:
     """An empty tensor of the same shape with aligned rows."""
-    dim, numbers = x.shape[-1], _BYTES // x.element_size()
-    return x.new_empty(*x.shape[:-1], -(-dim // numbers) * numbers)[..., :dim]
+    return with_padded_rows(x)[..., : x.shape[-1]]
+
+
+def with_padded_rows(x: Tensor) -> Tensor:
+    """The same with what follows its rows."""
+    numbers = _BYTES // x.element_size()
+    return x.new_empty(*x.shape[:-1], -(-x.shape[-1] // numbers) * numbers)
 
 
 def aligned_start(x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.backends.saved import Saved
+from sparseflash.backends.triton.alignment import can_describe
 from sparseflash.backends.triton.launcher import BoundLaunch
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.dropout import Dropout
@@ -25,6 +26,14 @@ class Setting(NamedTuple):
     lengths: bool
     dropout: bool
     coordinates: tuple[str, ...]  # those that the dropout is told of: see `Dropout`
+
+
+class PairBias(NamedTuple):
+    """What decides which kernels can serve a bias of pairs of queries and keys."""
+
+    dtype: torch.dtype
+    has_rows: bool  # each pair, or each of live tiles, has a number, and rows begin at multiples of 16 bytes
+    is_shared: bool  # by batch elements or heads
 
 
 class Request(NamedTuple):
@@ -48,6 +57,7 @@ class Request(NamedTuple):
     # follow from the distance, most neighbouring distances having the same.
     entries: int = 0
     in_runs: bool = True
+    pairs: PairBias | None = None
 
     @classmethod
     def of(
@@ -61,7 +71,7 @@ class Request(NamedTuple):
             setting.capability, q.dtype, (q.shape[-1], v.shape[-1]), setting.block, setting.lengths, setting.dropout,
             not plan.lists.reusable, tokens, plan.tiles_per_head * block_k / -(-tokens[0] // block_q), backward,
             *_described(changes, wanted), plan.lists.patterns,
-            *_table(changes, q.shape[1] // v.shape[1]),
+            *_table(changes, q.shape[1] // v.shape[1]), _pair_bias(changes, q, tokens),
         )  # fmt: skip
 
 
@@ -78,6 +88,20 @@ def _table(changes: Scores | None, group: int) -> tuple[int, bool]:
     """The fields of a request about the table among its changes of scores."""
     table = None if changes is None else changes.find("relative")
     return (0, True) if table is None else (group * table.table.shape[1], table.until.numel() > 0)
+
+
+def _pair_bias(changes: Scores | None, q: Tensor, tokens: tuple[int, int]) -> PairBias | None:
+    """The field of a request about its bias of pairs."""
+    if changes is None:
+        return None
+    if (bias := changes.find("bias")) is not None:
+        values = bias.values
+        has_rows = tuple(values.shape[2:]) == tokens and values.stride(3) == 1 and can_describe(values)
+    elif (bias := changes.find("tile_bias")) is not None:
+        values, has_rows = bias.values, True
+    else:
+        return None
+    return PairBias(values.dtype, has_rows, values.shape[:2] != q.shape[:2])
 
 
 class KernelChoice(NamedTuple):

@@ -11,9 +11,9 @@ from plans import kernels_of, plans_of
 from sparseflash import attention, masks
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton import api
+from sparseflash.backends.triton.alignment import can_describe
 from sparseflash.backends.triton.overrides import override
 from sparseflash.backends.triton.portable import forward_pass, launches, pass_layout
-from sparseflash.backends.triton.portable.choice import can_describe
 
 CLOSE = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.float16: {"rtol": 2e-2, "atol": 2e-2}}
 

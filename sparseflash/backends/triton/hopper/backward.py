@@ -66,6 +66,7 @@ from sparseflash.backends.triton.hopper.scores import (
     add_by_distance,
     add_to_bucket,
     as_float,
+    bounded,
     distances,
     entries_of_head,
     entries_of_scores,
@@ -73,6 +74,7 @@ from sparseflash.backends.triton.hopper.scores import (
     hyperbolic_tangent,
     number_of,
     outer_runs,
+    place_of_pairs,
     plus_of_threads,
     shared_entry,
     side_of_columns,
@@ -90,7 +92,8 @@ WORDS = gl.constexpr(BLOCK[0] // 32)  # of bits of a key of a tile
 # how many tokens the first key comes after the first query; on which side the queries are; the slope as seen from
 # there, as bits; with it or a bias of keys the number of the head in its group. With a table: by how many tokens, or
 # the bucket if all scores have one entry; whether they have; that entry, as bits, or 0; the head, plus its number in
-# the group times MOST_HEADS. With a bias of keys, in a buffer of its own: which tile of all biases.
+# the group times MOST_HEADS. With a bias of keys, in a buffer of its own: which tile of all biases. With one of pairs:
+# the first row of its tensor; the head.
 TOLD = gl.constexpr(5)
 MOST_HEADS = gl.constexpr(1 << 16)
 # Stands for a dead score under a cap: its square is finite, and its weight is 0 where lse is above -1e7, whatever the
@@ -138,7 +141,7 @@ def loader(
     loads, ROWS: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, CHANGES: gl.constexpr,
 ):  # fmt: skip
     """Queries with their rows of numbers, and gradients, step by step; keys and values once an item."""
-    descriptors, tiles_s, bars, lists, sizes, decay, table, bias = loads
+    descriptors, tiles_s, bars, lists, sizes, decay, table, bias, pairs = loads
     q_desc, dout_desc, k_desc, v_desc, rows_desc = descriptors
     q_s, dout_s, k_s, v_s, rows_s, number_s = tiles_s
     q_full, q_empty, dout_full, dout_empty, kv_full = bars
@@ -147,6 +150,9 @@ def loader(
     qk_scale, inverse_unit, slopes_ptr, offset = decay
     biases_ptr, bias_of_batch, bias_of_head, bias_s = bias
     entries_ptr, until_ptr, buckets_ptr, q_len = table
+    pairs_desc, pairs_s, _, stored, _, _ = pairs
+    if pairs_desc is not None:
+        pair_s, pair_full, pair_empty = pairs_s
     runs = outer_runs(until_ptr, q_len, offset)
     STEPS: gl.constexpr = TILE_ROWS // ROWS
     step = 0
@@ -187,6 +193,10 @@ def loader(
                 told(number_s, stage, 2, gl.where(is_shared, 1, 0))
                 told(number_s, stage, 3, gl.cast(entry, gl.int32, bitcast=True))
                 told(number_s, stage, 4, head + member * MOST_HEADS)
+            if pairs_desc is not None:
+                place = place_of_pairs(stored, batch, head, first_q, first_k, TILE_ROWS, KEYS)
+                told(number_s, stage, 1, place[2])
+                told(number_s, stage, 2, place[1])
             mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + rows_desc.block_type.nbytes)
             async_load(q_desc, [batch, head, first_q, 0], q_full.index(stage), q_s.index(stage))
             async_load(rows_desc, [(row * STEPS + piece) * 2, 0], q_full.index(stage), rows_s.index(stage))
@@ -194,6 +204,10 @@ def loader(
             mbarrier.wait(dout_empty.index(stage), ((step // DOUT_STAGES) & 1) ^ 1)
             mbarrier.expect(dout_full.index(stage), dout_desc.block_type.nbytes)
             async_load(dout_desc, [batch, head, first_q, 0], dout_full.index(stage), dout_s.index(stage))
+            if pairs_desc is not None:
+                mbarrier.wait(pair_empty.index(0), (step & 1) ^ 1)
+                mbarrier.expect(pair_full.index(0), pairs_desc.block_type.nbytes)
+                async_load(pairs_desc, [place[0], place[1], place[2], place[3]], pair_full.index(0), pair_s)
             if i == 0:
                 # Keys and values of the item before have been read when the gradients of its last step have been.
                 before = step + DOUT_STAGES - 1
@@ -380,7 +394,11 @@ def consumer(
     """dk and dv of every item, and dq of every step."""
     tiles_s, bars, lists, words_ptr, lengths, parts_ptr, ds_s, dq_s, out_s, full, empty, sizes, changes = reads
     qk_scale, scale, kv_heads = sizes
-    cap_scale, slopes_ptr, dslopes_ptr, group, of_table, of_bias = changes
+    cap_scale, slopes_ptr, dslopes_ptr, group, of_table, of_bias, of_pairs = changes
+    pairs_desc, pairs_s, dpairs_desc, stored, pair_limit, inverse_unit = of_pairs
+    ARE_STORED: gl.constexpr = stored[2] is not None
+    if pairs_desc is not None:
+        pair_s, pair_full, pair_empty = pairs_s
     biases_ptr, dkey_ptr, bias_s = of_bias
     entries_ptr, buckets_ptr, dtable_ptr, table_size, q_len, offset = of_table
     q_s, dout_s, k_s, v_s, rows_s, number_s = tiles_s
@@ -458,6 +476,14 @@ def consumer(
             mbarrier.wait(dout_full.index(dout_stage), (step // DOUT_STAGES) & 1)
             dp = warpgroup_mma(v_s, dout_s.index(dout_stage).permute((1, 0)), dp, is_async=True)
             s = local_mma_wait(s, 1)
+            if pairs_desc is not None:
+                mbarrier.wait(pair_full.index(0), step & 1)
+                pairs = pair_s.permute((1, 0)).load(S)
+                async_copy.mbarrier_arrive(pair_empty.index(0), increment_count=False)
+                s = s + bounded(pairs, pair_limit).to(gl.float32) * inverse_unit
+                if HAS_LENGTHS:  # past which a bias may be NaN
+                    is_dead = rows.slice(0, 1, dim=0).load(S).broadcast_to(KEYS, ROWS) == float("-inf")
+                    s = gl.where(is_dead, float("-inf"), s)
             dead = float("-inf")
             if CAPPED & CHANGES:
                 s = hyperbolic_tangent(s * cap_scale)
@@ -501,10 +527,24 @@ def consumer(
             if dslopes_ptr is not None:
                 slope_sums += sums_with_distances(ds, side, first_column, ROWS, CHANGES)
             half_ds = ds.to(dtype)
-            ds_s.store(half_ds)
-            fence_async_shared()
+            if dpairs_desc is None:
+                ds_s.store(half_ds)
+                fence_async_shared()
+                ds_by_row = ds_s.permute((1, 0))
+            else:
+                # As it lies in memory, with keys side by side. It is sent from where dq is computed of it.
+                tma.store_wait(0)
+                ds_by_row = ds_s
+                ds_by_row.permute((1, 0)).store(half_ds)
+                fence_async_shared()
+                first_row = heard(number_s, q_stage, 1)
+                if ARE_STORED:
+                    async_store(dpairs_desc, [0, 0, first_row, 0], ds_by_row)
+                else:
+                    head = heard(number_s, q_stage, 2)
+                    async_store(dpairs_desc, [number // kv_heads, head, first_row, first_k], ds_by_row)
             ds = gl.convert_layout(half_ds, OPERAND)
-            dq = warpgroup_mma(ds_s.permute((1, 0)), k_s, no_dq, use_acc=False, is_async=True)
+            dq = warpgroup_mma(ds_by_row, k_s, no_dq, use_acc=False, is_async=True)
             dk = warpgroup_mma(ds, q_s.index(q_stage), dk, is_async=True)
             dq, dv = local_mma_wait(dq, 1), accumulator(dv)
             async_copy.mbarrier_arrive(dout_empty.index(dout_stage), increment_count=False)
@@ -546,13 +586,28 @@ def consumer(
             hand_over(dv.to(dtype), 0, out_s.index(0), full, empty, parities)
             hand_over((dk * scale).to(dtype), 1, out_s.index(ROWS // 64), full, empty, parities)
             parities ^= (1 << SENDERS) - 1
+    if dpairs_desc is not None:
+        tma.store_wait(0)
+
+
+@gluon.jit
+def pair_buffers(pairs_desc, ROWS: gl.constexpr):
+    """The shared memory for a bias of pairs, one tile, and its barriers."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, KEYS], pairs_desc.dtype)
+    pair_s = gl.allocate_shared_memory(pairs_desc.dtype, [ROWS, KEYS], LAYOUT)
+    full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(full.index(0), count=1)
+    mbarrier.init(empty.index(0), count=THREADS)
+    return pair_s, full, empty
 
 
 # Sizes are not specialised: another length or number of heads compiles nothing.
 @gluon.jit(
     do_not_specialize=[
         "lengths_stride", "qk_scale", "scale", "heads", "kv_heads", "row_tiles", "cap_scale", "inverse_unit", "offset",
-        "q_len", "table_size", "bias_of_batch", "bias_of_head",
+        "q_len", "table_size", "bias_of_batch", "bias_of_head", "has_batches", "has_heads",
+        "tiles_of_batch", "tiles_of_head", "tile_rows", "tile_words", "pair_limit",
     ],
     do_not_specialize_on_alignment=["lengths_ptr"],  # one number is loaded at a time
 )  # fmt: skip
@@ -580,6 +635,10 @@ def backward_kernel(
     biases_ptr,  # fp32 [rows, Nk in whole tiles] of `biases_kernel`, or None; then as in the forward
     bias_of_batch, bias_of_head,
     dkey_ptr,  # fp32 [items, heads // kv_heads, KEYS], as dslopes_ptr
+    pairs_desc,  # a bias of pairs, in boxes of [1, 1, ROWS, KEYS], or None; then as in the forward
+    has_batches, has_heads, tile_numbers_ptr, tile_pattern_ptr, tiles_of_batch, tiles_of_head, tile_rows, tile_words,
+    pair_limit,
+    dpairs_desc,  # as pairs_desc, if none share it, in such boxes, written for live tiles; or None
     D: gl.constexpr,
     ROWS: gl.constexpr,  # 64, or 128
     Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, REGISTERS: gl.constexpr, CHANGES: gl.constexpr,
@@ -589,12 +648,13 @@ def backward_kernel(
     HAS_LENGTHS: gl.constexpr = lengths_ptr is not None
     HAS_PARTS: gl.constexpr = parts_ptr is not None
     TILE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
-    DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, ROWS], dtype)
+    DS_SHAPE: gl.constexpr = [KEYS, ROWS] if dpairs_desc is None else [ROWS, KEYS]
+    DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(DS_SHAPE, dtype)
     q_s = gl.allocate_shared_memory(dtype, [Q_STAGES, ROWS, D], TILE_LAYOUT)
     dout_s = gl.allocate_shared_memory(dtype, [DOUT_STAGES, ROWS, D], TILE_LAYOUT)
     k_s = gl.allocate_shared_memory(dtype, [KEYS, D], TILE_LAYOUT)
     v_s = gl.allocate_shared_memory(dtype, [KEYS, D], TILE_LAYOUT)
-    ds_s = gl.allocate_shared_memory(dtype, [KEYS, ROWS], DS_LAYOUT)
+    ds_s = gl.allocate_shared_memory(dtype, DS_SHAPE, DS_LAYOUT)
     rows_s = gl.allocate_shared_memory(gl.float32, [Q_STAGES, 2, ROWS], rows_desc.layout)
     dq_s = gl.allocate_shared_memory(gl.float32, [SENDERS, ROWS * D // WIDTH, WIDTH], acc_desc.layout)
     # dv and dk leave by the same buffers, which hold one or two of them.
@@ -625,17 +685,25 @@ def backward_kernel(
     else:
         bias_s = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
         bias, of_bias = (biases_ptr, bias_of_batch, bias_of_head, bias_s), (biases_ptr, dkey_ptr, bias_s)
+    stored = (
+        has_batches, has_heads, tile_numbers_ptr, tile_pattern_ptr, tiles_of_batch, tiles_of_head, tile_rows, tile_words
+    )  # fmt: skip
+    if pairs_desc is None:
+        pairs = (pairs_desc, pairs_desc, dpairs_desc, stored, pair_limit, inverse_unit)
+    else:
+        pairs_s = pair_buffers(pairs_desc, ROWS)
+        pairs = (pairs_desc, pairs_s, dpairs_desc, stored, pair_limit, inverse_unit)
     bars = (q_full, q_empty, dout_full, dout_empty, kv_full)
     lists = (start_ptr, work_ptr, entry_ptr)
     lengths = (lengths_ptr, lengths_stride)
     descriptors = (q_desc, dout_desc, k_desc, v_desc, rows_desc)
     decay = (qk_scale, inverse_unit, slopes_ptr, offset)
     table = (entries_ptr, until_ptr, buckets_ptr, q_len)
-    loads = (descriptors, tiles_s, bars, lists, (heads, kv_heads, row_tiles), decay, table, bias)
+    loads = (descriptors, tiles_s, bars, lists, (heads, kv_heads, row_tiles), decay, table, bias, pairs)
     sends = (acc_desc, dq_s, out_s, full, empty, counter_ptr, lists, kv_heads)
     sizes = (qk_scale, scale, kv_heads)
     of_table = (entries_ptr, buckets_ptr, dtable_ptr, table_size, q_len, offset)
-    changes = (cap_scale, slopes_ptr, dslopes_ptr, heads // kv_heads, of_table, of_bias)
+    changes = (cap_scale, slopes_ptr, dslopes_ptr, heads // kv_heads, of_table, of_bias, pairs)
     reads = (tiles_s, bars, lists, words_ptr, lengths, parts_ptr, ds_s, dq_s, out_s, full, empty, sizes, changes)
     gl.warp_specialize(
         [

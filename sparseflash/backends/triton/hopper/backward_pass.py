@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sparseflash.backends.registration import empty_gradient, empty_lse
 from sparseflash.backends.saved import Saved
+from sparseflash.backends.triton.alignment import can_describe
 from sparseflash.backends.triton.family import KernelChoice, Setting
 from sparseflash.backends.triton.hopper import fused_plan
 from sparseflash.backends.triton.hopper.backward import backward_kernel
@@ -25,11 +26,11 @@ from sparseflash.backends.triton.hopper.changed import examples_of, flags_of, nu
 from sparseflash.backends.triton.hopper.choices import described_choice
 from sparseflash.backends.triton.hopper.configs import BLOCK, backward_config_for
 from sparseflash.backends.triton.hopper.descriptors import as_read, described_as, described_rows, read_as
+from sparseflash.backends.triton.hopper.pairs import PairGradients, pairs_of
 from sparseflash.backends.triton.hopper.rows import WIDTH, begin_kernel, finish_kernel
 from sparseflash.backends.triton.hopper.scores import TABLE_SUMS
 from sparseflash.backends.triton.hopper.tables import entries_of
 from sparseflash.backends.triton.launcher import BoundLaunch, Launch
-from sparseflash.backends.triton.portable.choice import can_describe
 from sparseflash.backends.triton.portable.combine import TOKENS_TO_COMBINE, combine_gradients_kernel
 from sparseflash.backends.triton.portable.launches import SOME_LENGTHS, SOME_PARTS, launch_of, of_call, strides_of
 from sparseflash.backends.triton.portable.learned import (
@@ -59,6 +60,8 @@ class BackwardLayout:
         gradient.
         """
         device, config = setting.plan.device, backward_config_for(q.shape[-1])
+        pairs = pairs_of(changes, (config.rows, BLOCK[1]), numbers_of(changes, scale)["inverse_unit"])
+        config = config if pairs is None else config.with_pairs()
         (batch, heads, q_len, dim), kv_heads = q.shape, k.shape[1]
         row_tiles = -(-q_len // BLOCK[0])
         steps = BLOCK[0] // config.rows  # of a tile
@@ -125,6 +128,15 @@ class BackwardLayout:
             numbers |= biases.numbers
             if any(wanted_by_kind["key_bias"]):
                 self.sums["dkey_ptr"] = (BLOCK[1],)
+        self.pairs = pairs
+        self.dpairs: PairGradients | None = None
+        if pairs is not None:
+            more |= pairs.examples
+            described["pairs_desc"] = pairs.described
+            numbers |= pairs.numbers
+            if any(wanted_by_kind[pairs.kind]):
+                self.dpairs = pairs.gradients(device)
+                more["dpairs_desc"], described["dpairs_desc"] = self.dpairs.example, self.dpairs.described
         self.prepared = [each for each in (entries, biases) if each is not None]  # each by a kernel of its own
         self.launch = launch_of(
             backward_kernel, constants, numbers,
@@ -161,8 +173,9 @@ class BackwardLayout:
 class Backward:
     """The gradients of q, k and v."""
 
-    def __init__(self, layout: BackwardLayout, plan: BackwardPlan) -> None:
+    def __init__(self, layout: BackwardLayout, plan: BackwardPlan, setting: Setting) -> None:
         self.layout, self.plan = layout, plan
+        self._dpairs = None if layout.dpairs is None else layout.dpairs.bind(setting.plan, setting.block)
         self._finish = layout.finish.bind(layout.pieces, chain_ptr=plan.chain)
         # Without a live tile no item has an entry, and an empty array no address. The kernel reads none, but gets one.
         entries = plan.entries if len(plan.entries) else torch.empty_like(plan.work[:1])
@@ -192,6 +205,8 @@ class Backward:
             )
             for name, shape in self.layout.sums.items()
         }
+        if self._dpairs is not None and self.layout.pairs is not None:
+            of_kind[self.layout.pairs.kind], sums["dpairs_desc"] = self._dpairs(changes)
         gradients, rows = self._run(dout, dlse, saved, lengths, changes, sums)
         for name, kind in (("dslopes_ptr", "distance"), ("dtable_ptr", "relative")):
             if name in sums:
@@ -247,6 +262,8 @@ class Backward:
         if changes is not None:
             for each in self.layout.prepared:
                 given |= each(changes)
+            if self.layout.pairs is not None:
+                given |= self.layout.pairs(changes)
         if self._combine is not None:
             given["parts_ptr"] = torch.empty(self.plan.parts, self.layout.part, dtype=torch.float32, device=q.device)
         self.plan.ready.wait()
@@ -261,6 +278,8 @@ class Backward:
         """All kernels that a call launches."""
         layout, combine = self.layout, self._combine
         prepared = [each.launch for each in layout.prepared]
+        if self._dpairs is not None and self._dpairs.clear is not None:
+            prepared.append(self._dpairs.clear)
         return [*prepared, layout.begin, self._launch, self._finish, *([] if combine is None else [combine])]
 
     def choices(self) -> list[KernelChoice]:

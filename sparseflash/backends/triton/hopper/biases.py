@@ -1,4 +1,5 @@
-"""Biases of keys, as the kernels for Hopper read them: in the units of their scores, each row in whole tiles."""
+"""Biases as the kernels for Hopper read them: those of keys in the units of their scores, each row in whole tiles;
+those of pairs as they are."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ from sparseflash.backends.triton.portable.softmax import LOG2E
 from sparseflash.scores.change import Scores
 
 # One of each at most, and in this order, as `Scores` has them.
-KINDS = ("softcap", "distance", "relative", "key_bias", "sink")
-LEARNED = ("distance", "relative", "key_bias", "sink")  # those whose tensors get gradients
+KINDS = ("softcap", "distance", "relative", "key_bias", "bias", "tile_bias", "sink")
+LEARNED = ("distance", "relative", "key_bias", "bias", "tile_bias", "sink")  # those whose tensors get gradients
 # What is added is divided by the scale, and must stay finite. Products of fp16 times this vanish.
 _SMALLEST_SCALE_THAT_DIVIDES = 1e-20
 # A smaller cap leaves nothing of a score, and a larger one leaves it as it is; both keep what is computed finite.
@@ -34,7 +34,9 @@ def flags_of(changes: Scores | None) -> int:
 def numbers_of(changes: Scores | None, scale: float) -> dict[str, float]:
     """The kernels' numbers, in the units of `hopper/scores.py`: the cap, or 1 / scale."""
     cap = None if changes is None else changes.find("softcap")
-    divides = changes is not None and any(kind in changes.kinds for kind in ("distance", "relative", "key_bias"))
+    divides = changes is not None and any(
+        kind in changes.kinds for kind in ("distance", "relative", "key_bias", "bias", "tile_bias")
+    )
     if cap is None:
         unit = max(scale, _SMALLEST_SCALE_THAT_DIVIDES if divides else SMALLEST_SCALE)
     else:
@@ -43,10 +45,10 @@ def numbers_of(changes: Scores | None, scale: float) -> dict[str, float]:
 
 
 def tensors_of(changes: Scores | None, q: Tensor) -> dict[str, Any]:
-    """The kernels' tensors, but for those of a table and a bias of keys: see `tables.Entries` and `biases.Biases`."""
+    """The kernels' tensors, but for those of a table and of biases: see `tables`, `biases` and `pairs`."""
     if changes is None:
         return {}
-    others = changes.without("relative").without("key_bias")
+    others = changes.without("relative").without("key_bias").without("bias").without("tile_bias")
     return {**Changed.tensors(others, q.dtype, q.device), **Changed.sink_of(changes)}
 
 

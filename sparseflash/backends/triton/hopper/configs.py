@@ -21,6 +21,7 @@ class Config(NamedTuple):
     stages: int  # of keys and values of a stream, 2 * tile[1] * dim numbers each
     tile: tuple[int, int] = BLOCK
     streams: int = 1  # of items, each with its own warpgroups
+    q_buffers: int = 2  # of a stream
     registers: int = 240  # a thread of the warpgroups
     loader_registers: int = 24
     # What each thread has when the kernel starts: 384 threads of 168 are all that there are.
@@ -30,6 +31,10 @@ class Config(NamedTuple):
     def groups(self) -> int:
         """The warpgroups that share an item."""
         return self.tile[0] // ROWS
+
+    def with_pairs(self) -> Config:
+        """The same where a bias of pairs takes the place of queries that are loaded ahead."""
+        return self._replace(q_buffers=1) if self.dim == 128 else self
 
 
 class BackwardConfig(NamedTuple):
@@ -41,6 +46,10 @@ class BackwardConfig(NamedTuple):
     dout_stages: int
     registers: int = 24  # a thread of the warps that load and send; the warpgroups get what is left
     start_registers: int = 168
+
+    def with_pairs(self) -> BackwardConfig:
+        """The same where a bias of pairs takes the place of queries that are loaded ahead."""
+        return self._replace(q_stages=2)
 
 
 class Limits(NamedTuple):

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 
+from sparseflash.backends.triton.alignment import can_describe, describable_strides
 from sparseflash.backends.triton.launcher import Describe
-from sparseflash.backends.triton.portable.choice import can_describe, describable_strides
 from sparseflash.backends.triton.portable.passes import like
 
 

@@ -44,6 +44,7 @@ from sparseflash.backends.triton.hopper.plan import (
 )
 from sparseflash.backends.triton.hopper.scores import (
     as_float,
+    bounded,
     by_thread,
     distances,
     entries_of_head,
@@ -52,6 +53,7 @@ from sparseflash.backends.triton.hopper.scores import (
     hyperbolic_tangent,
     outer_runs,
     outer_tiles,
+    place_of_pairs,
     plus_of_threads,
     shared_entry,
     side_of_columns,
@@ -138,13 +140,17 @@ def cut_at_lengths(index_ptr, start, full, count, first_q, q_limit, k_limit, BLO
 
 @gluon.jit
 def loader(
-    own, loads, stream, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, HAS_LENGTHS: gl.constexpr,
+    own, loads, stream, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, Q_BUFFERS: gl.constexpr,
+    HAS_LENGTHS: gl.constexpr,
 ):  # fmt: skip
     """Finds items, tells the others of them, and loads what they want: keys of a step, values of the step before."""
-    buffers_s, bias_s = own
+    buffers_s, bias_s, pairs_s = own
     tiles_s, _, record_s, bars = buffers_s
-    descriptors, work_ptr, lists, lengths, counter_ptr, sizes, streams, bias, entries_ptr = loads
+    descriptors, work_ptr, lists, lengths, counter_ptr, sizes, streams, bias, pairs, entries_ptr = loads
     bias_desc, bias_of_batch, bias_of_head = bias
+    pairs_desc, stored = pairs
+    if pairs_desc is not None:
+        pair_s, pair_full, pair_empty = pairs_s
     index_ptr, tile_ptr = lists
     q_desc, k_desc, v_desc = descriptors
     q_s, k_s, v_s = tiles_s
@@ -182,9 +188,9 @@ def loader(
                 start, block, tile = first, gl.load(index_ptr + first), gl.load(tile_ptr + first)
         steps = gl.where(is_item, count, 2)
 
-        slot = turn & 1
+        slot = turn & (Q_BUFFERS - 1)
         for c in gl.static_range(GROUPS):
-            mbarrier.wait(q_empty.index(slot * GROUPS + c), ((turn >> 1) & 1) ^ 1)
+            mbarrier.wait(q_empty.index(slot * GROUPS + c), ((turn >> (Q_BUFFERS - 1)) & 1) ^ 1)
         record = gl.where(number == BATCH_HEAD, batch_head, 0)
         record = gl.where(number == BATCH, batch, record)
         record = gl.where(number == HEAD, head, record)
@@ -239,6 +245,18 @@ def loader(
             elif is_item | (i == 0):
                 mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
                 async_load(v_desc, [v_batch, v_head, v_first, 0], v_full.index(stage), v_s.index(stage))
+            if pairs_desc is not None:
+                # Last, as its only buffer is the last to become free.
+                at = place_of_pairs(stored, batch, head, first_q, first_k, GROUPS * ROWS, BLOCK_N)
+                for c in gl.static_range(GROUPS):
+                    mbarrier.wait(pair_empty.index(c), (step & 1) ^ 1)
+                    if is_item:
+                        mbarrier.expect(pair_full.index(c), pairs_desc.block_type.nbytes)
+                        async_load(
+                            pairs_desc, [at[0], at[1], at[2] + c * ROWS, at[3]], pair_full.index(c), pair_s.index(c)
+                        )  # fmt: skip
+                    else:
+                        mbarrier.arrive(pair_full.index(c), count=1)
             v_batch, v_head, v_first = batch, kv_head, first_k
             step += 1
 
@@ -343,14 +361,16 @@ def masked(s, words, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):
 def consumer(
     own, reads,
     C: gl.constexpr,  # which of the warpgroups
-    BLOCK_N: gl.constexpr, D: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
+    BLOCK_N: gl.constexpr, D: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, Q_BUFFERS: gl.constexpr,
     HAS_LENGTHS: gl.constexpr, HAS_PARTS: gl.constexpr, CHANGES: gl.constexpr,
 ):  # fmt: skip
     """out and lse of ROWS queries of every item."""
-    buffers_s, bias_s = own
+    buffers_s, bias_s, pairs_s = own
     tiles_s, o_s, record_s, bars = buffers_s
     lists, words_ptr, o_desc, lse_ptr, parts_ptr, qk_scale, q_len, changes = reads
-    cap_scale, inverse_unit, slopes_ptr, offset, sink_ptr, entries_ptr, until_ptr = changes
+    cap_scale, inverse_unit, slopes_ptr, offset, sink_ptr, entries_ptr, until_ptr, pairs_desc, pair_limit = changes
+    if pairs_desc is not None:
+        pair_s, pair_full, pair_empty = pairs_s
     HAS_TABLE: gl.constexpr = entries_ptr is not None
     HAS_DISTANCES: gl.constexpr = slopes_ptr is not None or HAS_TABLE
     q_s, k_s, v_s = tiles_s
@@ -406,7 +426,7 @@ def consumer(
         begins = left == 0
         if begins:
             turn += 1
-            mbarrier.wait(q_full.index((turn & 1) * GROUPS + C), (turn >> 1) & 1)
+            mbarrier.wait(q_full.index((turn & (Q_BUFFERS - 1)) * GROUPS + C), (turn >> (Q_BUFFERS - 1)) & 1)
             left, place = field(record_s, turn, COUNT), field(record_s, turn, START)
             partial_left = left - field(record_s, turn, FULL)
             tile = field(record_s, turn, TILE)
@@ -426,7 +446,9 @@ def consumer(
                 next_block = field(record_s, turn, BLOCK)
             running = left > 0
             if KEEPS_Q:
-                kept_q = q_s.index((turn & 1) * GROUPS + C).load(Q)
+                kept_q = q_s.index((turn & (Q_BUFFERS - 1)) * GROUPS + C).load(Q)
+                if Q_BUFFERS == 1:
+                    async_copy.mbarrier_arrive(q_empty.index(C), increment_count=False)
         is_mixed = left <= partial_left
         entry, is_shared = 0.0, True
         if HAS_TABLE:
@@ -460,12 +482,14 @@ def consumer(
         stage, phase = step % STAGES, (step // STAGES) & 1
         factors = gl.convert_layout(alpha, A_ROWS)[:, None]
         acc = acc * factors if IN_TURNS else rescaled(acc, factors)
-        q = kept_q if KEEPS_Q else q_s.index((turn & 1) * GROUPS + C)
+        q = kept_q if KEEPS_Q else q_s.index((turn & (Q_BUFFERS - 1)) * GROUPS + C)
         s = warpgroup_mma(q, k_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
         mbarrier.wait(v_full.index(stage), phase)
         weights = gl.convert_layout(p, P)
         acc = warpgroup_mma(weights, v_s.index(stage), acc, use_acc=goes_on, is_async=True)
         s = warpgroup_mma_wait(1, deps=(s,))
+        if Q_BUFFERS == 1 and not KEEPS_Q and left == 0:
+            async_copy.mbarrier_arrive(q_empty.index(C), increment_count=False)
         if IN_TURNS:
             at_turn_of(C, "sync")
 
@@ -475,6 +499,11 @@ def consumer(
             first = to_first_column(ahead, ROWS, SUMS)
         if bias_s is not None:
             s = s + bias_s.index(stage).load(S).broadcast_to(ROWS, BLOCK_N)
+        if pairs_desc is not None:
+            mbarrier.wait(pair_full.index(C), step & 1)
+            pairs = pair_s.index(C).load(S)
+            async_copy.mbarrier_arrive(pair_empty.index(C), increment_count=False)
+            s = s + bounded(pairs, pair_limit).to(gl.float32) * inverse_unit
         if is_mixed:
             if slopes_ptr is not None:
                 distant = gl.where(side == 0, slope, 0.0)
@@ -483,7 +512,7 @@ def consumer(
                 ahead = field(record_s, turn, FIRST_Q) + (C * ROWS + offset) - table_block * BLOCK_N
                 here_ptr = entries_of_head(entries_ptr, field(record_s, turn, HEAD), q_len, offset)
                 s = s + entries_of_scores(here_ptr, ahead, 1, s)
-            if CAPPED & CHANGES or bias_s is not None:
+            if CAPPED & CHANGES or bias_s is not None or pairs_desc is not None:
                 words = exchanged_with_nobody(words)
             s = masked(s, words, BLOCK_N, BITS)
         added = None
@@ -498,8 +527,10 @@ def consumer(
         ended = turn - 1
         if begins:
             if turn > 0:
-                # Before the wait for the next keys, which come after the next item's queries if this one has one tile.
-                mbarrier.arrive(q_empty.index((ended & 1) * GROUPS + C), count=1)
+                if Q_BUFFERS == 2:
+                    # Before the wait for the next keys, which come after the next item's queries if this one has one
+                    # tile.
+                    mbarrier.arrive(q_empty.index((ended & 1) * GROUPS + C), count=1)
                 total = gl.convert_layout(gl.sum(l_i, 1), S_ROWS, assert_trivial=True)
                 row = C * ROWS + gl.arange(0, ROWS, layout=S_ROWS)
                 part = field(record_s, ended, PART)
@@ -556,6 +587,8 @@ def consumer(
         goes_on = not begins
         if begins and turn > 0:
             out = acc * gl.convert_layout(alpha, A_ROWS)[:, None]
+            if HAS_LENGTHS and pairs_desc is not None:  # past the lengths a bias may be NaN
+                out = gl.where(gl.convert_layout(alpha, A_ROWS)[:, None] == 0.0, 0.0, out)
             part = field(record_s, ended, PART)
             if HAS_PARTS and part > 0:
                 row = C * ROWS + gl.arange(0, ROWS, layout=A_ROWS)
@@ -575,23 +608,26 @@ def consumer(
 
 
 @gluon.jit
-def buffers(dtype: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr):
+def buffers(
+    dtype: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
+    Q_BUFFERS: gl.constexpr,
+):  # fmt: skip
     """The shared memory of a stream: queries, keys and values; outputs; records; and their barriers."""
     TILE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
-    q_s = gl.allocate_shared_memory(dtype, [2 * GROUPS, ROWS, D], TILE_LAYOUT)
+    q_s = gl.allocate_shared_memory(dtype, [Q_BUFFERS * GROUPS, ROWS, D], TILE_LAYOUT)
     o_s = gl.allocate_shared_memory(dtype, [GROUPS, ROWS, D], TILE_LAYOUT)
     k_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], TILE_LAYOUT)
     v_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], TILE_LAYOUT)
     record_s = gl.allocate_shared_memory(gl.int32, [RECORDS, RECORD], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [2 * GROUPS, 1], BAR)
-    q_empty = gl.allocate_shared_memory(gl.int64, [2 * GROUPS, 1], BAR)
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_BUFFERS * GROUPS, 1], BAR)
+    q_empty = gl.allocate_shared_memory(gl.int64, [Q_BUFFERS * GROUPS, 1], BAR)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
     kv_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    for c in gl.static_range(2 * GROUPS):
+    for c in gl.static_range(Q_BUFFERS * GROUPS):
         mbarrier.init(q_full.index(c), count=2)  # the record, the queries
-        mbarrier.init(q_empty.index(c), count=1)
+        mbarrier.init(q_empty.index(c), count=1 if Q_BUFFERS == 2 else 128)
     for c in gl.static_range(STAGES):
         mbarrier.init(k_full.index(c), count=1)
         mbarrier.init(v_full.index(c), count=1)
@@ -599,11 +635,32 @@ def buffers(dtype: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, GROUPS:
     return (q_s, k_s, v_s), o_s, record_s, (q_full, q_empty, k_full, v_full, kv_empty)
 
 
+@gluon.jit
+def bias_buffers(bias_desc, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
+    """The shared memory of a stream for a bias of keys."""
+    return gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_N], bias_desc.layout)
+
+
+@gluon.jit
+def pair_buffers(pairs_desc, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr):
+    """The shared memory of a stream for a bias of pairs, one tile a warpgroup, and its barriers."""
+    dtype: gl.constexpr = pairs_desc.dtype
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_N], dtype)
+    pair_s = gl.allocate_shared_memory(dtype, [GROUPS, ROWS, BLOCK_N], LAYOUT)
+    pair_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
+    pair_empty = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
+    for c in gl.static_range(GROUPS):
+        mbarrier.init(pair_full.index(c), count=1)
+        mbarrier.init(pair_empty.index(c), count=128)
+    return pair_s, pair_full, pair_empty
+
+
 # Sizes are not specialised: another length or number of heads compiles nothing.
 @gluon.jit(
     do_not_specialize=[
         "lengths_stride", "qk_scale", "items", "heads", "group", "q_len", "k_len", "row_tiles", "cap_scale",
-        "inverse_unit", "bias_of_batch", "bias_of_head",
+        "inverse_unit", "bias_of_batch", "bias_of_head", "has_batches", "has_heads",
+        "tiles_of_batch", "tiles_of_head", "tile_rows", "tile_words", "pair_limit",
     ],
     do_not_specialize_on_alignment=["lengths_ptr"],  # one number is loaded at a time
 )  # fmt: skip
@@ -623,10 +680,19 @@ def forward_kernel(
     entries_ptr, until_ptr,  # of a table: fp32 [Hq, MARGIN + C + MARGIN] of `entries_kernel`, int32 [C + 1]; or None
     bias_desc,  # of keys, fp32 [rows, Nk in whole tiles] of `biases_kernel` in boxes of [1, BLOCK_N]; or None
     bias_of_batch, bias_of_head,  # rows from one batch element or query head to the next
+    # A bias of pairs, or None: [B or 1, Hq or 1, Nq, Nk] in boxes of [1, 1, ROWS, BLOCK_N]; or, stored for live tiles,
+    # [1, 1, B or 1 * Hq or 1 * tiles * block_q, block_k].
+    pairs_desc,
+    # How many numbers to go from one batch element or head to the next, 0 where they share it: of the first two
+    # dimensions, or of the pattern.
+    has_batches, has_heads,
+    tile_numbers_ptr, tile_pattern_ptr,  # of the tiles that are stored, see `StoredTiles`; or None
+    tiles_of_batch, tiles_of_head, tile_rows, tile_words,  # as in `portable/biases.py`
+    pair_limit,  # as which larger ones count, see `bounded`
     BLOCK_N: gl.constexpr,  # keys of a tile of the lists, whose queries are GROUPS * ROWS
     D: gl.constexpr,
     GROUPS: gl.constexpr, STREAMS: gl.constexpr,  # warpgroups that share an item, and how many run items of their own
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr, Q_BUFFERS: gl.constexpr,  # of keys and values; of queries, 1 or 2
     REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr, CHANGES: gl.constexpr,
 ):  # fmt: skip
     """out and lse of all items."""
@@ -637,39 +703,46 @@ def forward_kernel(
     lengths = (lengths_ptr, lengths_stride)
     sizes = (items, heads, group, q_len, k_len, row_tiles)
     lists = (index_ptr, tile_ptr)
-    changes = (cap_scale, inverse_unit, slopes_ptr, k_len - q_len, sink_ptr, entries_ptr, until_ptr)
+    changes = (
+        cap_scale, inverse_unit, slopes_ptr, k_len - q_len, sink_ptr, entries_ptr, until_ptr, pairs_desc, pair_limit
+    )  # fmt: skip
     stream, streams = gl.program_id(0) * STREAMS, gl.num_programs(0) * STREAMS
     bias = (bias_desc, bias_of_batch, bias_of_head)
-    loads = ((q_desc, k_desc, v_desc), work_ptr, lists, lengths, counter_ptr, sizes, streams, bias, entries_ptr)
+    stored = (
+        has_batches, has_heads, tile_numbers_ptr, tile_pattern_ptr, tiles_of_batch, tiles_of_head, tile_rows, tile_words
+    )  # fmt: skip
+    pairs = (pairs_desc, stored)
+    loads = ((q_desc, k_desc, v_desc), work_ptr, lists, lengths, counter_ptr, sizes, streams, bias, pairs, entries_ptr)
     reads = (lists, words_ptr, o_desc, lse_ptr, parts_ptr, qk_scale, q_len, changes)
-    buffers_s = buffers(dtype, BLOCK_N, D, GROUPS, STAGES)
-    # In a tuple Gluon allows None only as an argument of the kernel, so that stands for the missing buffer.
-    if bias_desc is None:
-        own = (buffers_s, bias_desc)
-    else:
-        own = (buffers_s, gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_N], bias_desc.layout))
+    # In a tuple Gluon allows None only as an argument of the kernel, so that stands for the missing buffers.
+    bias_s, pairs_s = bias_desc, pairs_desc
+    if bias_desc is not None:
+        bias_s = bias_buffers(bias_desc, BLOCK_N, STAGES)
+    if pairs_desc is not None:
+        pairs_s = pair_buffers(pairs_desc, BLOCK_N, GROUPS)
+    own = (buffers(dtype, BLOCK_N, D, GROUPS, STAGES, Q_BUFFERS), bias_s, pairs_s)
     if STREAMS == 1:
         gl.warp_specialize(
             [
-                (consumer, (own, reads, 0, BLOCK_N, D, GROUPS, STAGES, HAS_LENGTHS, HAS_PARTS, CHANGES)),
-                (consumer, (own, reads, 1, BLOCK_N, D, GROUPS, STAGES, HAS_LENGTHS, HAS_PARTS, CHANGES)),
-                (loader, (own, loads, stream, BLOCK_N, GROUPS, STAGES, HAS_LENGTHS)),
+                (consumer, (own, reads, 0, BLOCK_N, D, GROUPS, STAGES, Q_BUFFERS, HAS_LENGTHS, HAS_PARTS, CHANGES)),
+                (consumer, (own, reads, 1, BLOCK_N, D, GROUPS, STAGES, Q_BUFFERS, HAS_LENGTHS, HAS_PARTS, CHANGES)),
+                (loader, (own, loads, stream, BLOCK_N, GROUPS, STAGES, Q_BUFFERS, HAS_LENGTHS)),
             ],
             [4, 1],
             [REGISTERS, LOADER_REGISTERS],
         )
     else:
-        other_s = buffers(dtype, BLOCK_N, D, GROUPS, STAGES)
-        if bias_desc is None:
-            other = (other_s, bias_desc)
-        else:
-            other = (other_s, gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_N], bias_desc.layout))
+        if bias_desc is not None:
+            bias_s = bias_buffers(bias_desc, BLOCK_N, STAGES)
+        if pairs_desc is not None:
+            pairs_s = pair_buffers(pairs_desc, BLOCK_N, GROUPS)
+        other = (buffers(dtype, BLOCK_N, D, GROUPS, STAGES, Q_BUFFERS), bias_s, pairs_s)
         gl.warp_specialize(
             [
-                (consumer, (own, reads, 0, BLOCK_N, D, GROUPS, STAGES, HAS_LENGTHS, HAS_PARTS, CHANGES)),
-                (consumer, (other, reads, 0, BLOCK_N, D, GROUPS, STAGES, HAS_LENGTHS, HAS_PARTS, CHANGES)),
-                (loader, (own, loads, stream, BLOCK_N, GROUPS, STAGES, HAS_LENGTHS)),
-                (loader, (other, loads, stream + 1, BLOCK_N, GROUPS, STAGES, HAS_LENGTHS)),
+                (consumer, (own, reads, 0, BLOCK_N, D, GROUPS, STAGES, Q_BUFFERS, HAS_LENGTHS, HAS_PARTS, CHANGES)),
+                (consumer, (other, reads, 0, BLOCK_N, D, GROUPS, STAGES, Q_BUFFERS, HAS_LENGTHS, HAS_PARTS, CHANGES)),
+                (loader, (own, loads, stream, BLOCK_N, GROUPS, STAGES, Q_BUFFERS, HAS_LENGTHS)),
+                (loader, (other, loads, stream + 1, BLOCK_N, GROUPS, STAGES, Q_BUFFERS, HAS_LENGTHS)),
             ],
             [4, 1, 1],
             [REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS],

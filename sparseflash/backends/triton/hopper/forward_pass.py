@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.backends.registration import empty_lse, empty_out
+from sparseflash.backends.triton.alignment import can_describe
 from sparseflash.backends.triton.family import KernelChoice, Setting
 from sparseflash.backends.triton.hopper.biases import biases_of
 from sparseflash.backends.triton.hopper.changed import examples_of, flags_of, numbers_of, tensors_of
@@ -17,10 +18,10 @@ from sparseflash.backends.triton.hopper.configs import ROWS, Config
 from sparseflash.backends.triton.hopper.descriptors import as_read, described_as, described_rows, read_as
 from sparseflash.backends.triton.hopper.dynamic_plan import dynamic_forward_plan
 from sparseflash.backends.triton.hopper.forward import forward_kernel
+from sparseflash.backends.triton.hopper.pairs import pairs_of
 from sparseflash.backends.triton.hopper.plan import ITEM_COUNT, forward_plan
 from sparseflash.backends.triton.hopper.tables import entries_of
 from sparseflash.backends.triton.launcher import BoundLaunch, Launch
-from sparseflash.backends.triton.portable.choice import can_describe
 from sparseflash.backends.triton.portable.combine import TOKENS_TO_COMBINE, combine_rows_kernel
 from sparseflash.backends.triton.portable.launches import SOME_LENGTHS, SOME_PARTS, launch_of, of_call, strides_of
 from sparseflash.backends.triton.portable.merging import bind_merge, merge_launch
@@ -51,6 +52,9 @@ class ForwardLayout:
         self.as_they_are = all(map(can_describe, (q, k, v)))
         self.out_is_as_q = torch.empty_like(like(q)).stride() == out.stride()
         self.an_lse = one_number_of(lse, device)
+        unit = numbers_of(changes, scale)["inverse_unit"]
+        pairs = pairs_of(changes, (ROWS, config.tile[1]), unit)
+        config = config if pairs is None else config.with_pairs()
         self.config, (queries, keys) = config, config.tile
         self.part = queries * (config.dim + 2)
         numbers: dict[str, Any] = {
@@ -59,8 +63,8 @@ class ForwardLayout:
         }  # fmt: skip
         constants = {
             "BLOCK_N": keys, "D": config.dim, "GROUPS": config.groups, "STREAMS": config.streams,
-            "STAGES": config.stages, "REGISTERS": config.registers, "LOADER_REGISTERS": config.loader_registers,
-            "CHANGES": flags_of(changes),
+            "STAGES": config.stages, "Q_BUFFERS": config.q_buffers, "REGISTERS": config.registers,
+            "LOADER_REGISTERS": config.loader_registers, "CHANGES": flags_of(changes),
         }  # fmt: skip
         tiles = {"q_desc": read_as(q), "k_desc": read_as(k), "v_desc": read_as(v), "o_desc": out}
         examples: dict[str, Any] = {**tiles, "lse_ptr": lse, "counter_ptr": _SOME_COUNTERS[:1]}
@@ -81,6 +85,11 @@ class ForwardLayout:
         described = {name: described_as(x, tokens[name], config.dim) for name, x in tiles.items()}
         if biases is not None:
             described["bias_desc"] = described_rows(biases.example, [1, keys])
+        if pairs is not None:
+            examples |= pairs.examples
+            described["pairs_desc"] = pairs.described
+            numbers |= pairs.numbers
+        self.pairs = pairs
         self.launch = launch_of(
             forward_kernel, constants, numbers, examples, device, described,
             bound=("work_ptr", "index_ptr", "tile_ptr", "words_ptr"), num_warps=4, num_stages=1,
@@ -139,6 +148,8 @@ class Forward:
         if changes is not None:
             for each in layout.prepared:
                 given |= each(changes)
+            if layout.pairs is not None:
+                given |= layout.pairs(changes)
         if self._combine is not None:
             given["parts_ptr"] = torch.empty(self.plan.parts, layout.part, dtype=torch.float32, device=q.device)
         self._launch(given)

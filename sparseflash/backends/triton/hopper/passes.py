@@ -48,4 +48,4 @@ def backward(
             setting, q, k, v, out, dout, scale, size[0], dlse=dlse, merges=size[1], changes=changes, wanted=wanted
         )
         layout = _layouts.put(("backward", dlse, key, size), made)
-    return Backward(layout, plan)
+    return Backward(layout, plan, setting)

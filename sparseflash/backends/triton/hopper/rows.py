@@ -9,11 +9,14 @@ TILE_ROWS = tl.constexpr(BLOCK[0])  # queries of a tile
 WIDTH = tl.constexpr(256)  # of the boxes in which the copy engine adds dq
 
 
+LARGEST_SCORE = tl.constexpr(3e38)  # in the units of scores; fp32 holds somewhat more
+
+
 @triton.jit
 def finite_product(x, factor):
     """x * factor, but finite wherever x is: biases as large as fp32 holds, and the lse of rows that have no others,
     would become infinite in the units of scores, and their difference NaN."""
-    most = 3e38 / tl.maximum(factor, 1.0)
+    most = LARGEST_SCORE / tl.maximum(factor, 1.0)
     return tl.where(tl.abs(x) < float("inf"), tl.minimum(tl.maximum(x, -most), most), x) * factor
 
 

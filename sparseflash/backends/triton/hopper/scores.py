@@ -107,6 +107,50 @@ def plus_of_threads(x, added):
     return gl.convert_layout(found.reshape(x.shape), x.type.layout, assert_trivial=True)
 
 
+# ---------------------------------------------------------------------- biases of pairs
+
+
+@gluon.jit
+def bounded(x, limit):
+    """x, of 16 bits a number; where it is larger than `limit`, that with its sign. In the units of scores the largest
+    numbers of bf16 would be infinite in fp32."""
+    if x.dtype == gl.bfloat16:
+        limits = gl.full(x.shape, limit, gl.float32, layout=x.type.layout).to(gl.bfloat16)
+        x = gl.inline_asm_elementwise(
+            "min.NaN.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", [x, limits], dtype=gl.bfloat16, is_pure=True, pack=2
+        )  # fmt: skip
+    return x
+
+
+@gluon.jit
+def place_of_pairs(stored, batch, head, first_q, first_k, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr):
+    """Where the bias of some pairs begins in its tensor: batch element, head, query and key.
+
+    stored: how it is stored, see `forward_kernel`; one of live tiles is as if one head had them below one another.
+    """
+    has_batches, has_heads, numbers_ptr, pattern_ptr, tiles_of_batch, tiles_of_head, rows, words = stored
+    if numbers_ptr is None:
+        place = batch * has_batches, head * has_heads, first_q, first_k
+    else:
+        pattern = gl.load(pattern_ptr + (batch * has_batches + head * has_heads))
+        block_row, column = pattern * rows + first_q // BLOCK_Q, first_k // BLOCK_K
+        word_ptr = numbers_ptr + 2 * (gl.cast(block_row, gl.int64) * words + column // 32)
+        before = ones_of(gl.load(word_ptr) & ~(-1 << column % 32))
+        tile = gl.load(word_ptr + 1) + before + batch * tiles_of_batch + head * tiles_of_head
+        place = 0, 0, tile * BLOCK_Q + first_q % BLOCK_Q, 0
+    return place
+
+
+@gluon.jit
+def ones_of(x):
+    """How many bits of a number are set, of which the highest is not."""
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    x = x + (x >> 8)
+    return (x + (x >> 16)) & 63
+
+
 # ---------------------------------------------------------------------- tables of relative positions
 
 

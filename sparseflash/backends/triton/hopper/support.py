@@ -52,6 +52,8 @@ def refuses(request: Request) -> str | None:
     if "key_bias" in request.changes and ("softcap" in request.changes or request.logarithmic):
         other = "a soft cap" if "softcap" in request.changes else "a logarithmic one"
         return f"they know a bias of keys beside a linear decay and a sink alone; got one beside {other}"
+    if why := _refuses_pairs(request):
+        return why
     if not request.in_runs:
         return (
             "of tables of relative positions they know those whose buckets follow from the distance and are mostly the "
@@ -67,6 +69,27 @@ def refuses(request: Request) -> str | None:
     if triton_version() not in TRITON_VERSIONS:
         tested = ", ".join(f"{major}.{minor}" for major, minor in TRITON_VERSIONS)
         return "they have run with Triton {} only; got {}.{}".format(tested, *triton_version())
+    return None
+
+
+def _refuses_pairs(request: Request) -> str | None:
+    """The same of its bias of pairs, if it has one."""
+    pairs = request.pairs
+    if pairs is None:
+        return None
+    own, *others = sorted(request.changes, key=lambda kind: kind not in ("bias", "tile_bias"))
+    if others := [kind for kind in others if kind != "sink"]:
+        return f"they know a bias of pairs beside a sink alone; got one beside {', '.join(others)}"
+    if own == "tile_bias" and request.block != BLOCK:
+        return "of biases of live tiles they know those of blocks of {} x {}; got {} x {}".format(
+            *BLOCK, *request.block
+        )
+    if pairs.dtype != request.dtype:
+        return f"they take biases of pairs of q's dtype; got {pairs.dtype}"
+    if not pairs.has_rows:
+        return "they take biases of pairs with a number for every query and key, in rows aligned to 16 bytes"
+    if own in request.learned and pairs.is_shared:
+        return "they give no gradient to a bias of pairs that batch elements or heads share"
     return None
 
 
@@ -97,7 +120,7 @@ def yields(request: Request) -> str | None:
         return "the portable kernels are faster at D = 64 under a soft cap"
     if request.logarithmic and not backward:
         return "the portable forward is faster with a decay by the logarithm of the distance"
-    if dim == 64 and not backward and request.keys > LIMITS.most_keys:
+    if dim == 64 and not backward and request.keys > LIMITS.most_keys and request.pairs is None:
         return (
             f"the portable forward is faster at D = 64 where queries see more than {LIMITS.most_keys:,} keys; got "
             f"{request.keys:,.0f}"

@@ -53,7 +53,7 @@ class Changed:
                     0 if n == 1 else stride for n, stride in zip(values.shape, values.stride())
                 )
         if (tiles := changes.find("tile_bias")) is not None:
-            self.numbers |= _numbers_of_tiles(tiles)
+            self.numbers |= numbers_of_tiles(tiles)
         if (function := changes.find("function")) is not None:
             sizes = dict(zip("bhqk", (q.shape[0], numbers.heads, numbers.q_len, numbers.k_len)))
             # Where its tensors are; of q alone something may be asked on the meta device, where nothing is recorded.
@@ -111,7 +111,7 @@ def _like(x: Any) -> Any:
     return tuple(map(like, x)) if isinstance(x, tuple) else like(x)
 
 
-def _numbers_of_tiles(tiles: StoredTiles) -> dict[str, int]:
+def numbers_of_tiles(tiles: StoredTiles) -> dict[str, int]:
     """The numbers of `load_tile_bias`, for contiguous tensors. Each is an argument, as Triton would specialise on those
     of a tuple, and so compile for other masks.
     """

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparseflash.backends.triton.alignment import is_aligned
+from sparseflash.backends.triton.alignment import can_describe
 from sparseflash.backends.triton.configs import Arithmetic, Config, Kernel, arithmetic_of, has_room_for_pieces
 from sparseflash.backends.triton.family import Setting
 from sparseflash.backends.triton.overrides import overrides
@@ -173,13 +173,3 @@ def wants_pieces(q: Tensor, v: Tensor, setting: Setting, group: int) -> bool:
     if not has_room_for_pieces(setting.capability, max(padded)):
         return False
     return group * -(-q.shape[2] // setting.block[0]) >= 2
-
-
-def can_describe(x: Tensor) -> bool:
-    """Whether TMA can read the tensor: aligned rows, nothing broadcast."""
-    return is_aligned(x) and all(describable_strides(x))
-
-
-def describable_strides(x: Tensor) -> list[int]:
-    """Strides for a descriptor: that of a dimension of size 1 is never used, but must look valid."""
-    return [16 if n == 1 else s for n, s in zip(x.shape[:3], x.stride()[:3], strict=True)] + [1]

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sparseflash.backends.triton.alignment import describable_strides
 from sparseflash.backends.triton.configs import Kernel
 from sparseflash.backends.triton.family import KernelChoice, Setting
 from sparseflash.backends.triton.launcher import BoundLaunch, Describe, Launch, Variant
-from sparseflash.backends.triton.portable.choice import Choice, Chooser, describable_strides
+from sparseflash.backends.triton.portable.choice import Choice, Chooser
 from sparseflash.backends.triton.portable.dk_dv import dk_dv_kernel
 from sparseflash.backends.triton.portable.dq import dq_kernel
 from sparseflash.backends.triton.portable.forward import forward_kernel

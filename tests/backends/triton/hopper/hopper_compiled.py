@@ -2,7 +2,7 @@
 
     python -m tests.backends.triton.hopper.hopper_compiled DIM DTYPE [FEATURE...]
 
-Features: small, lengths, parts, softcap, alibi, log, sink, table, key_bias, learned.
+Features: small, lengths, parts, softcap, alibi, log, sink, table, key_bias, bias, tile_bias, learned, dead.
 
 Needs a process in which Triton compiles. With another Triton first in PYTHONPATH it says what that makes of them.
 """
@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime import driver
 
-from sparseflash import BlockMask, scores
+from sparseflash import BlockMask, masks, scores
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton import api
 from sparseflash.backends.triton.direct_start import parameters_of_compiled
@@ -51,14 +51,16 @@ class _NoDevice:
         return torch.device("cpu")
 
 
-def compiled(dim, dtype, small, lengths, parts, kinds=(), *, learned=False):
+def compiled(dim, dtype, small, lengths, parts, kinds=(), *, learned=False, dead=False):
     """What the two passes launch: `{name: (compiled kernel, names of its arguments)}`.
 
     small: the mask has blocks of 64, which the forward walks as they are. parts: the forward cuts rows, and the
-    backward columns. kinds: of CHANGES. learned: their tensors get gradients.
+    backward columns. kinds: of CHANGES, or "bias" or "tile_bias". learned: their tensors get gradients. dead: some
+    tiles are.
     """
     q = torch.empty(1, 2, 512, dim, dtype=dtype)
-    mask = BlockMask.dense(512, block=64 if small else 128)
+    mask = (masks.causal if dead else BlockMask.dense)(512, block=64 if small else 128)
+    block = mask.block_q, mask.block_k
     if lengths:
         mask = mask.with_lengths([100])
     rule = plan.Rule(far=0.0, chunk=1, worth=1.0) if parts else plan.RULE
@@ -69,7 +71,11 @@ def compiled(dim, dtype, small, lengths, parts, kinds=(), *, learned=False):
         mock.patch.object(driver, "_active", _NoDevice()),
     ):
         setting = api.setting_of(q, q, Problem.of(mask, scale=1.0), (9, 0))
-        changes = sum((CHANGES[kind] for kind in kinds), Scores(())) if kinds else None
+        made = CHANGES | {
+            "bias": scores.bias(torch.ones(1, 2, 512, 512, dtype=dtype)),  # which the kernels read as it is
+            "tile_bias": scores.tile_bias(torch.ones(1, 2, len(mask.indices), *block, dtype=dtype), mask),
+        }  # fmt: skip
+        changes = sum((made[kind] for kind in kinds), Scores(())) if kinds else None
         if changes is not None:
             changes = changes.prepared(Sizes(1, 2, 512, 512, q.device, mask))
         wanted = [learned for _ in changes.tensors()] if kinds else []
@@ -144,7 +150,9 @@ def exponentials_under_products(sass):
 
 if __name__ == "__main__":
     dim, dtype, *features = sys.argv[1:]
-    kinds = [each for each in features if each in CHANGES]
+    kinds = [each for each in features if each in (*CHANGES, "bias", "tile_bias")]
     sizes = ("small" in features, "lengths" in features, "parts" in features)
-    kernels = compiled(int(dim), getattr(torch, dtype), *sizes, kinds, learned="learned" in features)
+    kernels = compiled(
+        int(dim), getattr(torch, dtype), *sizes, kinds, learned="learned" in features, dead="dead" in features
+    )
     print(json.dumps({name: report(*kernels[name]) for name in kernels}))

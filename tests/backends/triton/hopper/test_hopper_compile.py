@@ -12,8 +12,10 @@ SHARED_MEMORY = 227 * 1024  # bytes that a program may have
 TABLES = [["table"], ["table", "learned", "parts"], ["table", "sink", "learned", "lengths"]]
 BIASES = [["key_bias"], ["key_bias", "learned"], ["key_bias", "sink", "lengths", "learned"], ["alibi", "key_bias"],
           ["alibi", "key_bias", "learned"]]  # fmt: skip
+PAIRS = [["bias"], ["bias", "learned"], ["bias", "sink", "learned", "dead", "lengths", "parts"],
+         ["tile_bias", "learned", "dead"], ["tile_bias", "sink", "learned", "lengths", "parts"]]  # fmt: skip
 OURS = {"forward_kernel", "begin_kernel", "backward_kernel", "finish_kernel"}
-PREPARING = {"table": "entries_kernel", "key_bias": "biases_kernel"}
+PREPARING = {"table": "entries_kernel", "key_bias": "biases_kernel", "dead": "clear_kernel"}
 MERGING = {"combine_rows_kernel", "combine_gradients_kernel"}
 
 
@@ -41,13 +43,23 @@ def test_so_do_biases_of_keys(dim, features):
     check(dim, "bfloat16", features)
 
 
-@pytest.mark.parametrize("features", [[], ["lengths", "parts"], ["alibi"], ["table"], ["key_bias"]], ids="+".join)
+@pytest.mark.parametrize("features", PAIRS, ids="+".join)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_so_do_biases_of_pairs(dim, features):
+    check(dim, "bfloat16", features)
+
+
+@pytest.mark.parametrize(
+    "features", [[], ["lengths", "parts"], ["alibi"], ["table"], ["key_bias"], ["bias"]], ids="+".join
+)
 @pytest.mark.parametrize("dim", [64, 128])
 def test_so_do_tiles_of_64(dim, features):
     check(dim, "bfloat16", ["small", *features])
 
 
-@pytest.mark.parametrize("features", [["lengths"], ["table", "learned"], ["key_bias", "learned"]], ids="+".join)
+@pytest.mark.parametrize(
+    "features", [["lengths"], ["table", "learned"], ["key_bias", "learned"], ["bias", "learned"]], ids="+".join
+)
 def test_fp16_compiles_as_bf16_does(features):
     check(64, "float16", features)
 
@@ -57,6 +69,8 @@ def check(dim, dtype, features):
     assert done.returncode == 0, done.stderr[-2000:]
     reports = json.loads(done.stdout.splitlines()[-1])
     preparing = {kernel for change, kernel in PREPARING.items() if change in features}
+    if "tile_bias" in features:  # whose dead tiles are not stored
+        preparing -= {"clear_kernel"}
     assert reports.keys() == OURS | preparing | (MERGING if "parts" in features else set())
     for name in OURS | preparing:
         found = reports[name]
@@ -78,7 +92,7 @@ def check(dim, dtype, features):
     # The derivative of a cap lives from the weights to dP, and sums for a slope, a bias of keys or a table from step to
     # step. These tests run with Triton 3.9, which spills up to 26 registers for them at D=128, where 3.6 spills 2.
     of_learned = 26 if "table" in features else 22 if "key_bias" in features else 6
-    few = 4 if "softcap" in features else of_learned if "learned" in features else 0
+    few = 4 if "softcap" in features else of_learned if {"learned", "bias", "tile_bias"} & {*features} else 0
     assert backward["spilled_in_loop"] <= (20 if dim == 64 else few), backward
     # S and dP, dV and dK, dQ: both warpgroups run the same instructions.
     rows = backward_config_for(dim).rows

@@ -14,8 +14,9 @@ from scored import Scored
 from scored import check as check_changed
 from sparseflash import BlockMask, attention, masks, scores, testing
 from sparseflash.backends.triton.hopper import backward_pass
-from sparseflash.backends.triton.hopper.configs import HEAD_DIMS
+from sparseflash.backends.triton.hopper.configs import BLOCK, HEAD_DIMS
 from sparseflash.backends.triton.hopper.plan import programs_of
+from sparseflash.scores.change import Scores
 from strategies import problems
 from waiting import assert_replays_as_called
 
@@ -69,8 +70,56 @@ def test_changed_scores_are_exact_on_the_gpu(dim, kinds, data):
     check_changed(Scored(data.draw(drawn), kinds, shared, half, fixed_among(kinds)), "hopper", "cuda")
 
 
+@drawn_for_long
 @pytest.mark.parametrize("dim", HEAD_DIMS)
-@pytest.mark.parametrize("kind", ["capped", "learned decay", "table", "key_bias"])
+@settings(max_examples=settings().max_examples // 2)
+@given(data=st.data())
+def test_biases_of_pairs_are_exact_on_the_gpu(dim, data):
+    """Those that batch elements or heads share get no gradient."""
+    drawn = problems(
+        most_tokens=1500, most_batch=3, head_dims=(dim,), value_dims=(dim,), blocks=(128, 128, 64, 32), dtypes=HALF
+    ).filter(lambda problem: problem.q_len > 1)  # of one query it is a bias of keys
+    problem = data.draw(drawn)
+    shared, others = data.draw(st.booleans()), data.draw(st.sampled_from([(), ("sink",)]))
+    mask = problem.mask
+    in_tiles = mask is not None and (mask.block_q, mask.block_k) == BLOCK
+    for kind in ("aligned bias", *(["tile bias"] if in_tiles else [])):
+        which = {"fixed": (kind,)} if shared else {"own": (kind,)}
+        check_changed(Scored(problem, (kind, *others), shared, half=True, **which), "hopper", "cuda")
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+@pytest.mark.parametrize("dtype", HALF, ids=["fp16", "bf16"])
+def test_biases_of_pairs_may_have_anything_where_scores_are_dead(dim, dtype):
+    q, k, v, dout, dlse = inputs(2, 2, 1000, dim, dtype)
+    ends = torch.tensor([1000, 700], device="cuda")
+    mask = masks.causal(1000, block=128).to("cuda").with_lengths(ends)
+    past = torch.arange(1000, device="cuda") >= ends.view(-1, 1, 1)
+    later = torch.ones(1000, 1000, dtype=torch.bool, device="cuda").triu(1)
+    is_dead, values = later | past[..., None] | past[..., None, :], torch.randn(2, 2, 1000, 1000, device="cuda")
+    found = []
+    for fill in (0.0, torch.nan):
+        bias = scores.bias(values.masked_fill(is_dead, fill).to(dtype).requires_grad_())
+        found.append(results(q, k, v, mask, dout, dlse, Scores((bias,))))
+    assert all(map(torch.equal, *found)) and all(x.isfinite().logical_or(x.isneginf()).all() for x in found[0])
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+@pytest.mark.parametrize("value", [-1e30, -1e38, torch.finfo(torch.bfloat16).min])
+def test_padding_by_the_lowest_bias_of_pairs_is_finite(dim, value):
+    q, k, v, dout, dlse = inputs(1, 2, 1000, dim)
+    values = torch.zeros(1, 2, 1000, 1000, device="cuda", dtype=torch.bfloat16)
+    values[..., :200] = value
+    mask = masks.causal(1000, block=128).to("cuda")
+    found = results(q, k, v, mask, dout, torch.zeros_like(dlse), Scores((scores.bias(values.requires_grad_()),)))
+    assert all(x.isfinite().all() for x in found)
+    seen = BlockMask.from_function(lambda q, k: (k <= q) & (k >= 200), 1000, block=128).to("cuda")
+    wanted = attention(q, k, v, seen, backend="hopper")
+    torch.testing.assert_close(found[0][:, :, 200:], wanted[:, :, 200:], rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("dim", HEAD_DIMS)
+@pytest.mark.parametrize("kind", ["capped", "learned decay", "table", "key_bias", "bias", "tile_bias"])
 def test_changed_scores_have_the_same_bits_at_every_launch_and_replay(dim, kind):
     q, k, v, dout, dlse = inputs(2, 8, 4000, dim)
     mask = masks.causal(4000, block=128).to("cuda").with_lengths(torch.tensor([4000, 2345], device="cuda"))
@@ -80,6 +129,11 @@ def test_changed_scores_have_the_same_bits_at_every_launch_and_replay(dim, kind)
         changes += scores.relative(torch.randn(8, 32, device="cuda").requires_grad_(), scores.t5_buckets())
     elif kind == "key_bias":
         changes += scores.key_bias(torch.randn(1, 8, 4000, device="cuda").requires_grad_())
+    elif kind == "bias":
+        changes += scores.bias(torch.randn(2, 8, 4000, 4000, device="cuda", dtype=torch.bfloat16).requires_grad_())
+    elif kind == "tile_bias":
+        shape = 2, 8, len(mask.indices), 128, 128
+        changes += scores.tile_bias(torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_(), mask)
     else:
         changes += scores.alibi(slopes.requires_grad_(kind != "capped"))
     if kind == "capped":
@@ -105,6 +159,7 @@ def test_changed_scores_of_rows_and_columns_that_are_cut_are_exact():
         scores.alibi(torch.tensor([0.5, 0.1, 0.0, -0.1], device="cuda")),
         scores.relative(torch.randn(4, 32, device="cuda"), scores.t5_buckets(32, 20_000)),  # tiles of one bucket
         scores.key_bias(torch.randn(1, 4, 32_768, device="cuda").requires_grad_()),
+        scores.bias(torch.randn(1, 1, 32_768, 32_768, device="cuda", dtype=torch.bfloat16)),  # of all heads
     ):
 
         def layer(q, k, v, changes=changes):
@@ -113,7 +168,7 @@ def test_changed_scores_of_rows_and_columns_that_are_cut_are_exact():
         testing.assert_exact(layer, q, k, v, mask, scores=changes, heads=1, blocks=8)
 
 
-@pytest.mark.parametrize("kind", ["alibi", "table", "key_bias"])
+@pytest.mark.parametrize("kind", ["alibi", "table", "key_bias", "bias"])
 def test_gradients_of_changes_where_columns_are_cut_are_recorded(kind):
     q, _, _, dout, dlse = inputs(1, 4, 4096, 64)
     k, v = (torch.randn(1, 1, 4096, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -124,6 +179,8 @@ def test_gradients_of_changes_where_columns_are_cut_are_recorded(kind):
         learned = scores.alibi(torch.rand(4, device="cuda").requires_grad_())
     elif kind == "key_bias":
         learned = scores.key_bias(torch.randn(1, 4, 4096, device="cuda").requires_grad_())
+    elif kind == "bias":
+        learned = scores.bias(torch.randn(1, 4, 4096, 4096, device="cuda", dtype=torch.bfloat16).requires_grad_())
     else:
         learned = scores.relative(torch.randn(4, 32, device="cuda").requires_grad_(), scores.t5_buckets())
     changes = learned + scores.sink(torch.zeros(4, device="cuda"))

@@ -14,6 +14,7 @@ from sparseflash import BlockMask, attention, clear_caches, explain, masks, scor
 from sparseflash.backends.triton import api
 from sparseflash.backends.triton import device as gpu
 from sparseflash.backends.triton.hopper import cuts, passes, plan, support
+from sparseflash.backends.triton.hopper.configs import BLOCK
 from sparseflash.scores.change import Scores, Sizes
 from sparseflash.scores.relative import Codes
 from strategies import Recipe
@@ -53,13 +54,28 @@ def test_exact_whatever_the_mask_the_cuts_and_the_interleaving(problem, kinds, h
     check_results(case, run(case, seed=seed, programs=programs, rule=rule, cut=cut))
 
 
-@settings(max_examples=settings().max_examples // 6)
+@settings(max_examples=settings().max_examples // 3)
+@given(
+    drawn(most_tokens=300).filter(lambda problem: problem.q_len > 1),  # of one query it is a bias of keys
+    st.booleans(), st.sampled_from([(), ("sink",)]), SEEDS, st.integers(1, 5),
+    st.sampled_from([plan.RULE, CUT]), st.sampled_from([cuts.RULE, PARTS]),
+)  # fmt: skip
+def test_biases_of_pairs_are_exact(problem, shared, others, seed, programs, rule, cut):
+    """Those that batch elements or heads share get no gradient."""
+    for kind in ("aligned bias", *(["tile bias"] if (problem.mask.block_q, problem.mask.block_k) == BLOCK else [])):
+        which = {"fixed": (kind,)} if shared else {"own": (kind,)}
+        case = Scored(problem, (kind, *others), shared, half=True, **which)
+        check_results(case, run(case, seed=seed, programs=programs, rule=rule, cut=cut))
+
+
+@settings(max_examples=settings().max_examples // 5)
 @given(
     SEEDS, st.sampled_from([64, 128]), st.integers(1, 5),
-    st.sampled_from([("softcap", "alibi", "sink"), ("alibi", "sink"), ("t5", "sink"), ("key_bias", "sink")]),
+    st.sampled_from([("softcap", "alibi", "sink"), ("alibi", "sink"), ("t5", "sink"), ("key_bias", "sink"),
+                     ("aligned bias", "sink")]),
 )  # fmt: skip
 def test_the_bits_depend_on_no_interleaving(seed, dim, programs, kinds):
-    case = Scored(some_problem(dim=dim, v_dim=dim), kinds, fixed=fixed_among(kinds))
+    case = Scored(some_problem(dim=dim, v_dim=dim), kinds, half="aligned bias" in kinds, fixed=fixed_among(kinds))
     first, got = run(case, programs=programs), run(case, seed=seed, programs=programs)
     assert len(got) == (6 if "softcap" in kinds else 7) and all(torch.equal(got[name], first[name]) for name in first)
 
@@ -267,6 +283,51 @@ def test_padding_by_the_lowest_bias_has_finite_gradients(forward, value):
     assert all(x.isfinite().all() for x in found)
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_biases_of_pairs_may_have_anything_where_scores_are_dead(dim, shape):
+    """In partial and dead tiles, and past the lengths of queries and keys."""
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(2, 2, 400, dim).bfloat16() for _ in range(4))
+    ends, dlse = torch.tensor([400, 250]), torch.randn(2, 2, 400)
+    mask = masks.causal(400, block=128).with_lengths(ends)
+    past = torch.arange(400) >= ends.view(-1, 1, 1)
+    is_dead = torch.ones(400, 400, dtype=torch.bool).triu(1) | past[..., None] | past[..., None, :]
+    is_dead = is_dead if shape[0] == 2 else is_dead.all(0, keepdim=True)  # of shared ones, for both sequences
+    values, found = torch.randn(*shape, 400, 400).bfloat16(), []
+    for fill in (0.0, torch.nan):
+        changes = Scores((scores.bias(values.masked_fill(is_dead, fill).requires_grad_(shape == (2, 2))),))
+        found.append(interpreted(mask, q, k, v, 0.125, dout, dlse, changes=changes))
+    assert all(torch.equal(x, y) and x.isfinite().logical_or(x.isneginf()).all() for x, y in zip(*found, strict=True))
+    assert len(found[0]) == (6 if shape == (2, 2) else 5)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize(
+    ("dtype", "value"),
+    [(torch.float16, -65504.0), *((torch.bfloat16, x) for x in (-1e6, -1e30, -1e38, torch.finfo(torch.bfloat16).min))],
+)
+def test_padding_by_the_lowest_bias_of_pairs_is_finite(dim, dtype, value):
+    """The first queries see padded keys alone."""
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 2, 200, dim).to(dtype) for _ in range(4))
+    values = torch.zeros(1, 2, 200, 200, dtype=dtype)
+    values[..., :100] = value
+    changes, mask = Scores((scores.bias(values.requires_grad_()),)), masks.causal(200, block=128)
+    out, lse, dq, *others = interpreted(mask, q, k, v, 0.125, dout, changes=changes)
+    assert lse.isfinite().all() and all(x.isfinite().all() for x in others)
+    given = [x.double().requires_grad_() for x in (q, k, v)]
+    changes = changes.with_tensors([values.detach().double()])
+    wanted = attention(*given, mask, scale=0.125, scores=changes, backend="reference")
+    (wanted_dq,) = torch.autograd.grad(wanted, given[:1], dout.double())
+    torch.testing.assert_close(out[:, :, 100:], wanted[:, :, 100:].to(dtype), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(dq[:, :, 100:], wanted_dq[:, :, 100:].to(dtype), rtol=2e-2, atol=2e-2)
+    # Where all scores are as large, fp32 does not hold how they differ.
+    alike = v[:, :, :100].double().cumsum(2) / torch.arange(1, 101)[:, None]
+    if value < -1e9:
+        torch.testing.assert_close(out[:, :, :100], alike.to(dtype), rtol=1e-2, atol=1e-2)
+
+
 def test_a_table_is_rounded_as_by_the_portable_kernels():
     """One of the two passes may be theirs."""
     q, k, v, dout = (torch.randn(1, 2, 300, 64).half() for _ in range(4))
@@ -339,10 +400,10 @@ def test_some_decays_that_are_learned_and_other_changes_are_the_portable_kernels
         found = explain(q, q, q, masks.causal(8192), scores=changes, capability=(9, 0))
         assert found.backward.family == "portable"
         assert dict(found.backward.refusals)["hopper"] == NO_GRADIENT
-    bias = scores.bias(torch.rand(1, 1, 8192, 8192, device="meta"))
-    found = explain(q, q, q, masks.causal(8192), scores=bias, capability=(9, 0))
+    own = scores.function(lambda score, b, h, q, k: score.sin())
+    found = explain(q, q, q, masks.causal(8192), scores=own, capability=(9, 0))
     assert found.forward.family == "portable"
-    reason = "of changes of scores they know softcap, distance, relative, key_bias, sink; got bias"
+    reason = "of changes of scores they know softcap, distance, relative, key_bias, bias, tile_bias, sink; got function"
     assert dict(found.forward.refusals)["hopper"] == reason
 
 
@@ -365,6 +426,47 @@ def test_they_take_biases_of_keys_with_a_linear_decay_and_a_sink():
     assert found == ("portable", "portable", reason + "a logarithmic one")
     reason = "they know a table of relative positions beside a sink alone; got one beside key_bias"
     assert families_and_refusal(bias + scores.relative(slopes[:, None].expand(4, 32), scores.t5_buckets()))[2] == reason
+
+
+@pytest.mark.usefixtures("tested_triton")
+def test_they_take_biases_of_pairs_that_the_copy_engine_can_read():
+    def bias(*shape, dtype=torch.bfloat16):
+        return Scores((scores.bias(torch.empty(*shape, device="meta", dtype=dtype, requires_grad=True)),))
+
+    tokens = 8192, 8192
+    assert families_and_refusal(bias(2, 4, *tokens)) == ("hopper", "hopper", None)
+    assert families_and_refusal(bias(2, 4, *tokens) + scores.sink(torch.rand(4, device="meta")))[2] is None
+    fixed = Scores((scores.bias(torch.empty(1, 1, *tokens, device="meta", dtype=torch.bfloat16)),))
+    assert families_and_refusal(fixed) == ("hopper", "hopper", None)
+    reason = "they give no gradient to a bias of pairs that batch elements or heads share"
+    for shared in (bias(1, 4, *tokens), bias(2, 1, *tokens)):
+        assert families_and_refusal(shared) == ("hopper", "portable", reason)
+    reason = "they take biases of pairs of q's dtype; got torch.float32"
+    assert families_and_refusal(bias(2, 4, *tokens, dtype=torch.float32)) == ("portable", "portable", reason)
+    reason = "they take biases of pairs with a number for every query and key, in rows aligned to 16 bytes"
+    unaligned = torch.empty(1, 1, 8192, 8193, device="meta", dtype=torch.bfloat16)[..., :8192]
+    for values in (unaligned, fixed.tensors()[0].mT, fixed.tensors()[0][..., :1]):
+        assert families_and_refusal(Scores((scores.bias(values),))) == ("portable", "portable", reason)
+    reason = "they know a bias of pairs beside a sink alone; got one beside softcap"
+    assert families_and_refusal(fixed + scores.softcap(30.0))[2] == reason
+
+
+@pytest.mark.usefixtures("tested_triton")
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize("shape", [(2, 4), (1, 4)])
+def test_they_take_biases_of_live_tiles_of_their_own_size(block, shape):
+    mask = masks.local(8192, window=256, block=block)
+    values = torch.empty(*shape, len(mask.indices), block, block, dtype=torch.bfloat16)
+    bias = scores.tile_bias(values.requires_grad_(), mask)
+    q = torch.empty(2, 4, 8192, 128, dtype=torch.bfloat16)
+    found = explain(q, q, q, mask, scores=bias, capability=(9, 0))
+    if block == 64:
+        reason = "of biases of live tiles they know those of blocks of 128 x 128; got 64 x 64"
+        assert (found.forward.family, found.backward.family) == ("portable", "portable")
+        assert dict(found.backward.refusals)["hopper"] == reason
+    else:
+        assert found.forward.family == "hopper"
+        assert found.backward.family == ("hopper" if shape == (2, 4) else "portable")
 
 
 @pytest.mark.usefixtures("tested_triton")

@@ -1,0 +1,177 @@
+"""Biases of pairs of queries and keys, which the kernels for Hopper read as they are, and their gradients."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparseflash.backends.triton.alignment import aligned_start, with_padded_rows
+from sparseflash.backends.triton.hopper.configs import BLOCK
+from sparseflash.backends.triton.hopper.descriptors import described_as
+from sparseflash.backends.triton.hopper.rows import LARGEST_SCORE
+from sparseflash.backends.triton.launcher import BoundLaunch, Describe
+from sparseflash.backends.triton.portable.changed import numbers_of_tiles
+from sparseflash.backends.triton.portable.launches import launch_of
+from sparseflash.backends.triton.portable.passes import like
+from sparseflash.backends.triton.schedule.plan import Plan
+from sparseflash.backends.triton.schedule.tilings import Tiling
+from sparseflash.blockmask.streams import ReadyEvent
+from sparseflash.scores.change import Scores
+
+ROWS, KEYS = (tl.constexpr(size) for size in BLOCK)
+
+
+@triton.jit(do_not_specialize=["q_len", "k_len", "width"])
+def clear_kernel(
+    dpairs_ptr,  # [B, Hq, Nq, width] contiguous, written where a tile is dead
+    start_ptr, full_ptr, count_ptr, index_ptr,  # `TileLists` over rows
+    pattern_ptr,  # int32 [B, Hq] contiguous
+    q_len, k_len, width,  # width: from row to row, a multiple of 8
+):  # fmt: skip
+    """Zeros in one row of tiles of one batch element and head, where no tile of the lists is."""
+    row_tiles = tl.cdiv(q_len, ROWS)
+    batch_head, row = tl.program_id(0) // row_tiles, tl.program_id(0) % row_tiles
+    line = tl.load(pattern_ptr + batch_head) * row_tiles + row
+    start = tl.load(start_ptr + line)
+    partial = start + tl.load(full_ptr + line)
+    stop = start + tl.load(count_ptr + line)
+    # Both parts of a list increase, the full tiles and the others.
+    next_full, next_partial = start, partial
+    q = row * ROWS + tl.arange(0, ROWS)
+    key = tl.arange(0, KEYS)
+    rows = tl.multiple_of((tl.cast(batch_head, tl.int64) * q_len + q) * (width // 8) * 8, 8)
+    targets = dpairs_ptr + (rows[:, None] + key[None, :])
+    for column in range(tl.cdiv(k_len, KEYS)):
+        is_full = tl.load(index_ptr + next_full, mask=next_full < partial, other=-1) == column
+        is_partial = tl.load(index_ptr + next_partial, mask=next_partial < stop, other=-1) == column
+        next_full += is_full.to(tl.int32)
+        next_partial += is_partial.to(tl.int32)
+        if not (is_full | is_partial):
+            # By eights, which are stored at once: what follows a row up to its width may be anything.
+            inside = (q < q_len)[:, None] & (key // 8 * 8 + column * KEYS < k_len)[None, :]
+            zeros = tl.zeros([ROWS, KEYS], dpairs_ptr.dtype.element_ty)
+            tl.store(targets + column * KEYS, zeros, mask=inside)
+
+
+class Pairs:
+    """What the kernels read of a bias of pairs, prepared for tensors of one layout."""
+
+    kind = "bias"
+
+    def __init__(self, changes: Scores, box: tuple[int, int], inverse_unit: float) -> None:
+        """box: queries and keys that are loaded at a time."""
+        self._box = box
+        self.examples = {name: like(x) for name, x in self(changes).items()}
+        self.described: Describe = described_as(self.examples["pairs_desc"], *box)
+        self.numbers = {**self._numbers(changes), "pair_limit": LARGEST_SCORE.value / max(inverse_unit, 1.0)}
+
+    def _numbers(self, changes: Scores) -> dict[str, int]:
+        batch, heads = changes.find("bias").values.shape[:2]
+        return {"has_batches": int(batch > 1), "has_heads": int(heads > 1)}
+
+    def __call__(self, changes: Scores) -> dict[str, Tensor]:
+        """The kernels' arguments, of a call."""
+        return {"pairs_desc": aligned_start(changes.find("bias").values)}
+
+    def gradients(self, device: torch.device) -> PairGradients:
+        """What writes the gradient, where nobody shares the bias."""
+        return PairGradients(self.examples["pairs_desc"], self._box, device)
+
+
+class StoredPairs(Pairs):
+    """The same of one that is stored for live tiles, below one another."""
+
+    kind = "tile_bias"
+
+    def _numbers(self, changes: Scores) -> dict[str, int]:
+        numbers = numbers_of_tiles(changes.find("tile_bias"))
+        return {
+            "has_batches": numbers.pop("patterns_of_batch"), "has_heads": numbers.pop("patterns_of_head"), **numbers,
+        }  # fmt: skip
+
+    def __call__(self, changes: Scores) -> dict[str, Tensor]:
+        values, numbers, pattern = (aligned_start(x.contiguous()) for x in changes.find("tile_bias").tensors())
+        return {"pairs_desc": _below_one_another(values), "tile_numbers_ptr": numbers, "tile_pattern_ptr": pattern}
+
+    def gradients(self, device: torch.device) -> PairGradients:
+        return StoredPairGradients(self.examples["pairs_desc"], self._box, device)
+
+
+def pairs_of(changes: Scores | None, box: tuple[int, int], unit: float) -> Pairs | None:
+    """That of pairs, if the changes have one."""
+    if changes is None:
+        return None
+    return next((each(changes, box, unit) for each in (Pairs, StoredPairs) if changes.find(each.kind)), None)
+
+
+class PairGradients:
+    """The gradient of a bias of pairs, of tensors of one layout. The kernels write live tiles; those that are dead are
+    0, and half of a causal mask.
+    """
+
+    def __init__(self, pairs: Tensor, box: tuple[int, int], device: torch.device) -> None:
+        padded = with_padded_rows(pairs)
+        self.q_len, self.k_len = pairs.shape[2:]
+        self.example = padded[..., : self.k_len]
+        self.described: Describe = described_as(self.example, *box)
+        numbers = {"q_len": self.q_len, "k_len": self.k_len, "width": padded.shape[3]}
+        self._clear = launch_of(
+            clear_kernel, {}, numbers, {"dpairs_ptr": padded}, device, {},
+            bound=("start_ptr", "full_ptr", "count_ptr", "index_ptr", "pattern_ptr"), num_warps=4, num_stages=1,
+        )  # fmt: skip
+
+    def bind(self, plan: Plan, block: tuple[int, int]) -> BoundPairGradients:
+        """For a plan of a mask in such blocks."""
+        if plan.has_every_tile(block):
+            return BoundPairGradients()
+        lists = plan.derived("tiles of hopper's pairs", lambda: plan.lists.get(0, Tiling(*BLOCK)).to(plan.device))
+        pattern = plan.derived("patterns of hopper's pairs", lambda: plan.pattern.contiguous())
+        programs = plan.pattern.numel() * -(-self.q_len // BLOCK[0])
+        clear = self._clear.bind(
+            programs, start_ptr=lists.start, full_ptr=lists.full, count_ptr=lists.count, index_ptr=lists.index,
+            pattern_ptr=pattern,
+        )  # fmt: skip
+        return BoundPairGradients(clear, lists.ready)
+
+
+class BoundPairGradients:
+    """Memory for the gradient, in which dead tiles are 0."""
+
+    def __init__(self, clear: BoundLaunch | None = None, ready: ReadyEvent | None = None) -> None:
+        """clear: what clears dead tiles, if there are some. ready: when it may read their lists."""
+        self.clear, self._ready = clear, ready
+
+    def __call__(self, changes: Scores) -> tuple[Tensor, Tensor]:
+        """`(the gradient, the same as the kernel writes it)`."""
+        values = changes.find("bias").values
+        padded = with_padded_rows(values)
+        if self.clear is not None and self._ready is not None:
+            self._ready.wait()
+            self.clear({"dpairs_ptr": padded})
+        found = padded[..., : values.shape[3]]
+        return found, found
+
+
+class StoredPairGradients(PairGradients):
+    """The same of one that is stored for live tiles. Kernels write all that a batch element and head has."""
+
+    def bind(self, plan: Plan, block: tuple[int, int]) -> BoundPairGradients:
+        return BoundStoredPairGradients()
+
+
+class BoundStoredPairGradients(BoundPairGradients):
+    """Memory for its gradient, in which tiles of other heads' patterns are 0."""
+
+    def __call__(self, changes: Scores) -> tuple[Tensor, Tensor]:
+        tiles = changes.find("tile_bias")
+        found = torch.empty_like(tiles.values, memory_format=torch.contiguous_format)
+        if len(tiles.tile_numbers) > 1:
+            found.zero_()
+        return found, _below_one_another(found)
+
+
+def _below_one_another(values: Tensor) -> Tensor:
+    """Tiles `[B, H, tiles, block_q, block_k]` as of one head."""
+    return values.view(1, 1, -1, values.shape[4])
