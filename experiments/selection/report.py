@@ -28,5 +28,5 @@ def save_plot(results: list[dict[str, Any]], path: Path) -> None:
             panel.plot([p["step"] for p in curve], [p[name] for p in curve], label=each["way"], linewidth=1.5)
         panel.set(title=title, xlabel="step", ylim=(-0.02, 1.02))
         panel.grid(alpha=0.3)
-    panels[0].legend(frameon=False, fontsize=8)
+    panels[0].legend(frameon=False, fontsize=8, loc="center right")  # where no curve is for long
     figure.savefig(path, dpi=150)

@@ -66,7 +66,6 @@ from sparseflash.backends.triton.hopper.scores import (
     add_by_distance,
     add_to_bucket,
     as_float,
-    bounded,
     distances,
     entries_of_head,
     entries_of_scores,
@@ -150,7 +149,7 @@ def loader(
     qk_scale, inverse_unit, slopes_ptr, offset = decay
     biases_ptr, bias_of_batch, bias_of_head, bias_s = bias
     entries_ptr, until_ptr, buckets_ptr, q_len = table
-    pairs_desc, pairs_s, _, stored, _, _ = pairs
+    pairs_desc, pairs_s, _, stored, _ = pairs
     if pairs_desc is not None:
         pair_s, pair_full, pair_empty = pairs_s
     runs = outer_runs(until_ptr, q_len, offset)
@@ -395,7 +394,7 @@ def consumer(
     tiles_s, bars, lists, words_ptr, lengths, parts_ptr, ds_s, dq_s, out_s, full, empty, sizes, changes = reads
     qk_scale, scale, kv_heads = sizes
     cap_scale, slopes_ptr, dslopes_ptr, group, of_table, of_bias, of_pairs = changes
-    pairs_desc, pairs_s, dpairs_desc, stored, pair_limit, inverse_unit = of_pairs
+    pairs_desc, pairs_s, dpairs_desc, stored, inverse_unit = of_pairs
     ARE_STORED: gl.constexpr = stored[2] is not None
     if pairs_desc is not None:
         pair_s, pair_full, pair_empty = pairs_s
@@ -480,7 +479,7 @@ def consumer(
                 mbarrier.wait(pair_full.index(0), step & 1)
                 pairs = pair_s.permute((1, 0)).load(S)
                 async_copy.mbarrier_arrive(pair_empty.index(0), increment_count=False)
-                s = s + bounded(pairs, pair_limit).to(gl.float32) * inverse_unit
+                s = s + pairs.to(gl.float32) * inverse_unit
                 if HAS_LENGTHS:  # past which a bias may be NaN
                     is_dead = rows.slice(0, 1, dim=0).load(S).broadcast_to(KEYS, ROWS) == float("-inf")
                     s = gl.where(is_dead, float("-inf"), s)
@@ -607,7 +606,7 @@ def pair_buffers(pairs_desc, ROWS: gl.constexpr):
     do_not_specialize=[
         "lengths_stride", "qk_scale", "scale", "heads", "kv_heads", "row_tiles", "cap_scale", "inverse_unit", "offset",
         "q_len", "table_size", "bias_of_batch", "bias_of_head", "has_batches", "has_heads",
-        "tiles_of_batch", "tiles_of_head", "tile_rows", "tile_words", "pair_limit",
+        "tiles_of_batch", "tiles_of_head", "tile_rows", "tile_words",
     ],
     do_not_specialize_on_alignment=["lengths_ptr"],  # one number is loaded at a time
 )  # fmt: skip
@@ -637,7 +636,6 @@ def backward_kernel(
     dkey_ptr,  # fp32 [items, heads // kv_heads, KEYS], as dslopes_ptr
     pairs_desc,  # a bias of pairs, in boxes of [1, 1, ROWS, KEYS], or None; then as in the forward
     has_batches, has_heads, tile_numbers_ptr, tile_pattern_ptr, tiles_of_batch, tiles_of_head, tile_rows, tile_words,
-    pair_limit,
     dpairs_desc,  # as pairs_desc, if none share it, in such boxes, written for live tiles; or None
     D: gl.constexpr,
     ROWS: gl.constexpr,  # 64, or 128
@@ -689,10 +687,10 @@ def backward_kernel(
         has_batches, has_heads, tile_numbers_ptr, tile_pattern_ptr, tiles_of_batch, tiles_of_head, tile_rows, tile_words
     )  # fmt: skip
     if pairs_desc is None:
-        pairs = (pairs_desc, pairs_desc, dpairs_desc, stored, pair_limit, inverse_unit)
+        pairs = (pairs_desc, pairs_desc, dpairs_desc, stored, inverse_unit)
     else:
         pairs_s = pair_buffers(pairs_desc, ROWS)
-        pairs = (pairs_desc, pairs_s, dpairs_desc, stored, pair_limit, inverse_unit)
+        pairs = (pairs_desc, pairs_s, dpairs_desc, stored, inverse_unit)
     bars = (q_full, q_empty, dout_full, dout_empty, kv_full)
     lists = (start_ptr, work_ptr, entry_ptr)
     lengths = (lengths_ptr, lengths_stride)

@@ -60,7 +60,7 @@ class BackwardLayout:
         gradient.
         """
         device, config = setting.plan.device, backward_config_for(q.shape[-1])
-        pairs = pairs_of(changes, (config.rows, BLOCK[1]), numbers_of(changes, scale)["inverse_unit"])
+        pairs = pairs_of(changes, (config.rows, BLOCK[1]))
         config = config if pairs is None else config.with_pairs()
         (batch, heads, q_len, dim), kv_heads = q.shape, k.shape[1]
         row_tiles = -(-q_len // BLOCK[0])

@@ -20,10 +20,11 @@ KEYS = tl.constexpr(BLOCK[1])  # of a tile
 _BLOCK = 1024  # keys of a program of `biases_kernel`
 
 
-@triton.jit(do_not_specialize=["inverse_unit", "k_len", "width", "programs_of_row"])
+@triton.jit(do_not_specialize=["factor", "k_len", "width", "programs_of_row"])
 def biases_kernel(
     values_ptr, biases_ptr,  # [rows, width] contiguous; fp32 [rows, whole tiles], written
-    inverse_unit, k_len, width, programs_of_row,  # width: k_len, or 1 if all keys share a number
+    factor,  # into the units of the kernel: of scores, or of log2(e)
+    k_len, width, programs_of_row,  # width: k_len, or 1 if all keys share a number
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The bias of every key; 0 where there is no key."""
@@ -33,13 +34,13 @@ def biases_kernel(
     values = tl.load(start_ptr + tl.where(width == 1, 0, key), mask=key < k_len, other=0.0)
     size = tl.cdiv(k_len, KEYS) * KEYS
     target = biases_ptr + (tl.cast(row, tl.int64) * size + key)
-    tl.store(target, finite_product(values.to(tl.float32), inverse_unit), mask=key < size)
+    tl.store(target, finite_product(values.to(tl.float32), factor), mask=key < size)
 
 
 class Biases:
     """What the kernels read of a bias of keys, prepared for tensors of one layout."""
 
-    def __init__(self, changes: Scores, k_len: int, inverse_unit: float, device: torch.device) -> None:
+    def __init__(self, changes: Scores, k_len: int, factor: float, device: torch.device) -> None:
         values = like(Changed.key_bias_of(changes))
         batch, heads, width = values.shape
         size = -(-k_len // KEYS.value) * KEYS.value
@@ -48,7 +49,7 @@ class Biases:
         # In which row those of a batch element and query head stand: the sum of these, times their numbers.
         self.numbers = {"bias_of_batch": heads if batch > 1 else 0, "bias_of_head": int(heads > 1)}
         programs = -(-size // _BLOCK)
-        numbers = {"inverse_unit": inverse_unit, "k_len": k_len, "width": width, "programs_of_row": programs}
+        numbers = {"factor": factor, "k_len": k_len, "width": width, "programs_of_row": programs}
         examples = {"values_ptr": values, "biases_ptr": self.example}
         self.launch: BoundLaunch = launch_of(
             biases_kernel, {"BLOCK": _BLOCK}, numbers, examples, device, {}, bound=(), num_warps=4, num_stages=1
@@ -61,8 +62,8 @@ class Biases:
         return {"bias_desc": biases, "biases_ptr": biases}
 
 
-def biases_of(changes: Scores | None, k_len: int, inverse_unit: float, device: torch.device) -> Biases | None:
+def biases_of(changes: Scores | None, k_len: int, factor: float, device: torch.device) -> Biases | None:
     """Those of keys, if the changes have a bias of keys."""
     if changes is None or changes.find("key_bias") is None:
         return None
-    return Biases(changes, k_len, inverse_unit, device)
+    return Biases(changes, k_len, factor, device)

@@ -42,9 +42,9 @@ from sparseflash.backends.triton.hopper.plan import (
     ITEM_START,
     ITEM_TILE,
 )
+from sparseflash.backends.triton.hopper.rows import LARGEST_SCORE
 from sparseflash.backends.triton.hopper.scores import (
     as_float,
-    bounded,
     by_thread,
     distances,
     entries_of_head,
@@ -368,10 +368,14 @@ def consumer(
     buffers_s, bias_s, pairs_s = own
     tiles_s, o_s, record_s, bars = buffers_s
     lists, words_ptr, o_desc, lse_ptr, parts_ptr, qk_scale, q_len, changes = reads
-    cap_scale, inverse_unit, slopes_ptr, offset, sink_ptr, entries_ptr, until_ptr, pairs_desc, pair_limit = changes
+    cap_scale, inverse_unit, slopes_ptr, offset, sink_ptr, entries_ptr, until_ptr, pairs_desc = changes
     if pairs_desc is not None:
         pair_s, pair_full, pair_empty = pairs_s
     HAS_TABLE: gl.constexpr = entries_ptr is not None
+    HAS_BIAS: gl.constexpr = bias_s is not None or pairs_desc is not None
+    # With a bias of keys alone the sums of products and biases are in units of log2(e).
+    IN_LOG2: gl.constexpr = bias_s is not None and slopes_ptr is None
+    unit = 1.0 if IN_LOG2 else qk_scale
     HAS_DISTANCES: gl.constexpr = slopes_ptr is not None or HAS_TABLE
     q_s, k_s, v_s = tiles_s
     q_full, q_empty, k_full, v_full, kv_empty = bars
@@ -498,12 +502,13 @@ def consumer(
         if slopes_ptr is not None:
             first = to_first_column(ahead, ROWS, SUMS)
         if bias_s is not None:
-            s = s + bias_s.index(stage).load(S).broadcast_to(ROWS, BLOCK_N)
+            biases = bias_s.index(stage).load(S).broadcast_to(ROWS, BLOCK_N)
+            s = s * qk_scale + biases if IN_LOG2 else s + biases
         if pairs_desc is not None:
             mbarrier.wait(pair_full.index(C), step & 1)
             pairs = pair_s.index(C).load(S)
             async_copy.mbarrier_arrive(pair_empty.index(C), increment_count=False)
-            s = s + bounded(pairs, pair_limit).to(gl.float32) * inverse_unit
+            s = s * cap_scale + pairs.to(gl.float32)
         if is_mixed:
             if slopes_ptr is not None:
                 distant = gl.where(side == 0, slope, 0.0)
@@ -534,9 +539,12 @@ def consumer(
                 total = gl.convert_layout(gl.sum(l_i, 1), S_ROWS, assert_trivial=True)
                 row = C * ROWS + gl.arange(0, ROWS, layout=S_ROWS)
                 part = field(record_s, ended, PART)
+                maximum = m_i
+                if HAS_BIAS:  # which may be as low as fp32 holds
+                    maximum = gl.where(m_i == float("-inf"), float("-inf"), gl.maximum(m_i * unit, -LARGEST_SCORE))
                 if HAS_PARTS and part > 0:
                     part_ptr = parts_ptr + gl.cast(part - 1, gl.int64) * PART_SIZE
-                    gl.store(part_ptr + BLOCK_M * D + row, m_i)
+                    gl.store(part_ptr + BLOCK_M * D + row, maximum)
                     gl.store(part_ptr + BLOCK_M * (D + 1) + row, total)
                     inverse = gl.full([ROWS], 1.0, gl.float32, layout=S_ROWS)
                 else:
@@ -544,7 +552,7 @@ def consumer(
                     is_empty = total == 0.0
                     if HAS_LENGTHS:
                         is_empty = is_empty | (q_row >= field(record_s, ended, Q_LIMIT))
-                    maximum = gl.where(qk_scale < NO_SCALE, 0.0, m_i)
+                    maximum = gl.where(qk_scale < NO_SCALE, 0.0, maximum)
                     shrinks = 1.0
                     if sink_ptr is not None:
                         sink = gl.cast(gl.load(sink_ptr + field(record_s, ended, HEAD)), gl.float32) * LOG2E
@@ -560,19 +568,32 @@ def consumer(
             l_i = no_sum
         if IN_TURNS:
             at_turn_of(1 - C, "arrive")
-        m_new = gl.maximum(m_i, row_maximum(s, added) * qk_scale)
+        if HAS_BIAS:
+            # Not yet in units of log2(e). Where all scores of a query are as low as a bias can be, what a fused
+            # multiplication and subtraction of the maximum leaves is any number, and not 0.
+            m_new = gl.maximum(m_i, row_maximum(s, added))
+            grows = (m_new - m_i) * unit > SLACK
+        else:
+            m_new = gl.maximum(m_i, row_maximum(s, added) * qk_scale)
+            grows = m_new - m_i > SLACK
         if not IN_TURNS:
-            m_new = gl.where(m_new - m_i > SLACK, m_new, m_i)
+            m_new = gl.where(grows, m_new, m_i)
         # A query that has met no live key yet has maximum -inf, and -inf - -inf is NaN; 0 gives exp2(-inf) = 0.
         m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
         if HAS_TABLE:
             p = gl.exp2(s * qk_scale - (m_safe - added * qk_scale)[:, None])
         elif slopes_ptr is None:
-            p = gl.exp2(s * qk_scale - m_safe[:, None])
+            if HAS_BIAS:
+                p = gl.exp2((s - m_safe[:, None]) * unit)
+            else:
+                p = gl.exp2(s * qk_scale - m_safe[:, None])
         else:
             less = gl.convert_layout(m_safe, SUM_ROWS, assert_trivial=True)[:, None]
-            p = gl.exp2(plus_of_threads(s * qk_scale, added * qk_scale - less))
-        decay = gl.exp2(m_i - m_safe)
+            if HAS_BIAS:
+                p = gl.exp2(plus_of_threads(s, added - less) * unit)
+            else:
+                p = gl.exp2(plus_of_threads(s * qk_scale, added * qk_scale - less))
+        decay = gl.exp2((m_i - m_safe) * unit if HAS_BIAS else m_i - m_safe)
         l_i = l_i * gl.convert_layout(decay, SUM_ROWS, assert_trivial=True)[:, None] + sums_of_threads(p)
         l_i = exchanged_with_nobody(l_i)
         p = p.to(dtype)
@@ -660,7 +681,7 @@ def pair_buffers(pairs_desc, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr):
     do_not_specialize=[
         "lengths_stride", "qk_scale", "items", "heads", "group", "q_len", "k_len", "row_tiles", "cap_scale",
         "inverse_unit", "bias_of_batch", "bias_of_head", "has_batches", "has_heads",
-        "tiles_of_batch", "tiles_of_head", "tile_rows", "tile_words", "pair_limit",
+        "tiles_of_batch", "tiles_of_head", "tile_rows", "tile_words",
     ],
     do_not_specialize_on_alignment=["lengths_ptr"],  # one number is loaded at a time
 )  # fmt: skip
@@ -675,10 +696,12 @@ def forward_kernel(
     counter_ptr,  # int32 [1], zero, and left so
     qk_scale,  # positive; in units of log2(e), of scores in the units of scores.py
     items, heads, group, q_len, k_len, row_tiles,
-    cap_scale, inverse_unit,  # scale / cap, if CHANGES has CAPPED; 1 / the unit of scores
+    cap_scale, inverse_unit,  # scale over the unit of scores, if CHANGES has CAPPED or for pairs; 1 over that unit
     slopes_ptr, sink_ptr,  # [Hq], or None
     entries_ptr, until_ptr,  # of a table: fp32 [Hq, MARGIN + C + MARGIN] of `entries_kernel`, int32 [C + 1]; or None
-    bias_desc,  # of keys, fp32 [rows, Nk in whole tiles] of `biases_kernel` in boxes of [1, BLOCK_N]; or None
+    # Of keys, fp32 [rows, Nk in whole tiles] of `biases_kernel` in boxes of [1, BLOCK_N]; or None. In units of log2(e)
+    # if there are no slopes.
+    bias_desc,
     bias_of_batch, bias_of_head,  # rows from one batch element or query head to the next
     # A bias of pairs, or None: [B or 1, Hq or 1, Nq, Nk] in boxes of [1, 1, ROWS, BLOCK_N]; or, stored for live tiles,
     # [1, 1, B or 1 * Hq or 1 * tiles * block_q, block_k].
@@ -688,7 +711,6 @@ def forward_kernel(
     has_batches, has_heads,
     tile_numbers_ptr, tile_pattern_ptr,  # of the tiles that are stored, see `StoredTiles`; or None
     tiles_of_batch, tiles_of_head, tile_rows, tile_words,  # as in `portable/biases.py`
-    pair_limit,  # as which larger ones count, see `bounded`
     BLOCK_N: gl.constexpr,  # keys of a tile of the lists, whose queries are GROUPS * ROWS
     D: gl.constexpr,
     GROUPS: gl.constexpr, STREAMS: gl.constexpr,  # warpgroups that share an item, and how many run items of their own
@@ -704,7 +726,7 @@ def forward_kernel(
     sizes = (items, heads, group, q_len, k_len, row_tiles)
     lists = (index_ptr, tile_ptr)
     changes = (
-        cap_scale, inverse_unit, slopes_ptr, k_len - q_len, sink_ptr, entries_ptr, until_ptr, pairs_desc, pair_limit
+        cap_scale, inverse_unit, slopes_ptr, k_len - q_len, sink_ptr, entries_ptr, until_ptr, pairs_desc
     )  # fmt: skip
     stream, streams = gl.program_id(0) * STREAMS, gl.num_programs(0) * STREAMS
     bias = (bias_desc, bias_of_batch, bias_of_head)

@@ -26,6 +26,7 @@ from sparseflash.backends.triton.portable.combine import TOKENS_TO_COMBINE, comb
 from sparseflash.backends.triton.portable.launches import SOME_LENGTHS, SOME_PARTS, launch_of, of_call, strides_of
 from sparseflash.backends.triton.portable.merging import bind_merge, merge_launch
 from sparseflash.backends.triton.portable.passes import like, one_number_of
+from sparseflash.backends.triton.portable.softmax import LOG2E
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.backends.triton.schedule.worklists import Worklist
@@ -52,8 +53,7 @@ class ForwardLayout:
         self.as_they_are = all(map(can_describe, (q, k, v)))
         self.out_is_as_q = torch.empty_like(like(q)).stride() == out.stride()
         self.an_lse = one_number_of(lse, device)
-        unit = numbers_of(changes, scale)["inverse_unit"]
-        pairs = pairs_of(changes, (ROWS, config.tile[1]), unit)
+        pairs = pairs_of(changes, (ROWS, config.tile[1]))
         config = config if pairs is None else config.with_pairs()
         self.config, (queries, keys) = config, config.tile
         self.part = queries * (config.dim + 2)
@@ -71,7 +71,9 @@ class ForwardLayout:
         changed = examples_of(changes, q)
         examples |= changed
         entries = entries_of(changes, q, numbers["inverse_unit"], device)
-        biases = biases_of(changes, k_len, numbers["inverse_unit"], device)
+        # Without slopes the kernel adds them in units of log2(e).
+        in_log2 = changes is None or changes.find("distance") is None
+        biases = biases_of(changes, k_len, LOG2E.value if in_log2 else numbers["inverse_unit"], device)
         self.prepared = [each for each in (entries, biases) if each is not None]  # each by a kernel of its own
         if entries is not None:
             examples |= entries.examples
@@ -88,7 +90,8 @@ class ForwardLayout:
         if pairs is not None:
             examples |= pairs.examples
             described["pairs_desc"] = pairs.described
-            numbers |= pairs.numbers
+            # Scores are in their own units, in which no bias overflows.
+            numbers |= {**pairs.numbers, "qk_scale": LOG2E.value, "cap_scale": scale, "inverse_unit": 1.0}
         self.pairs = pairs
         self.launch = launch_of(
             forward_kernel, constants, numbers, examples, device, described,

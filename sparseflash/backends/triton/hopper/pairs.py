@@ -10,7 +10,6 @@ from torch import Tensor
 from sparseflash.backends.triton.alignment import aligned_start, with_padded_rows
 from sparseflash.backends.triton.hopper.configs import BLOCK
 from sparseflash.backends.triton.hopper.descriptors import described_as
-from sparseflash.backends.triton.hopper.rows import LARGEST_SCORE
 from sparseflash.backends.triton.launcher import BoundLaunch, Describe
 from sparseflash.backends.triton.portable.changed import numbers_of_tiles
 from sparseflash.backends.triton.portable.launches import launch_of
@@ -60,12 +59,12 @@ class Pairs:
 
     kind = "bias"
 
-    def __init__(self, changes: Scores, box: tuple[int, int], inverse_unit: float) -> None:
+    def __init__(self, changes: Scores, box: tuple[int, int]) -> None:
         """box: queries and keys that are loaded at a time."""
         self._box = box
         self.examples = {name: like(x) for name, x in self(changes).items()}
         self.described: Describe = described_as(self.examples["pairs_desc"], *box)
-        self.numbers = {**self._numbers(changes), "pair_limit": LARGEST_SCORE.value / max(inverse_unit, 1.0)}
+        self.numbers = self._numbers(changes)
 
     def _numbers(self, changes: Scores) -> dict[str, int]:
         batch, heads = changes.find("bias").values.shape[:2]
@@ -99,11 +98,11 @@ class StoredPairs(Pairs):
         return StoredPairGradients(self.examples["pairs_desc"], self._box, device)
 
 
-def pairs_of(changes: Scores | None, box: tuple[int, int], unit: float) -> Pairs | None:
+def pairs_of(changes: Scores | None, box: tuple[int, int]) -> Pairs | None:
     """That of pairs, if the changes have one."""
     if changes is None:
         return None
-    return next((each(changes, box, unit) for each in (Pairs, StoredPairs) if changes.find(each.kind)), None)
+    return next((each(changes, box) for each in (Pairs, StoredPairs) if changes.find(each.kind)), None)
 
 
 class PairGradients:
@@ -173,5 +172,9 @@ class BoundStoredPairGradients(BoundPairGradients):
 
 
 def _below_one_another(values: Tensor) -> Tensor:
-    """Tiles `[B, H, tiles, block_q, block_k]` as of one head."""
+    """Tiles `[B, H, tiles, block_q, block_k]` as of one head; if there are none, one that nobody reads, as no
+    descriptor has an empty tensor.
+    """
+    if values.numel() == 0:
+        return values.new_empty(1, 1, *values.shape[3:])
     return values.view(1, 1, -1, values.shape[4])

@@ -10,6 +10,9 @@ WIDTH = tl.constexpr(256)  # of the boxes in which the copy engine adds dq
 
 
 LARGEST_SCORE = tl.constexpr(3e38)  # in the units of scores; fp32 holds somewhat more
+# A lower lse is that of a query whose keys all have such a bias. Its weights are lost in the rounding of lse, and would
+# be anything, times a gradient that may well be 0.
+LOWEST_LSE = tl.constexpr(-(2.0**26))
 
 
 @triton.jit
@@ -33,7 +36,8 @@ def begin_kernel(
     inverse_unit, heads, q_len, row_tiles, out_strides, dout_strides,
     D: tl.constexpr, PADDED_D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Of ROWS queries. Those without a live key, past the end too, get -inf, so that their weights are 0."""
+    """Of ROWS queries. Those without a live key, past the end too, and those below LOWEST_LSE get -inf, so that their
+    weights are 0."""
     STEPS: tl.constexpr = TILE_ROWS // ROWS
     number = tl.program_id(0)
     batch_head = number // (row_tiles * STEPS)
@@ -57,7 +61,7 @@ def begin_kernel(
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + at, mask=is_live, other=0.0)
     target = rows_ptr + tl.cast(number, tl.int64) * (2 * ROWS) + tl.arange(0, ROWS)
-    tl.store(target, tl.where(is_live, finite_product(-lse, inverse_unit), float("-inf")))
+    tl.store(target, tl.where(lse >= LOWEST_LSE, finite_product(-lse, inverse_unit), float("-inf")))
     tl.store(target + ROWS, -delta)
     each = tl.cdiv(counters, tl.num_programs(0))
     stop = tl.minimum((number + 1) * each, counters)

@@ -111,18 +111,6 @@ def plus_of_threads(x, added):
 
 
 @gluon.jit
-def bounded(x, limit):
-    """x, of 16 bits a number; where it is larger than `limit`, that with its sign. In the units of scores the largest
-    numbers of bf16 would be infinite in fp32."""
-    if x.dtype == gl.bfloat16:
-        limits = gl.full(x.shape, limit, gl.float32, layout=x.type.layout).to(gl.bfloat16)
-        x = gl.inline_asm_elementwise(
-            "min.NaN.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", [x, limits], dtype=gl.bfloat16, is_pure=True, pack=2
-        )  # fmt: skip
-    return x
-
-
-@gluon.jit
 def place_of_pairs(stored, batch, head, first_q, first_k, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr):
     """Where the bias of some pairs begins in its tensor: batch element, head, query and key.
 

@@ -580,9 +580,6 @@ def _replacements(world):
                 # Of tensors whose threads have one number each, in order.
                 x, lane = (each.value.reshape(-1, 32) for each in args)
                 return Block(x.gather(1, lane.long()).reshape(args[0].value.shape))
-            if asm == "min.NaN.xorsign.abs.bf16x2 $0, $1, $2;":
-                x, limit = (each.value for each in args)
-                return Block(torch.copysign(torch.minimum(x.abs(), limit.abs()), x))  # where the limit is positive
             if asm == "tanh.approx.f32 $0, $1;":
                 return Block(torch.tanh(args[0].value))
             assert asm in ("shfl.sync.bfly.b32 $0, $1, 0, 31, -1;", "mov.b32 $0, $1;", fences)  # each thread's own

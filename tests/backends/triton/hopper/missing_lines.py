@@ -1,5 +1,6 @@
 """Kernels without one of the lines that order what their warps do: the interpreter must notice each of them."""
 
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -34,13 +35,15 @@ def without(line):
     return changed
 
 
-def assert_noticed(run, right, ways):
-    """In one of these ways to run it, a kernel hangs, reads what is not there, or gives another result than `right`."""
-    for way in ways:
+def assert_noticed(cases, ways):
+    """In one of these ways to run it, a kernel hangs, reads what is not there, or gives another result than the right
+    one, in one of the cases: what runs it, and that result. So a line need not be reached in all of them.
+    """
+    for way, (run, right) in product(ways, cases):
         try:
             got = run(**way)
         except (Deadlock, AssertionError):
             return
         if not all(map(torch.equal, got, right)):
             return
-    raise AssertionError(f"{len(ways)} interleavings without it gave the right result")
+    raise AssertionError(f"{len(ways)} interleavings without it gave the right results")

@@ -14,9 +14,11 @@ from missing_lines import assert_noticed, synchronising_lines, without
 
 from dynamic_masks import Loosened
 from exactness import LARGE_SCORES, check_weights_of_one
+from sparseflash import scores
 from sparseflash.backends.triton.hopper import backward as backward_module
 from sparseflash.backends.triton.hopper import backward_plan, cuts
 from sparseflash.backends.triton.launcher import Launch
+from sparseflash.scores.change import Scores
 from strategies import Problem, Recipe
 
 SEEDS = st.integers(0, 2**16)
@@ -131,12 +133,16 @@ def test_a_mask_without_a_live_tile_has_no_entries_and_gradients_of_zero(monkeyp
 HOW = {"gradients": True, "programs": 4, "backward": {"q_stages": 3, "dout_stages": 2}}  # as for the widest heads
 
 
+PAIRS = torch.randn(2, 2, 400, 520, generator=torch.Generator().manual_seed(0)).half().requires_grad_()
+CASES = [{}, {"changes": Scores((scores.bias(PAIRS),))}]
+
+
 @pytest.fixture(scope="module")
 def right():
-    return run(some_problem(), **HOW)
+    return [run(some_problem(), **HOW, **case) for case in CASES]
 
 
 @pytest.mark.parametrize("line", synchronising_lines(backward_module))
 def test_the_interpreter_notices_a_missing_wait_arrival_or_fence(line, right):
-    changed = partial(run, some_problem(), **HOW, change_backward=without(line))
-    assert_noticed(changed, right, [{"seed": seed} for seed in range(20)])
+    changed = [partial(run, some_problem(), **HOW, **case, change_backward=without(line)) for case in CASES]
+    assert_noticed(list(zip(changed, right, strict=True)), [{"seed": seed} for seed in range(20)])

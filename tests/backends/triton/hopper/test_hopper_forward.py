@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from missing_lines import assert_noticed, synchronising_lines, without
 
 from dynamic_masks import Loosened
-from sparseflash import BlockMask
+from sparseflash import BlockMask, scores
 from sparseflash.backends import reference
 from sparseflash.backends.triton.hopper import forward as forward_module
 from sparseflash.backends.triton.hopper import plan
+from sparseflash.scores.change import Scores
 from strategies import Recipe
 
 SEEDS = st.integers(0, 2**16)
@@ -97,11 +98,23 @@ def test_one_key_of_a_scale_of_zero_has_an_lse_of_zero():
 # ---------------------------------------------------------------------- what the interpreter notices
 
 
+def with_pairs(block):
+    """A bias of pairs takes buffers of its own, and one of the two of queries."""
+    problem = some_problem(dim=128, v_dim=128)
+    problem = replace(problem, recipe=replace(problem.recipe, arguments=problem.recipe.arguments | {"block": block}))
+    values = torch.randn(2, 2, 400, 520, generator=torch.Generator().manual_seed(0)).half()
+    return partial(run, problem, changes=Scores((scores.bias(values),)))
+
+
+CASES = {"plain": partial(run, some_problem()), "128": with_pairs((128, 128)), "64": with_pairs((64, 64))}
+
+
 @pytest.fixture(scope="module")
 def right():
-    return run(some_problem())
+    return {name: case() for name, case in CASES.items()}
 
 
 @pytest.mark.parametrize("line", synchronising_lines(forward_module))
 def test_the_interpreter_notices_a_missing_wait_arrival_or_fence(line, right):
-    assert_noticed(partial(run, some_problem(), change=without(line)), right, [{"seed": seed} for seed in range(40)])
+    ways = [{"seed": seed} for seed in range(40)]
+    assert_noticed([(partial(case, change=without(line)), right[name]) for name, case in CASES.items()], ways)

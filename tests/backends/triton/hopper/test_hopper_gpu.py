@@ -105,17 +105,29 @@ def test_biases_of_pairs_may_have_anything_where_scores_are_dead(dim, dtype):
 
 
 @pytest.mark.parametrize("dim", HEAD_DIMS)
-@pytest.mark.parametrize("value", [-1e30, -1e38, torch.finfo(torch.bfloat16).min])
-def test_padding_by_the_lowest_bias_of_pairs_is_finite(dim, value):
+@pytest.mark.parametrize("kind", ["bias", "key_bias", "alibi and key_bias"])
+@pytest.mark.parametrize("value", [-1e9, -1e30, -1e38, torch.finfo(torch.bfloat16).min])
+def test_padding_by_the_lowest_bias(dim, kind, value):
+    """The first queries see nothing else, and their weights are equal; their dout is 0."""
     q, k, v, dout, dlse = inputs(1, 2, 1000, dim)
-    values = torch.zeros(1, 2, 1000, 1000, device="cuda", dtype=torch.bfloat16)
-    values[..., :200] = value
+    dout[:, :, :200], dlse = 0.0, torch.zeros_like(dlse)
     mask = masks.causal(1000, block=128).to("cuda")
-    found = results(q, k, v, mask, dout, torch.zeros_like(dlse), Scores((scores.bias(values.requires_grad_()),)))
-    assert all(x.isfinite().all() for x in found)
     seen = BlockMask.from_function(lambda q, k: (k <= q) & (k >= 200), 1000, block=128).to("cuda")
-    wanted = attention(q, k, v, seen, backend="hopper")
-    torch.testing.assert_close(found[0][:, :, 200:], wanted[:, :, 200:], rtol=1e-2, atol=1e-2)
+    others = scores.alibi(torch.tensor([0.5, 0.1], device="cuda")) if "alibi" in kind else None
+    dtype = torch.bfloat16 if kind == "bias" else torch.float32
+    values = torch.zeros(1, 2, 1000, 1000, device="cuda", dtype=dtype)
+    values[..., :200] = value
+    padding = scores.bias(values) if kind == "bias" else scores.key_bias(values[:, :, 0].contiguous())
+    changes = Scores((padding,)) if others is None else padding + others
+    found = results(q, k, v, mask, dout, dlse, changes)
+    wanted = results(q, k, v, seen, dout, dlse, others and Scores((others,)))
+    assert all(x.isfinite().all() for x in found)
+    for x, y in zip((found[0], *found[2:]), (wanted[0], *wanted[2:]), strict=True):
+        torch.testing.assert_close(x[:, :, 200:], y[:, :, 200:], rtol=1e-2, atol=1e-2)
+    if value < -1e20:  # below, scores are lost
+        mean = v[:, :, :200].float().cumsum(2) / torch.arange(1, 201, device="cuda")[:, None]
+        torch.testing.assert_close(found[0][:, :, :200], mean.bfloat16(), rtol=1e-2, atol=1e-2)
+    assert not found[2][:, :, :200].any()
 
 
 @pytest.mark.parametrize("dim", HEAD_DIMS)
