@@ -121,9 +121,9 @@ def tile_bias(values: Tensor, mask: BlockMask) -> TileBias:
     `with_lengths` made of it. It must not be dynamic: its tiles must stay what they are.
 
     The Triton kernels read tiles of the mask itself, whatever others would be cheaper, so with blocks of fewer than 64
-    tokens they take more steps than for other changes. The gradient of a tile that one batch element and head use is
-    written once. Where values are shared, the gradients of all that share them are stored in fp32, each as large as
-    the values, and summed in a fixed order.
+    tokens they take more steps than for other changes; the kernels for Hopper take blocks of 128 in the dtype of q. The
+    gradient of a tile that one batch element and head use is written once. Where values are shared, the gradients of
+    all that share them are stored in fp32, each as large as the values, and summed in a fixed order.
 
     Raises TypeError or ValueError for values that do not fit the mask.
     """
