@@ -97,7 +97,9 @@ class ScoredOperator(RegisteredOperator):
         saved, (tensors, changes, wanted, *problem) = Saved(*others[:_SAVED]), others[_SAVED:]
         together = put_together(changes, tensors)
         dq, dk, dv, *learned = self.direct_backward(dout, dlse, saved, together, wanted, Problem(*problem))
-        return dq, dk, dv, [x.new_empty(0) if g is None else g for x, g in zip(tensors, learned, strict=True)]
+        # Contiguous, as `_fake_backward` promises; kernels may leave room after rows.
+        given = [x.new_empty(0) if g is None else g.contiguous() for x, g in zip(tensors, learned, strict=True)]
+        return dq, dk, dv, given
 
     def _fake_backward(
         self, dout: Tensor, dlse: Tensor | None, *others: Any

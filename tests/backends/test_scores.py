@@ -354,6 +354,19 @@ def test_the_operator_passes_pytorchs_own_checks():
     torch.library.opcheck(torch.ops.sparseflash.triton_scored.default, arguments)
 
 
+def test_gradients_have_the_strides_that_compiled_code_expects():
+    """Kernels leave room after the 20 numbers of a head."""
+    q, k, v, dout = (torch.randn(1, 2, 20, 16) for _ in range(4))
+    changes = Scores((scores.key_bias(torch.randn(1, 2, 20, requires_grad=True)),))
+    problem = backends_problem.Problem(None, None, None, None, None, None, 16, 16, 0.25)
+    out, lse, kept = api.scored_attention.forward(q, k, v, problem, changes)
+    saved = q, k, v, out, lse, kept
+    arguments = dout, None, *saved, [x.detach() for x in changes.tensors()], changes.described(), [True], *problem
+    operator = torch.ops.sparseflash.triton_scored_backward.default
+    assert not operator(*arguments)[3][0].isnan().any()
+    torch.library.opcheck(operator, arguments, test_utils="test_faketensor")
+
+
 # ---------------------------------------------------------------------- on a GPU
 
 

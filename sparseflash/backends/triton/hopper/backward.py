@@ -14,6 +14,9 @@ the same bits: every addition has a rank in a chain, which is an accumulator, an
 reached its rank. The first of a chain stores, so nothing has to be zeroed. A tile with many additions has several
 chains, which `finish_kernel` sums in order and rounds once.
 
+The gradient of a bias of pairs is dS, and leaves from the shared memory from which dQ is computed of it, row by row. A
+live tile of one batch element and head is written once, by the program that has it.
+
 An item that is far too long for one program is several in the plan, its parts (`cuts.py`). Each writes its own dk and
 dv in fp32 to a workspace, and `portable/combine.py` sums them in the order of the list and rounds once.
 

@@ -26,7 +26,7 @@ from sparseflash.backends.triton.hopper.changed import examples_of, flags_of, nu
 from sparseflash.backends.triton.hopper.choices import described_choice
 from sparseflash.backends.triton.hopper.configs import BLOCK, backward_config_for
 from sparseflash.backends.triton.hopper.descriptors import as_read, described_as, described_rows, read_as
-from sparseflash.backends.triton.hopper.pairs import PairGradients, pairs_of
+from sparseflash.backends.triton.hopper.pairs import PairGradients, StoredPairGradients, pairs_of
 from sparseflash.backends.triton.hopper.rows import WIDTH, begin_kernel, finish_kernel
 from sparseflash.backends.triton.hopper.scores import TABLE_SUMS
 from sparseflash.backends.triton.hopper.tables import entries_of
@@ -129,7 +129,7 @@ class BackwardLayout:
             if any(wanted_by_kind["key_bias"]):
                 self.sums["dkey_ptr"] = (BLOCK[1],)
         self.pairs = pairs
-        self.dpairs: PairGradients | None = None
+        self.dpairs: PairGradients | StoredPairGradients | None = None
         if pairs is not None:
             more |= pairs.examples
             described["pairs_desc"] = pairs.described
@@ -278,8 +278,8 @@ class Backward:
         """All kernels that a call launches."""
         layout, combine = self.layout, self._combine
         prepared = [each.launch for each in layout.prepared]
-        if self._dpairs is not None and self._dpairs.clear is not None:
-            prepared.append(self._dpairs.clear)
+        if self._dpairs is not None:
+            prepared += self._dpairs.launches()
         return [*prepared, layout.begin, self._launch, self._finish, *([] if combine is None else [combine])]
 
     def choices(self) -> list[KernelChoice]:

@@ -1,5 +1,4 @@
-"""Biases as the kernels for Hopper read them: those of keys in the units of their scores, each row in whole tiles;
-those of pairs as they are."""
+"""Biases of keys, as the kernels for Hopper read them: in the units of their sums, each row in whole tiles."""
 
 from __future__ import annotations
 

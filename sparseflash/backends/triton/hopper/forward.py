@@ -13,6 +13,9 @@ Two orders in which the work is written down matter, both seen in the machine co
   so much that weights relative to the one before could become large: seldom after the first steps of an item. Below
   the products the compiler would wait for them at that branch.
 
+Biases of pairs are loaded last, and into one buffer a warpgroup, which takes the place of a second one of queries at
+D = 128. A warpgroup gives its own back as soon as it has read it, so the next ones come while it computes weights.
+
 The stream goes on for two steps after the last item, which load nothing, so that no step needs a condition.
 
 Of a mask in blocks of 64 x 64 an item is a tile of 64 queries, and a program runs two streams, each with a warp that
@@ -42,7 +45,6 @@ from sparseflash.backends.triton.hopper.plan import (
     ITEM_START,
     ITEM_TILE,
 )
-from sparseflash.backends.triton.hopper.rows import LARGEST_SCORE
 from sparseflash.backends.triton.hopper.scores import (
     as_float,
     by_thread,
@@ -62,11 +64,12 @@ from sparseflash.backends.triton.hopper.scores import (
     to_first_column,
 )
 from sparseflash.backends.triton.portable.change_flags import CAPPED
-from sparseflash.backends.triton.portable.softmax import LN2, LOG2E
+from sparseflash.backends.triton.portable.softmax import LN2, LOG2E, LOWEST
 
 NO_SCALE = gl.constexpr(2e-30)  # in units of log2(e); a scale of 0 arrives as less: see `configs.SMALLEST_SCALE`
 RECORD = gl.constexpr(16)  # numbers that the loader tells the others of an item
-# Queries have two buffers, but of an item that ends they are given back before its record is read for the last time.
+# Queries have one buffer or two, but of an item that ends they are given back before its record is read for the last
+# time.
 RECORDS = gl.constexpr(4)
 ROWS = gl.constexpr(configs.ROWS)  # of a warpgroup
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # of one warp
@@ -493,6 +496,7 @@ def consumer(
         acc = warpgroup_mma(weights, v_s.index(stage), acc, use_acc=goes_on, is_async=True)
         s = warpgroup_mma_wait(1, deps=(s,))
         if Q_BUFFERS == 1 and not KEEPS_Q and left == 0:
+            # Before the wait for the next keys, which are the next item's and come after its queries.
             async_copy.mbarrier_arrive(q_empty.index(C), increment_count=False)
         if IN_TURNS:
             at_turn_of(C, "sync")
@@ -507,6 +511,7 @@ def consumer(
         if pairs_desc is not None:
             mbarrier.wait(pair_full.index(C), step & 1)
             pairs = pair_s.index(C).load(S)
+            # The loads are not waited for: they are made in order, and the next numbers arrive long after them.
             async_copy.mbarrier_arrive(pair_empty.index(C), increment_count=False)
             s = s * cap_scale + pairs.to(gl.float32)
         if is_mixed:
@@ -541,12 +546,17 @@ def consumer(
                 part = field(record_s, ended, PART)
                 maximum = m_i
                 if HAS_BIAS:  # which may be as low as fp32 holds
-                    maximum = gl.where(m_i == float("-inf"), float("-inf"), gl.maximum(m_i * unit, -LARGEST_SCORE))
+                    maximum = gl.where(m_i == float("-inf"), float("-inf"), gl.maximum(m_i * unit, LOWEST))
                 if HAS_PARTS and part > 0:
+                    inverse = gl.full([ROWS], 1.0, gl.float32, layout=S_ROWS)
+                    if HAS_LENGTHS and pairs_desc is not None:  # past the lengths a bias may be NaN
+                        is_past = field(record_s, ended, FIRST_Q) + row >= field(record_s, ended, Q_LIMIT)
+                        maximum = gl.where(is_past, float("-inf"), maximum)
+                        total = gl.where(is_past, 0.0, total)
+                        inverse = gl.where(is_past, 0.0, 1.0)
                     part_ptr = parts_ptr + gl.cast(part - 1, gl.int64) * PART_SIZE
                     gl.store(part_ptr + BLOCK_M * D + row, maximum)
                     gl.store(part_ptr + BLOCK_M * (D + 1) + row, total)
-                    inverse = gl.full([ROWS], 1.0, gl.float32, layout=S_ROWS)
                 else:
                     q_row = field(record_s, ended, FIRST_Q) + row
                     is_empty = total == 0.0
@@ -608,7 +618,7 @@ def consumer(
         goes_on = not begins
         if begins and turn > 0:
             out = acc * gl.convert_layout(alpha, A_ROWS)[:, None]
-            if HAS_LENGTHS and pairs_desc is not None:  # past the lengths a bias may be NaN
+            if HAS_LENGTHS and pairs_desc is not None:  # and so may be what such queries have summed
                 out = gl.where(gl.convert_layout(alpha, A_ROWS)[:, None] == 0.0, 0.0, out)
             part = field(record_s, ended, PART)
             if HAS_PARTS and part > 0:
@@ -694,7 +704,7 @@ def forward_kernel(
     index_ptr, tile_ptr, words_ptr,  # the tile lists, one more entry than needed, and the bits: see worklists.py
     lengths_ptr, lengths_stride,  # int32 [2, B], of queries and of keys, or None
     counter_ptr,  # int32 [1], zero, and left so
-    qk_scale,  # positive; in units of log2(e), of scores in the units of scores.py
+    qk_scale,  # positive; in units of log2(e), of scores in the units of scores.py, of products where keys have a bias
     items, heads, group, q_len, k_len, row_tiles,
     cap_scale, inverse_unit,  # scale over the unit of scores, if CHANGES has CAPPED or for pairs; 1 over that unit
     slopes_ptr, sink_ptr,  # [Hq], or None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 import triton
 import triton.language as tl
@@ -16,6 +18,7 @@ from sparseflash.backends.triton.portable.launches import launch_of
 from sparseflash.backends.triton.portable.passes import like
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
+from sparseflash.backends.triton.schedule.worklists import TileLists
 from sparseflash.blockmask.streams import ReadyEvent
 from sparseflash.scores.change import Scores
 
@@ -72,9 +75,9 @@ class Pairs:
 
     def __call__(self, changes: Scores) -> dict[str, Tensor]:
         """The kernels' arguments, of a call."""
-        return {"pairs_desc": aligned_start(changes.find("bias").values)}
+        return {"pairs_desc": changes.find("bias").values}
 
-    def gradients(self, device: torch.device) -> PairGradients:
+    def gradients(self, device: torch.device) -> PairGradients | StoredPairGradients:
         """What writes the gradient, where nobody shares the bias."""
         return PairGradients(self.examples["pairs_desc"], self._box, device)
 
@@ -94,8 +97,8 @@ class StoredPairs(Pairs):
         values, numbers, pattern = (aligned_start(x.contiguous()) for x in changes.find("tile_bias").tensors())
         return {"pairs_desc": _below_one_another(values), "tile_numbers_ptr": numbers, "tile_pattern_ptr": pattern}
 
-    def gradients(self, device: torch.device) -> PairGradients:
-        return StoredPairGradients(self.examples["pairs_desc"], self._box, device)
+    def gradients(self, device: torch.device) -> PairGradients | StoredPairGradients:
+        return StoredPairGradients(self.examples["pairs_desc"], self._box)
 
 
 def pairs_of(changes: Scores | None, box: tuple[int, int]) -> Pairs | None:
@@ -105,6 +108,24 @@ def pairs_of(changes: Scores | None, box: tuple[int, int]) -> Pairs | None:
     return next((each(changes, box) for each in (Pairs, StoredPairs) if changes.find(each.kind)), None)
 
 
+@dataclass(frozen=True)
+class _LiveTiles:
+    """Where the tiles of a plan lie that are live."""
+
+    lists: TileLists  # over rows
+    pattern: Tensor  # int32 [B, Hq] contiguous
+    ready: ReadyEvent = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ready", ReadyEvent((self.lists, self.pattern)))
+
+    @classmethod
+    def of(cls, plan: Plan) -> _LiveTiles:
+        lists = plan.lists.get(0, Tiling(*BLOCK))
+        lists.ready.wait()
+        return cls(lists.to(plan.device), plan.pattern.contiguous())
+
+
 class PairGradients:
     """The gradient of a bias of pairs, of tensors of one layout. The kernels write live tiles; those that are dead are
     0, and half of a causal mask.
@@ -112,10 +133,10 @@ class PairGradients:
 
     def __init__(self, pairs: Tensor, box: tuple[int, int], device: torch.device) -> None:
         padded = with_padded_rows(pairs)
-        self.q_len, self.k_len = pairs.shape[2:]
-        self.example = padded[..., : self.k_len]
+        self.q_len, k_len = pairs.shape[2:]
+        self.example = padded[..., :k_len]
         self.described: Describe = described_as(self.example, *box)
-        numbers = {"q_len": self.q_len, "k_len": self.k_len, "width": padded.shape[3]}
+        numbers = {"q_len": self.q_len, "k_len": k_len, "width": padded.shape[3]}
         self._clear = launch_of(
             clear_kernel, {}, numbers, {"dpairs_ptr": padded}, device, {},
             bound=("start_ptr", "full_ptr", "count_ptr", "index_ptr", "pattern_ptr"), num_warps=4, num_stages=1,
@@ -124,51 +145,64 @@ class PairGradients:
     def bind(self, plan: Plan, block: tuple[int, int]) -> BoundPairGradients:
         """For a plan of a mask in such blocks."""
         if plan.has_every_tile(block):
-            return BoundPairGradients()
-        lists = plan.derived("tiles of hopper's pairs", lambda: plan.lists.get(0, Tiling(*BLOCK)).to(plan.device))
-        pattern = plan.derived("patterns of hopper's pairs", lambda: plan.pattern.contiguous())
-        programs = plan.pattern.numel() * -(-self.q_len // BLOCK[0])
+            return BoundPairGradients(None)
+        live = plan.derived("live tiles of hopper's pairs", lambda: _LiveTiles.of(plan))
         clear = self._clear.bind(
-            programs, start_ptr=lists.start, full_ptr=lists.full, count_ptr=lists.count, index_ptr=lists.index,
-            pattern_ptr=pattern,
+            plan.pattern.numel() * -(-self.q_len // BLOCK[0]), start_ptr=live.lists.start, full_ptr=live.lists.full,
+            count_ptr=live.lists.count, index_ptr=live.lists.index, pattern_ptr=live.pattern,
         )  # fmt: skip
-        return BoundPairGradients(clear, lists.ready)
+        return BoundPairGradients((clear, live.ready))
 
 
 class BoundPairGradients:
     """Memory for the gradient, in which dead tiles are 0."""
 
-    def __init__(self, clear: BoundLaunch | None = None, ready: ReadyEvent | None = None) -> None:
-        """clear: what clears dead tiles, if there are some. ready: when it may read their lists."""
-        self.clear, self._ready = clear, ready
+    def __init__(self, clearing: tuple[BoundLaunch, ReadyEvent] | None) -> None:
+        """clearing: what clears dead tiles, if there are some, and when it may read where they are."""
+        self._clearing = clearing
 
     def __call__(self, changes: Scores) -> tuple[Tensor, Tensor]:
         """`(the gradient, the same as the kernel writes it)`."""
         values = changes.find("bias").values
         padded = with_padded_rows(values)
-        if self.clear is not None and self._ready is not None:
-            self._ready.wait()
-            self.clear({"dpairs_ptr": padded})
+        if self._clearing is not None:
+            clear, ready = self._clearing
+            ready.wait()
+            clear({"dpairs_ptr": padded})
         found = padded[..., : values.shape[3]]
         return found, found
 
+    def launches(self) -> list[BoundLaunch]:
+        """What a call launches."""
+        return [] if self._clearing is None else [self._clearing[0]]
 
-class StoredPairGradients(PairGradients):
+
+class StoredPairGradients:
     """The same of one that is stored for live tiles. Kernels write all that a batch element and head has."""
 
-    def bind(self, plan: Plan, block: tuple[int, int]) -> BoundPairGradients:
+    def __init__(self, pairs: Tensor, box: tuple[int, int]) -> None:
+        self.example = torch.empty_like(pairs)
+        self.described: Describe = described_as(self.example, *box)
+
+    def bind(self, plan: Plan, block: tuple[int, int]) -> BoundStoredPairGradients:
+        """As `PairGradients.bind`."""
         return BoundStoredPairGradients()
 
 
-class BoundStoredPairGradients(BoundPairGradients):
+class BoundStoredPairGradients:
     """Memory for its gradient, in which tiles of other heads' patterns are 0."""
 
     def __call__(self, changes: Scores) -> tuple[Tensor, Tensor]:
+        """As `BoundPairGradients.__call__`."""
         tiles = changes.find("tile_bias")
         found = torch.empty_like(tiles.values, memory_format=torch.contiguous_format)
         if len(tiles.tile_numbers) > 1:
             found.zero_()
         return found, _below_one_another(found)
+
+    def launches(self) -> list[BoundLaunch]:
+        """What a call launches."""
+        return []
 
 
 def _below_one_another(values: Tensor) -> Tensor:

@@ -4,14 +4,12 @@ import triton
 import triton.language as tl
 
 from sparseflash.backends.triton.hopper.configs import BLOCK
+from sparseflash.backends.triton.portable.softmax import LOWEST
 
 TILE_ROWS = tl.constexpr(BLOCK[0])  # queries of a tile
 WIDTH = tl.constexpr(256)  # of the boxes in which the copy engine adds dq
-
-
-LARGEST_SCORE = tl.constexpr(3e38)  # in the units of scores; fp32 holds somewhat more
-# A lower lse is that of a query whose keys all have such a bias. Its weights are lost in the rounding of lse, and would
-# be anything, times a gradient that may well be 0.
+# Whoever pads with biases writes numbers like -1e30, and a query may see nothing else. In an lse as low as that its
+# weights are lost to rounding: they would be anything, also infinite, times a gradient that is mostly 0.
 LOWEST_LSE = tl.constexpr(-(2.0**26))
 
 
@@ -19,7 +17,7 @@ LOWEST_LSE = tl.constexpr(-(2.0**26))
 def finite_product(x, factor):
     """x * factor, but finite wherever x is: biases as large as fp32 holds, and the lse of rows that have no others,
     would become infinite in the units of scores, and their difference NaN."""
-    most = LARGEST_SCORE / tl.maximum(factor, 1.0)
+    most = -LOWEST / tl.maximum(factor, 1.0)
     return tl.where(tl.abs(x) < float("inf"), tl.minimum(tl.maximum(x, -most), most), x) * factor
 
 

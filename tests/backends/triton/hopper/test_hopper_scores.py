@@ -80,9 +80,11 @@ def test_the_bits_depend_on_no_interleaving(seed, dim, programs, kinds):
     assert len(got) == (6 if "softcap" in kinds else 7) and all(torch.equal(got[name], first[name]) for name in first)
 
 
-@pytest.mark.parametrize("kinds", [("softcap",), ("alibi",), ("key_bias",), ("sink",), ("alibi", "sink")], ids="+".join)
+@pytest.mark.parametrize(
+    "kinds", [("softcap",), ("alibi",), ("key_bias",), ("aligned bias",), ("sink",), ("alibi", "sink")], ids="+".join
+)
 def test_a_scale_of_zero(kinds):
-    case = Scored(some_problem(scale=0.0), kinds)
+    case = Scored(some_problem(scale=0.0), kinds, half="aligned bias" in kinds)
     got = run(case)
     check_results(case, got)
     assert not got["dq"].any() and not got["dk"].any() and got["dv"].any()
@@ -283,9 +285,10 @@ def test_padding_by_the_lowest_bias_has_finite_gradients(forward, value):
     assert all(x.isfinite().all() for x in found)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (1, 2), (2, 2)])
-@pytest.mark.parametrize("dim", [64, 128])
-def test_biases_of_pairs_may_have_anything_where_scores_are_dead(dim, shape):
+@pytest.mark.parametrize("kind", ["bias", "tile_bias"])
+@pytest.mark.parametrize("rule", [plan.RULE, CUT])
+@pytest.mark.parametrize(("dim", "shape"), [(64, (1, 1)), (64, (2, 2)), (128, (2, 1)), (128, (1, 2)), (128, (2, 2))])
+def test_biases_of_pairs_may_have_anything_where_scores_are_dead(dim, shape, rule, kind):
     """In partial and dead tiles, and past the lengths of queries and keys."""
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(2, 2, 400, dim).bfloat16() for _ in range(4))
@@ -296,10 +299,47 @@ def test_biases_of_pairs_may_have_anything_where_scores_are_dead(dim, shape):
     is_dead = is_dead if shape[0] == 2 else is_dead.all(0, keepdim=True)  # of shared ones, for both sequences
     values, found = torch.randn(*shape, 400, 400).bfloat16(), []
     for fill in (0.0, torch.nan):
-        changes = Scores((scores.bias(values.masked_fill(is_dead, fill).requires_grad_(shape == (2, 2))),))
-        found.append(interpreted(mask, q, k, v, 0.125, dout, dlse, changes=changes))
+        filled, learns = values.masked_fill(is_dead, fill), shape == (2, 2)
+        changes = Scores((scores.bias(filled.requires_grad_(learns)),))
+        if kind == "tile_bias":
+            tiles = scores.tile_values(lambda q, k, filled=filled: filled[:, :, q, k], mask)
+            changes = Scores((scores.tile_bias(tiles.detach().requires_grad_(learns), mask),))
+            changes = changes.prepared(Sizes(2, 2, 400, 400, q.device, mask))
+        found.append(interpreted(mask, q, k, v, 0.125, dout, dlse, changes=changes, rule=rule))
     assert all(torch.equal(x, y) and x.isfinite().logical_or(x.isneginf()).all() for x, y in zip(*found, strict=True))
     assert len(found[0]) == (6 if shape == (2, 2) else 5)
+
+
+@pytest.fixture
+def memory_is_nan():
+    """Memory that nothing was written to, on the CPU often zeros."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("memory_is_nan")
+@pytest.mark.parametrize("kind", ["aligned bias", "tile bias"])
+@pytest.mark.parametrize(("rule", "cut"), [(plan.RULE, cuts.RULE), (CUT, PARTS)], ids=["whole", "cut"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_biases_of_pairs_under_several_patterns_are_exact(dim, rule, cut, kind):
+    """Dead tiles, and tiles of the other head's pattern, have gradients of zero."""
+    case = Scored(some_problem(dim=dim, v_dim=dim), (kind, "sink"), half=True, own=(kind,))
+    check_results(case, run(case, rule=rule, cut=cut))
+
+
+@pytest.mark.usefixtures("memory_is_nan")
+@pytest.mark.parametrize("kind", ["aligned bias", "tile bias"])
+def test_biases_of_pairs_without_a_live_tile_have_gradients_of_zero(kind):
+    recipe = Recipe(
+        "from_layout", {"q_len": 200, "k_len": 200, "block": (128, 128), "heads": [[0]], "share": 0.0, "seed": 0}
+    )
+    problem = some_problem(recipe=recipe, q_len=200, k_len=200, batch=1, heads=1)
+    case = Scored(problem, (kind,), half=True, own=(kind,))
+    found = run(case)
+    assert found["lse"].isneginf().all()
+    assert not any(x.any() for name, x in found.items() if name != "lse")
 
 
 @pytest.mark.parametrize("dim", [64, 128])
