@@ -199,20 +199,20 @@ class Backward:
         """`(dq, dk, dv)`, and the gradients of the tensors of the changes that the layout was made for."""
         of_kind: dict[str, Tensor | None] = {}
         heads, (batch, kv_heads, k_len, _) = saved.q.shape[1], saved.k.shape
-        sums = {
+        written = {
             name: torch.zeros(
                 len(self.plan.work), heads // kv_heads, *shape, dtype=torch.float32, device=saved.q.device
             )
             for name, shape in self.layout.sums.items()
         }
         if self._dpairs is not None and self.layout.pairs is not None:
-            of_kind[self.layout.pairs.kind], sums["dpairs_desc"] = self._dpairs(changes)
-        gradients, rows = self._run(dout, dlse, saved, lengths, changes, sums)
+            of_kind[self.layout.pairs.kind], written["dpairs_desc"] = self._dpairs(changes)
+        gradients, rows = self._run(dout, dlse, saved, lengths, changes, written)
         for name, kind in (("dslopes_ptr", "distance"), ("dtable_ptr", "relative")):
-            if name in sums:
-                of_kind[kind] = self._sums_by_head(sums[name], batch, kv_heads, k_len)
-        if "dkey_ptr" in sums:
-            of_keys = self._sums_by_key(sums["dkey_ptr"], batch, kv_heads, k_len)
+            if name in written:
+                of_kind[kind] = self._sums_by_head(written[name], batch, kv_heads, k_len)
+        if "dkey_ptr" in written:
+            of_keys = self._sums_by_key(written["dkey_ptr"], batch, kv_heads, k_len)
             of_kind["key_bias"] = over_shared(of_keys, changes.find("key_bias").values)
         if self.layout.wants_sink:
             lse = saved.lse
@@ -244,7 +244,7 @@ class Backward:
 
     def _run(
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None, changes: Scores | None = None,
-        sums: Mapping[str, Tensor] | None = None,
+        written: Mapping[str, Tensor] | None = None,
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:  # fmt: skip
         """The gradients, and the numbers of rows that `begin_kernel` writes."""
         q, k, v, out, lse, _ = saved
@@ -258,7 +258,7 @@ class Backward:
             "dk_desc": dk, "dv_desc": dv, "counter_ptr": counters, "acc_ptr": acc, "dq_ptr": dq, "x_ptr": dk,
             "y_ptr": dv, **of_call(lengths), **_of_kernel(tensors_of(changes, q)),
         }  # fmt: skip
-        given |= sums or {}
+        given |= written or {}
         if changes is not None:
             for each in self.layout.prepared:
                 given |= each(changes)

@@ -44,6 +44,18 @@ def numbers_of(changes: Scores | None, scale: float) -> dict[str, float]:
     return {"qk_scale": unit * LOG2E.value, "inverse_unit": 1.0 / unit, "cap_scale": scale / unit}
 
 
+def forward_numbers_of(changes: Scores | None, scale: float) -> dict[str, float]:
+    """The same of the forward. With a bias of pairs scores are in their own units, in which no bias overflows."""
+    if changes is None or {"bias", "tile_bias"}.isdisjoint(changes.kinds):
+        return numbers_of(changes, scale)
+    return {"qk_scale": LOG2E.value, "inverse_unit": 1.0, "cap_scale": scale}
+
+
+def forward_factor_of_key_biases(changes: Scores | None, inverse_unit: float) -> float:
+    """What brings them to the units in which the forward adds them: of log2(e), or beside slopes of scores."""
+    return LOG2E.value if changes is None or changes.find("distance") is None else inverse_unit
+
+
 def tensors_of(changes: Scores | None, q: Tensor) -> dict[str, Any]:
     """The kernels' tensors, but for those of a table and of biases: see `tables`, `biases` and `pairs`."""
     if changes is None:

@@ -12,7 +12,13 @@ from sparseflash.backends.registration import empty_lse, empty_out
 from sparseflash.backends.triton.alignment import can_describe
 from sparseflash.backends.triton.family import KernelChoice, Setting
 from sparseflash.backends.triton.hopper.biases import biases_of
-from sparseflash.backends.triton.hopper.changed import examples_of, flags_of, numbers_of, tensors_of
+from sparseflash.backends.triton.hopper.changed import (
+    examples_of,
+    flags_of,
+    forward_factor_of_key_biases,
+    forward_numbers_of,
+    tensors_of,
+)
 from sparseflash.backends.triton.hopper.choices import described_choice
 from sparseflash.backends.triton.hopper.configs import ROWS, Config
 from sparseflash.backends.triton.hopper.descriptors import as_read, described_as, described_rows, read_as
@@ -26,7 +32,6 @@ from sparseflash.backends.triton.portable.combine import TOKENS_TO_COMBINE, comb
 from sparseflash.backends.triton.portable.launches import SOME_LENGTHS, SOME_PARTS, launch_of, of_call, strides_of
 from sparseflash.backends.triton.portable.merging import bind_merge, merge_launch
 from sparseflash.backends.triton.portable.passes import like, one_number_of
-from sparseflash.backends.triton.portable.softmax import LOG2E
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.backends.triton.schedule.worklists import Worklist
@@ -58,7 +63,7 @@ class ForwardLayout:
         self.config, (queries, keys) = config, config.tile
         self.part = queries * (config.dim + 2)
         numbers: dict[str, Any] = {
-            **numbers_of(changes, scale), "items": items, "heads": heads, "group": heads // kv_heads,
+            **forward_numbers_of(changes, scale), "items": items, "heads": heads, "group": heads // kv_heads,
             "q_len": q_len, "k_len": k_len, "row_tiles": -(-q_len // queries), "lengths_stride": 0,
         }  # fmt: skip
         constants = {
@@ -71,9 +76,7 @@ class ForwardLayout:
         changed = examples_of(changes, q)
         examples |= changed
         entries = entries_of(changes, q, numbers["inverse_unit"], device)
-        # Without slopes the kernel adds them in units of log2(e).
-        in_log2 = changes is None or changes.find("distance") is None
-        biases = biases_of(changes, k_len, LOG2E.value if in_log2 else numbers["inverse_unit"], device)
+        biases = biases_of(changes, k_len, forward_factor_of_key_biases(changes, numbers["inverse_unit"]), device)
         self.prepared = [each for each in (entries, biases) if each is not None]  # each by a kernel of its own
         if entries is not None:
             examples |= entries.examples
@@ -90,8 +93,7 @@ class ForwardLayout:
         if pairs is not None:
             examples |= pairs.examples
             described["pairs_desc"] = pairs.described
-            # Scores are in their own units, in which no bias overflows.
-            numbers |= {**pairs.numbers, "qk_scale": LOG2E.value, "cap_scale": scale, "inverse_unit": 1.0}
+            numbers |= pairs.numbers
         self.pairs = pairs
         self.launch = launch_of(
             forward_kernel, constants, numbers, examples, device, described,

@@ -24,7 +24,7 @@ from sparseflash.backends.triton.portable.softmax import LN2
 # In base 2 a token. Over 128 tokens the rounding of such a term is 2^-13.
 STEEPEST = gl.constexpr(16.0)
 TABLE_SUMS = gl.constexpr(64)  # of a bucket, by as many threads: eight of each warp
-LARGEST = gl.constexpr(3.4e38)  # finite numbers of fp32 are no larger
+LARGEST_FINITE = gl.constexpr(3.4e38)  # finite numbers of fp32 are no larger
 
 
 @gluon.jit
@@ -172,7 +172,7 @@ def shared_distance(runs, least, most):
 @gluon.jit
 def can_be_shared(entry):
     """Whether an entry is finite. Another would undo the mask, so scores that have it read it themselves."""
-    return gl.abs(entry) <= LARGEST
+    return gl.abs(entry) <= LARGEST_FINITE
 
 
 @gluon.jit
