@@ -1,5 +1,7 @@
 """The kernels for Hopper on a GPU. A kernel that hangs takes its process along: whatever waits too long is ended."""
 
+import itertools
+import random
 from functools import partial
 
 import pytest
@@ -305,6 +307,36 @@ def test_the_same_bits_at_every_launch_beside_a_busy_stream(dim):
         with torch.cuda.stream(other):
             a @ a
         assert all(map(torch.equal, results(q, k, v, mask, dout, dlse), first))
+
+
+SHUFFLED = {
+    "dense": lambda n: BlockMask.dense(n, block=128),
+    "causal": lambda n: masks.causal(n, block=128),
+    "causal in blocks of 64": lambda n: masks.causal(n, block=64),
+    "window": lambda n: masks.local(n, window=300, block=128),
+    "random": lambda n: masks.random_blocks(n, count=2, block=128),
+    "butterfly": lambda n: masks.butterfly(n, block=128),
+}
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["alone", "beside a busy stream"])
+def test_ten_thousand_shuffled_launches_have_the_bits_of_the_first(busy):
+    """Of 5,000 forwards and backwards."""
+    draw, cases = random.Random(0), []
+    for dim, tokens, heads in itertools.product(HEAD_DIMS, (200, 1024, 2300), (1, 6)):
+        given = inputs(1 + heads % 2, heads, tokens, dim)
+        for make in draw.sample(sorted(SHUFFLED), 3):
+            cases.append((*given[:3], SHUFFLED[make](tokens).to("cuda"), *given[3:]))
+    firsts = [results(*case) for case in cases]
+    a, other, others = torch.randn(2048, 2048, device="cuda"), torch.cuda.Stream(), torch.zeros((), device="cuda")
+    for number in range(5000):
+        if busy and number % 4 == 0:
+            with torch.cuda.stream(other):
+                a @ a
+        which = draw.randrange(len(cases))
+        for x, y in zip(results(*cases[which]), firsts[which], strict=True):
+            others += (x != y).any()
+    assert others.item() == 0
 
 
 def test_launches_of_several_streams_disturb_each_other_in_nothing():
