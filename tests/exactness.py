@@ -1,5 +1,6 @@
 """A backend held against dense attention in fp64, on drawn problems."""
 
+from contextlib import contextmanager
 from dataclasses import replace
 from unittest import mock
 
@@ -14,6 +15,17 @@ from strategies import Problem, Recipe
 
 HALF = (torch.float16, torch.bfloat16)
 LARGE_SCORES = (1e3, 1e4, 1e5, 1e6)  # as far as `attention` says how far off gradients are in half precision
+
+
+@contextmanager
+def new_memory_is_nan():
+    """Fills what PyTorch allocates without writing to it, which on the CPU often happens to be zeros."""
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def time_for_examples(seconds):

@@ -9,6 +9,7 @@ from hopper_problems import CUT, PARTS, drawn, fixed_among, inputs, interpreted,
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from exactness import new_memory_is_nan
 from scored import Scored, check_results
 from sparseflash import BlockMask, attention, clear_caches, explain, masks, scores
 from sparseflash.backends.triton import api
@@ -312,11 +313,8 @@ def test_biases_of_pairs_may_have_anything_where_scores_are_dead(dim, shape, rul
 
 @pytest.fixture
 def memory_is_nan():
-    """Memory that nothing was written to, on the CPU often zeros."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(False)
+    with new_memory_is_nan():
+        yield
 
 
 @pytest.mark.usefixtures("memory_is_nan")
@@ -327,6 +325,18 @@ def test_biases_of_pairs_under_several_patterns_are_exact(dim, rule, cut, kind):
     """Dead tiles, and tiles of the other head's pattern, have gradients of zero."""
     case = Scored(some_problem(dim=dim, v_dim=dim), (kind, "sink"), half=True, own=(kind,))
     check_results(case, run(case, rule=rule, cut=cut))
+
+
+@pytest.mark.usefixtures("memory_is_nan")
+@pytest.mark.parametrize("lengths", [(400, 250), (400, 0)])
+def test_biases_of_pairs_have_gradients_of_zero_past_the_lengths_of_a_dense_mask(lengths):
+    """Every tile is live, so nothing is cleared."""
+    q, k, v, dout = (torch.randn(2, 2, 400, 64).half() for _ in range(4))
+    mask, values = BlockMask.dense(400, block=128).with_lengths(lengths), torch.randn(2, 2, 400, 400).half()
+    found = interpreted(mask, q, k, v, 0.125, dout, changes=Scores((scores.bias(values.requires_grad_()),)))
+    past = torch.arange(400) >= torch.tensor(lengths)[:, None, None]
+    assert all(x.isfinite().logical_or(x.isneginf()).all() for x in found)
+    assert not found[-1].masked_select(past[..., None] | past[..., None, :]).any()
 
 
 @pytest.mark.usefixtures("memory_is_nan")
