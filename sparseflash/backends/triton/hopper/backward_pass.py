@@ -122,7 +122,7 @@ class BackwardLayout:
                 numbers["table_size"] = entries.size
                 more["buckets_ptr"] = entries.buckets
                 self.sums["dtable_ptr"] = entries.size, TABLE_SUMS.value
-        biases = biases_of(changes, k.shape[2], numbers["inverse_unit"], device)
+        biases = biases_of(changes, k.shape[2], numbers["inverse_unit"], device, in_pieces=False)
         if biases is not None:
             more["biases_ptr"] = biases.example
             numbers |= biases.numbers

@@ -51,9 +51,9 @@ def forward_numbers_of(changes: Scores | None, scale: float) -> dict[str, float]
     return {"qk_scale": LOG2E.value, "inverse_unit": 1.0, "cap_scale": scale}
 
 
-def forward_factor_of_key_biases(changes: Scores | None, inverse_unit: float) -> float:
-    """What brings them to the units in which the forward adds them: of log2(e), or beside slopes of scores."""
-    return LOG2E.value if changes is None or changes.find("distance") is None else inverse_unit
+def has_biases(changes: Scores | None) -> bool:
+    """Whether there is a bias, of keys or of pairs."""
+    return changes is not None and not {"key_bias", "bias", "tile_bias"}.isdisjoint(changes.kinds)
 
 
 def tensors_of(changes: Scores | None, q: Tensor) -> dict[str, Any]:

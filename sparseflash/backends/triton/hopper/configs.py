@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 ROWS = 64  # queries of a warpgroup in the forward, which is what a matrix instruction takes
 GROUPS = 2  # warpgroups that multiply
+CHANNELS = 16  # of queries and keys that a matrix instruction takes
 BLOCK = (GROUPS * ROWS, 128)  # queries and keys of a tile
 SMALL = (ROWS, 64)  # of masks in such blocks, in the forward
 HEAD_DIMS = (64, 96, 128)
@@ -32,8 +33,8 @@ class Config(NamedTuple):
         """The warpgroups that share an item."""
         return self.tile[0] // ROWS
 
-    def with_pairs(self) -> Config:
-        """The same where a bias of pairs takes the place of queries that are loaded ahead."""
+    def with_biases(self) -> Config:
+        """The same where biases, of keys or of pairs, take the place of queries that are loaded ahead."""
         return self._replace(q_buffers=1) if self.dim == 128 else self
 
 

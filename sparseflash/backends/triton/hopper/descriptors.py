@@ -9,6 +9,7 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 
 from sparseflash.backends.triton.alignment import can_describe, describable_strides
+from sparseflash.backends.triton.hopper.configs import CHANNELS
 from sparseflash.backends.triton.launcher import Describe
 from sparseflash.backends.triton.portable.passes import like
 
@@ -35,3 +36,11 @@ def described_rows(x: Tensor, box: Sequence[int], shape: Sequence[int] | None = 
     seen = x if shape is None else x.view(*shape)
     plain = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     return Describe(x, seen.shape, seen.stride(), list(box), plain)
+
+
+def described_channels(x: Tensor, keys: int) -> Describe:
+    """The descriptor of some channels of all keys `[rows, channels, Nk]`, in boxes of as many as a matrix instruction
+    takes; the copy engine fills up with zeros.
+    """
+    box = [1, CHANNELS, keys]
+    return Describe(x, x.shape, x.stride(), box, gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16))

@@ -34,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from sparseflash.backends.triton.hopper import configs
-from sparseflash.backends.triton.hopper.gluon_api import async_load, async_store
+from sparseflash.backends.triton.hopper.gluon_api import accumulator, async_load, async_store
 from sparseflash.backends.triton.hopper.plan import (
     ITEM,
     ITEM_BLOCK,
@@ -72,10 +72,13 @@ RECORD = gl.constexpr(16)  # numbers that the loader tells the others of an item
 # time.
 RECORDS = gl.constexpr(4)
 ROWS = gl.constexpr(configs.ROWS)  # of a warpgroup
+CHANNELS = gl.constexpr(configs.CHANNELS)
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # of one warp
 # How far, in powers of 2, the maximum that weights are relative to may lag behind the true one. Weights then stay below
 # 256, which half precision and sums in fp32 hold as exactly as those below 1.
 SLACK = gl.constexpr(8.0)
+# In units of log2(e) a maximum of so much is known to a few powers of 2 only. Biases may be as low as fp32 holds.
+COARSE = gl.constexpr(2.0**26)
 
 # Of a record.
 BATCH_HEAD = gl.constexpr(0)
@@ -239,7 +242,7 @@ def loader(
                 else:
                     mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes + bias_desc.block_type.nbytes)
                     bias_row = batch * bias_of_batch + head * bias_of_head
-                    async_load(bias_desc, [bias_row, first_k], k_full.index(stage), bias_s.index(stage))
+                    async_load(bias_desc, [bias_row, 0, first_k], k_full.index(stage), bias_s.index(stage))
                 async_load(k_desc, [batch, kv_head, first_k, 0], k_full.index(stage), k_s.index(stage))
             else:
                 mbarrier.arrive(k_full.index(stage), count=1)
@@ -282,6 +285,18 @@ def row_maximum(s, added):
     if added is not None:
         mine += added
     return gl.convert_layout(gl.max(mine, 1), gl.SliceLayout(1, s.type.layout), assert_trivial=True)
+
+
+@gluon.jit
+def scale_of_rows(maximum, qk_scale):
+    """[ROWS], what scores with biases are multiplied by. maximum: of each row, scaled.
+
+    It is qk_scale, unless the rounding of so large a maximum could make weights infinite, or all of them 0. Then it is
+    the power of 2 above: products with it are exact, the largest score has weight 1, and of others, which are lower by
+    several powers of 2 if they are not as large, the order is kept and next to nothing else is known.
+    """
+    power_above = as_float((gl.cast(qk_scale, gl.int32, bitcast=True) & 0x7F800000) + 0x00800000)
+    return gl.where(gl.abs(maximum) < COARSE, qk_scale, power_above)
 
 
 @gluon.constexpr_function
@@ -375,10 +390,10 @@ def consumer(
     if pairs_desc is not None:
         pair_s, pair_full, pair_empty = pairs_s
     HAS_TABLE: gl.constexpr = entries_ptr is not None
-    HAS_BIAS: gl.constexpr = bias_s is not None or pairs_desc is not None
-    # With a bias of keys alone the sums of products and biases are in units of log2(e).
-    IN_LOG2: gl.constexpr = bias_s is not None and slopes_ptr is None
-    unit = 1.0 if IN_LOG2 else qk_scale
+    HAS_KEY_BIAS: gl.constexpr = bias_s is not None
+    # Whether maxima are not yet in units of log2(e). Where all scores of a query are as low as a bias can be, what a
+    # fused multiplication and subtraction of the maximum leaves is any number, and not 0.
+    KEEPS: gl.constexpr = pairs_desc is not None or (HAS_KEY_BIAS and slopes_ptr is not None)
     HAS_DISTANCES: gl.constexpr = slopes_ptr is not None or HAS_TABLE
     q_s, k_s, v_s = tiles_s
     q_full, q_empty, k_full, v_full, kv_empty = bars
@@ -419,6 +434,7 @@ def consumer(
     acc = gl.zeros([ROWS, D], gl.float32, layout=A)
     p = zero.to(dtype)
     kept_q = gl.zeros([ROWS, D], dtype, layout=Q)
+    ones = gl.full([ROWS, CHANNELS], 1.0, gl.bfloat16, layout=Q)
     goes_on = False  # whether the product of the next step is added to acc; else it is an item's first
     step = 0
     turn = -1
@@ -491,6 +507,8 @@ def consumer(
         acc = acc * factors if IN_TURNS else rescaled(acc, factors)
         q = kept_q if KEEPS_Q else q_s.index((turn & (Q_BUFFERS - 1)) * GROUPS + C)
         s = warpgroup_mma(q, k_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+        if HAS_KEY_BIAS:
+            s = warpgroup_mma(ones, bias_s.index(stage), accumulator(s), is_async=True)
         mbarrier.wait(v_full.index(stage), phase)
         weights = gl.convert_layout(p, P)
         acc = warpgroup_mma(weights, v_s.index(stage), acc, use_acc=goes_on, is_async=True)
@@ -505,9 +523,6 @@ def consumer(
             s = hyperbolic_tangent(s * cap_scale)
         if slopes_ptr is not None:
             first = to_first_column(ahead, ROWS, SUMS)
-        if bias_s is not None:
-            biases = bias_s.index(stage).load(S).broadcast_to(ROWS, BLOCK_N)
-            s = s * qk_scale + biases if IN_LOG2 else s + biases
         if pairs_desc is not None:
             mbarrier.wait(pair_full.index(C), step & 1)
             pairs = pair_s.index(C).load(S)
@@ -522,7 +537,7 @@ def consumer(
                 ahead = field(record_s, turn, FIRST_Q) + (C * ROWS + offset) - table_block * BLOCK_N
                 here_ptr = entries_of_head(entries_ptr, field(record_s, turn, HEAD), q_len, offset)
                 s = s + entries_of_scores(here_ptr, ahead, 1, s)
-            if CAPPED & CHANGES or bias_s is not None or pairs_desc is not None:
+            if CAPPED & CHANGES or HAS_KEY_BIAS or pairs_desc is not None:
                 words = exchanged_with_nobody(words)
             s = masked(s, words, BLOCK_N, BITS)
         added = None
@@ -545,8 +560,10 @@ def consumer(
                 row = C * ROWS + gl.arange(0, ROWS, layout=S_ROWS)
                 part = field(record_s, ended, PART)
                 maximum = m_i
-                if HAS_BIAS:  # which may be as low as fp32 holds
-                    maximum = gl.where(m_i == float("-inf"), float("-inf"), gl.maximum(m_i * unit, LOWEST))
+                if KEEPS:  # a bias may be as low as fp32 holds
+                    maximum = gl.where(m_i == float("-inf"), float("-inf"), gl.maximum(m_i * qk_scale, LOWEST))
+                elif HAS_KEY_BIAS:
+                    maximum = m_i * (qk_scale / scale_of_rows(m_i, qk_scale))
                 if HAS_PARTS and part > 0:
                     inverse = gl.full([ROWS], 1.0, gl.float32, layout=S_ROWS)
                     if HAS_LENGTHS and pairs_desc is not None:  # past the lengths a bias may be NaN
@@ -578,13 +595,13 @@ def consumer(
             l_i = no_sum
         if IN_TURNS:
             at_turn_of(1 - C, "arrive")
-        if HAS_BIAS:
-            # Not yet in units of log2(e). Where all scores of a query are as low as a bias can be, what a fused
-            # multiplication and subtraction of the maximum leaves is any number, and not 0.
-            m_new = gl.maximum(m_i, row_maximum(s, added))
-            grows = (m_new - m_i) * unit > SLACK
+        highest = row_maximum(s, added)
+        if KEEPS:
+            m_new = gl.maximum(m_i, highest)
+            grows = (m_new - m_i) * qk_scale > SLACK
         else:
-            m_new = gl.maximum(m_i, row_maximum(s, added) * qk_scale)
+            scale = scale_of_rows(highest * qk_scale, qk_scale) if HAS_KEY_BIAS else qk_scale
+            m_new = gl.maximum(m_i, highest * scale)
             grows = m_new - m_i > SLACK
         if not IN_TURNS:
             m_new = gl.where(grows, m_new, m_i)
@@ -593,17 +610,20 @@ def consumer(
         if HAS_TABLE:
             p = gl.exp2(s * qk_scale - (m_safe - added * qk_scale)[:, None])
         elif slopes_ptr is None:
-            if HAS_BIAS:
-                p = gl.exp2((s - m_safe[:, None]) * unit)
+            if KEEPS:
+                p = gl.exp2((s - m_safe[:, None]) * qk_scale)
             else:
-                p = gl.exp2(s * qk_scale - m_safe[:, None])
+                scale = scale_of_rows(m_new, qk_scale)[:, None] if HAS_KEY_BIAS else qk_scale
+                p = gl.exp2(s * scale - m_safe[:, None])
         else:
             less = gl.convert_layout(m_safe, SUM_ROWS, assert_trivial=True)[:, None]
-            if HAS_BIAS:
-                p = gl.exp2(plus_of_threads(s, added - less) * unit)
+            if KEEPS:
+                exponents = plus_of_threads(s, added - less) * qk_scale
+                # The decay may be lost to rounding, but then no weight must become infinite.
+                p = gl.exp2(gl.where(exponents > SLACK, SLACK, exponents))
             else:
                 p = gl.exp2(plus_of_threads(s * qk_scale, added * qk_scale - less))
-        decay = gl.exp2((m_i - m_safe) * unit if HAS_BIAS else m_i - m_safe)
+        decay = gl.exp2((m_i - m_safe) * qk_scale if KEEPS else m_i - m_safe)
         l_i = l_i * gl.convert_layout(decay, SUM_ROWS, assert_trivial=True)[:, None] + sums_of_threads(p)
         l_i = exchanged_with_nobody(l_i)
         p = p.to(dtype)
@@ -669,7 +689,9 @@ def buffers(
 @gluon.jit
 def bias_buffers(bias_desc, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
     """The shared memory of a stream for a bias of keys."""
-    return gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK_N], bias_desc.layout)
+    dtype: gl.constexpr = bias_desc.dtype
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHANNELS, BLOCK_N], dtype)
+    return gl.allocate_shared_memory(dtype, [STAGES, CHANNELS, BLOCK_N], LAYOUT)
 
 
 @gluon.jit
@@ -704,13 +726,12 @@ def forward_kernel(
     index_ptr, tile_ptr, words_ptr,  # the tile lists, one more entry than needed, and the bits: see worklists.py
     lengths_ptr, lengths_stride,  # int32 [2, B], of queries and of keys, or None
     counter_ptr,  # int32 [1], zero, and left so
-    qk_scale,  # positive; in units of log2(e), of scores in the units of scores.py, of products where keys have a bias
+    qk_scale,  # positive; in units of log2(e), of scores in the units of scores.py
     items, heads, group, q_len, k_len, row_tiles,
     cap_scale, inverse_unit,  # scale over the unit of scores, if CHANGES has CAPPED or for pairs; 1 over that unit
     slopes_ptr, sink_ptr,  # [Hq], or None
     entries_ptr, until_ptr,  # of a table: fp32 [Hq, MARGIN + C + MARGIN] of `entries_kernel`, int32 [C + 1]; or None
-    # Of keys, fp32 [rows, Nk in whole tiles] of `biases_kernel` in boxes of [1, BLOCK_N]; or None. In units of log2(e)
-    # if there are no slopes.
+    # Of keys, bf16 [rows, PIECES, Nk in whole tiles] of `biases_kernel` in boxes of [1, CHANNELS, BLOCK_N]; or None.
     bias_desc,
     bias_of_batch, bias_of_head,  # rows from one batch element or query head to the next
     # A bias of pairs, or None: [B or 1, Hq or 1, Nq, Nk] in boxes of [1, 1, ROWS, BLOCK_N]; or, stored for live tiles,

@@ -15,13 +15,13 @@ from sparseflash.backends.triton.hopper.biases import biases_of
 from sparseflash.backends.triton.hopper.changed import (
     examples_of,
     flags_of,
-    forward_factor_of_key_biases,
     forward_numbers_of,
+    has_biases,
     tensors_of,
 )
 from sparseflash.backends.triton.hopper.choices import described_choice
 from sparseflash.backends.triton.hopper.configs import ROWS, Config
-from sparseflash.backends.triton.hopper.descriptors import as_read, described_as, described_rows, read_as
+from sparseflash.backends.triton.hopper.descriptors import as_read, described_as, described_channels, read_as
 from sparseflash.backends.triton.hopper.dynamic_plan import dynamic_forward_plan
 from sparseflash.backends.triton.hopper.forward import forward_kernel
 from sparseflash.backends.triton.hopper.pairs import pairs_of
@@ -59,7 +59,7 @@ class ForwardLayout:
         self.out_is_as_q = torch.empty_like(like(q)).stride() == out.stride()
         self.an_lse = one_number_of(lse, device)
         pairs = pairs_of(changes, (ROWS, config.tile[1]))
-        config = config if pairs is None else config.with_pairs()
+        config = config.with_biases() if has_biases(changes) else config
         self.config, (queries, keys) = config, config.tile
         self.part = queries * (config.dim + 2)
         numbers: dict[str, Any] = {
@@ -76,7 +76,7 @@ class ForwardLayout:
         changed = examples_of(changes, q)
         examples |= changed
         entries = entries_of(changes, q, numbers["inverse_unit"], device)
-        biases = biases_of(changes, k_len, forward_factor_of_key_biases(changes, numbers["inverse_unit"]), device)
+        biases = biases_of(changes, k_len, numbers["inverse_unit"], device, in_pieces=True)
         self.prepared = [each for each in (entries, biases) if each is not None]  # each by a kernel of its own
         if entries is not None:
             examples |= entries.examples
@@ -89,7 +89,7 @@ class ForwardLayout:
         tokens = {"q_desc": ROWS, "k_desc": keys, "v_desc": keys, "o_desc": ROWS}
         described = {name: described_as(x, tokens[name], config.dim) for name, x in tiles.items()}
         if biases is not None:
-            described["bias_desc"] = described_rows(biases.example, [1, keys])
+            described["bias_desc"] = described_channels(biases.example, keys)
         if pairs is not None:
             examples |= pairs.examples
             described["pairs_desc"] = pairs.described

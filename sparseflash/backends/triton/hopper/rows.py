@@ -15,9 +15,9 @@ LOWEST_LSE = tl.constexpr(-(2.0**26))
 
 @triton.jit
 def finite_product(x, factor):
-    """x * factor, but finite wherever x is: biases as large as fp32 holds, and the lse of rows that have no others,
-    would become infinite in the units of scores, and their difference NaN."""
-    most = -LOWEST / tl.maximum(factor, 1.0)
+    """x * factor, but finite wherever x is, also when it is brought to units of log2(e): biases as large as fp32 holds,
+    and the lse of rows that have no others, would become infinite, and their difference NaN."""
+    most = -0.25 * LOWEST / tl.maximum(factor, 1.0)
     return tl.where(tl.abs(x) < float("inf"), tl.minimum(tl.maximum(x, -most), most), x) * factor
 
 

@@ -3,15 +3,15 @@ of keys and of pairs. `sparseflash/scores/` defines them.
 
 A cap and a decay take a few operations a score and no memory, which is why these kernels know them. Scores are in units
 of the cap, or of 1 / scale without one: then a cap costs its tanh and one multiplication. (In the forward a bias of
-keys alone has them in units of log2(e), and one of pairs as they are.) A sink takes part in the sums of a row alone,
-and is added where those are written.
+pairs has them as they are.) A sink takes part in the sums of a row alone, and is added where those are written.
 
 Of a table these kernels know those whose entry follows from the distance of query and key, and is mostly the same from
 one distance to the next. Then the scores of nearly all tiles have one entry, which is added to the numbers of rows and
 costs nothing a score; near the diagonal each score reads its own.
 
-A bias of keys comes with the keys: one operation a score in the forward. In the backward rows are keys, so it is part
-of a multiplication and addition that there are anyway. Biases of pairs are loaded as they are, a tile a step.
+A bias of keys comes with the keys. In the forward a matrix instruction adds it, see `biases.py`; in the backward rows
+are keys, so it is part of a multiplication and addition that there are anyway. Biases of pairs are loaded as they are,
+a tile a step.
 """
 
 from triton.experimental import gluon

@@ -286,6 +286,32 @@ def test_padding_by_the_lowest_bias_has_finite_gradients(forward, value):
     assert all(x.isfinite().all() for x in found)
 
 
+@pytest.mark.parametrize("value", [-1e8, -1e9, -1e10, -1e30])
+def test_a_decay_beside_the_lowest_biases_is_finite(value):
+    """Where a bias is so low that only some bits of a steep decay are left of their sum."""
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 2, 400, 64).half() for _ in range(4))
+    padding = scores.key_bias(torch.zeros(1, 1, 400).index_fill(2, torch.arange(300), value))
+    changes = scores.alibi(torch.tensor([8.0, 3.3])) + padding
+    found = interpreted(masks.causal(400, block=128), q, k, v, 0.125, dout, changes=changes)
+    assert all(x.isfinite().all() for x in found)
+
+
+@pytest.mark.parametrize("size", [1e3, -1e4])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_biases_of_keys_are_added_with_all_their_bits(dtype, size):
+    """Of one that all keys have nothing is left in the weights, if nothing is rounded to the bits of its pieces."""
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 2, 300, 64).to(dtype) for _ in range(4))
+    values, mask = torch.randn(1, 2, 300), masks.causal(300, block=128)
+    found, wanted = (
+        interpreted(mask, q, k, v, 0.125, dout, changes=Scores((scores.key_bias(values + more),))) for more in (size, 0)
+    )
+    for x, y in zip((found[0], *found[2:]), (wanted[0], *wanted[2:]), strict=True):
+        torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(found[1] - size, wanted[1], rtol=0, atol=abs(size) * 2**-22)
+
+
 @pytest.mark.parametrize("kind", ["bias", "tile_bias"])
 @pytest.mark.parametrize("rule", [plan.RULE, CUT])
 @pytest.mark.parametrize(("dim", "shape"), [(64, (1, 1)), (64, (2, 2)), (128, (2, 1)), (128, (1, 2)), (128, (2, 2))])
