@@ -1,6 +1,6 @@
 """Kernels for Hopper GPUs (sm_90) in Gluon, behind the same masks as the portable ones.
 
 May import `schedule`, of `backends/triton` `alignment`, `family` and `launcher`, of the `portable` kernels what merges
-chunks, shares launches and hands changes of scores over, and the constants of `softmax`, `registration`, `saved`,
-`dropout`, `scores.change`, and `bitmask`, `cache`, `streams` and `transfer` of the masks.
+chunks, shares launches, splits fp32 numbers and hands changes of scores over, and the constants of `softmax`,
+`registration`, `saved`, `dropout`, `scores.change`, and `bitmask`, `cache`, `streams` and `transfer` of the masks.
 """

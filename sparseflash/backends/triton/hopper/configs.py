@@ -13,6 +13,8 @@ HEAD_DIMS = (64, 96, 128)
 # Scores of -inf times a scale that is 0 in fp32 would be NaN. For smaller scales this is as good: 2 to the power of a
 # score of 1e9 times it is 1. (`attention` gives its kernels none below 1e-20.)
 SMALLEST_SCALE = 1e-30
+# In units of log2(e), a sum of so much is known to a few powers of 2 only. Biases may be as low as fp32 holds.
+COARSE = 2.0**26
 
 
 class Config(NamedTuple):

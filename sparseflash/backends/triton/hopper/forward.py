@@ -77,8 +77,7 @@ LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # of one warp
 # How far, in powers of 2, the maximum that weights are relative to may lag behind the true one. Weights then stay below
 # 256, which half precision and sums in fp32 hold as exactly as those below 1.
 SLACK = gl.constexpr(8.0)
-# In units of log2(e) a maximum of so much is known to a few powers of 2 only. Biases may be as low as fp32 holds.
-COARSE = gl.constexpr(2.0**26)
+COARSE = gl.constexpr(configs.COARSE)
 
 # Of a record.
 BATCH_HEAD = gl.constexpr(0)
@@ -299,6 +298,13 @@ def scale_of_rows(maximum, qk_scale):
     return gl.where(gl.abs(maximum) < COARSE, qk_scale, power_above)
 
 
+@gluon.jit
+def by_own_scale(maximum, qk_scale):
+    """What a maximum of `scale_of_rows` is times qk_scale; no division, which would be rounded."""
+    of_power_above = as_float((gl.cast(qk_scale, gl.int32, bitcast=True) & 0x007FFFFF) + 0x3F000000)  # 1/2 to 1
+    return maximum * gl.where(gl.abs(maximum) < COARSE, 1.0, of_power_above)
+
+
 @gluon.constexpr_function
 def rescaling(numbers):
     """The PTX of `rescaled` for so many numbers a thread, and its operands: results, numbers, factors. A thread holds
@@ -391,8 +397,9 @@ def consumer(
         pair_s, pair_full, pair_empty = pairs_s
     HAS_TABLE: gl.constexpr = entries_ptr is not None
     HAS_KEY_BIAS: gl.constexpr = bias_s is not None
-    # Whether maxima are not yet in units of log2(e). Where all scores of a query are as low as a bias can be, what a
-    # fused multiplication and subtraction of the maximum leaves is any number, and not 0.
+    # Whether maxima are not yet in units of log2(e): where all scores of a query are as low as a bias can be, what a
+    # fused multiplication and subtraction of the maximum leaves is any number, and not 0. With a bias of keys alone
+    # `scale_of_rows` sees to that.
     KEEPS: gl.constexpr = pairs_desc is not None or (HAS_KEY_BIAS and slopes_ptr is not None)
     HAS_DISTANCES: gl.constexpr = slopes_ptr is not None or HAS_TABLE
     q_s, k_s, v_s = tiles_s
@@ -537,7 +544,7 @@ def consumer(
                 ahead = field(record_s, turn, FIRST_Q) + (C * ROWS + offset) - table_block * BLOCK_N
                 here_ptr = entries_of_head(entries_ptr, field(record_s, turn, HEAD), q_len, offset)
                 s = s + entries_of_scores(here_ptr, ahead, 1, s)
-            if CAPPED & CHANGES or HAS_KEY_BIAS or pairs_desc is not None:
+            if CAPPED & CHANGES or pairs_desc is not None:
                 words = exchanged_with_nobody(words)
             s = masked(s, words, BLOCK_N, BITS)
         added = None
@@ -563,7 +570,7 @@ def consumer(
                 if KEEPS:  # a bias may be as low as fp32 holds
                     maximum = gl.where(m_i == float("-inf"), float("-inf"), gl.maximum(m_i * qk_scale, LOWEST))
                 elif HAS_KEY_BIAS:
-                    maximum = m_i * (qk_scale / scale_of_rows(m_i, qk_scale))
+                    maximum = by_own_scale(m_i, qk_scale)
                 if HAS_PARTS and part > 0:
                     inverse = gl.full([ROWS], 1.0, gl.float32, layout=S_ROWS)
                     if HAS_LENGTHS and pairs_desc is not None:  # past the lengths a bias may be NaN

@@ -3,21 +3,22 @@
 import triton
 import triton.language as tl
 
-from sparseflash.backends.triton.hopper.configs import BLOCK
-from sparseflash.backends.triton.portable.softmax import LOWEST
+from sparseflash.backends.triton.hopper.configs import BLOCK, COARSE
+from sparseflash.backends.triton.portable.softmax import LN2, LOWEST
 
 TILE_ROWS = tl.constexpr(BLOCK[0])  # queries of a tile
 WIDTH = tl.constexpr(256)  # of the boxes in which the copy engine adds dq
 # Whoever pads with biases writes numbers like -1e30, and a query may see nothing else. In an lse as low as that its
 # weights are lost to rounding: they would be anything, also infinite, times a gradient that is mostly 0.
-LOWEST_LSE = tl.constexpr(-(2.0**26))
+LOWEST_LSE = tl.constexpr(-COARSE * LN2.value)
 
 
 @triton.jit
 def finite_product(x, factor):
     """x * factor, but finite wherever x is, also when it is brought to units of log2(e): biases as large as fp32 holds,
-    and the lse of rows that have no others, would become infinite, and their difference NaN."""
-    most = -0.25 * LOWEST / tl.maximum(factor, 1.0)
+    and the lse of rows that have no others, would become infinite, and their difference NaN. Beyond 3e38 / factor, or
+    7.5e37, all are alike."""
+    most = -LOWEST / tl.maximum(factor, 4.0)  # the forward multiplies by less than 3 / factor
     return tl.where(tl.abs(x) < float("inf"), tl.minimum(tl.maximum(x, -most), most), x) * factor
 
 

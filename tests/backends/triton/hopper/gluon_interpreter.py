@@ -550,6 +550,11 @@ def _replacements(world):
             else x
         )
 
+    def fma(a, b, c):
+        """Rounded once: the product of two numbers of fp32 is exact in fp64."""
+        a, b, c = (torch.as_tensor(_plain(x), dtype=torch.float64) for x in (a, b, c))
+        return Block((a * b + c).to(torch.float32))
+
     def reduce(name):
         def apply(x, axis):
             found = getattr(torch, name)(x.value, axis)
@@ -600,7 +605,7 @@ def _replacements(world):
         full=lambda shape, value, dtype, layout: Block(torch.full(shape, value, dtype=dtype)),
         cast=cast, convert_layout=lambda x, layout, assert_trivial=False: x,
         exp2=lambda x: Block(torch.exp2(x.value)), log2=lambda x: Block(torch.log2(x.value)),
-        abs=lambda x: Block(torch.abs(x.value)) if isinstance(x, Block) else abs(x),
+        fma=fma, abs=lambda x: Block(torch.abs(x.value)) if isinstance(x, Block) else abs(x),
         max=reduce("max"), sum=reduce("sum"), split=lambda x: tuple(map(Block, x.value.unbind(-1))),
         inline_asm_elementwise=elementwise_asm,
         allocate_shared_memory=allocate, warp_specialize=warp_specialize,

@@ -10,7 +10,8 @@ from uninterpreted import python
 SHARED_MEMORY = 227 * 1024  # bytes that a program may have
 # Each with "learned" is a backward of its own; a sink and lengths take registers, too.
 TABLES = [["table"], ["table", "learned", "parts"], ["table", "sink", "learned", "lengths"]]
-BIASES = [["key_bias"], ["key_bias", "learned"], ["key_bias", "sink", "lengths", "learned"], ["alibi", "key_bias"],
+BIASES = [["key_bias"], ["key_bias", "learned"], ["key_bias", "sink", "lengths", "learned"],
+          ["key_bias", "sink", "lengths", "parts"], ["alibi", "key_bias"],
           ["alibi", "key_bias", "learned"]]  # fmt: skip
 PAIRS = [["bias"], ["bias", "learned"], ["bias", "sink", "learned", "dead", "lengths", "parts"],
          ["tile_bias", "learned", "dead"], ["tile_bias", "sink", "learned", "lengths", "parts"]]  # fmt: skip

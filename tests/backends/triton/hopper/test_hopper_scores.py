@@ -1,11 +1,12 @@
 """Changed scores by the kernels for Hopper: run by our interpreter, and which changes they take."""
 
 import contextlib
+import math
 from unittest import mock
 
 import pytest
 import torch
-from hopper_problems import CUT, PARTS, drawn, fixed_among, inputs, interpreted, scale_of, some_problem, wide
+from hopper_problems import CUT, PARTS, as_it_is, drawn, fixed_among, inputs, interpreted, scale_of, some_problem, wide
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -284,6 +285,58 @@ def test_padding_by_the_lowest_bias_has_finite_gradients(forward, value):
     with seen:
         found = interpreted(mask, q, k, v, 0.125, dout, changes=changes)
     assert all(x.isfinite().all() for x in found)
+
+
+def fused(source):
+    """The forward whose scores are scaled, and less their maximum, with one rounding, as a GPU does it."""
+    exponents = "s * scale - m_safe[:, None]"
+    assert exponents in source
+    return source.replace(exponents, "gl.fma(s, scale, m_safe[:, None] * -1.0)")
+
+
+@pytest.mark.parametrize("change", [as_it_is, fused])
+@pytest.mark.parametrize("rule", [plan.RULE, CUT])
+@pytest.mark.parametrize("scale", [0.125, 1.0])
+@pytest.mark.parametrize("value", [-5e7, 5e7, -1e9, 1e9, -1e30, 1e30, torch.finfo(torch.float32).min])
+def test_queries_that_see_large_biases_alone(value, scale, rule, change):
+    """Their lse is the bias, which has nothing left of their products. The largest have no effect below the limit."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 400, 64).half() for _ in range(3))
+    changes = Scores((scores.key_bias(torch.zeros(1, 1, 400).index_fill(2, torch.arange(300), value)),))
+    out, lse = interpreted(masks.causal(400, block=128), q, k, v, scale, changes=changes, rule=rule, change=change)
+    out, lse, v = out[:, :, :300].double(), lse[:, :, :300].double(), v[:, :, :300].double()
+    least, most = v.cummin(2).values, v.cummax(2).values
+    assert ((out >= least - 1e-2) & (out <= most + 1e-2)).all() and out.any(-1).all()
+    limit = 3e38 / max(1 / scale, 4)
+    torch.testing.assert_close(lse, torch.full_like(lse, max(value, -limit)), rtol=1e-6, atol=0)
+    if abs(value) > 1e20:
+        mean = v.cumsum(2) / torch.arange(1, 301).view(-1, 1)
+        torch.testing.assert_close(out, mean, rtol=0, atol=1e-2)
+
+
+@pytest.mark.parametrize("change", [as_it_is, fused])
+@pytest.mark.parametrize(("scale", "values"), [(0.125, (-1e9, -1e10)), (0.125, (-1e37, -1e38)), (1e-3, (-1e30, -1e34))])
+def test_of_two_low_biases_the_lower_one_is_padding(scale, values, change):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 200, 64).half() for _ in range(3))
+    biases = torch.full((1, 1, 200), values[1]).index_fill(2, torch.arange(50), values[0])
+    changes = Scores((scores.key_bias(biases),))
+    out, lse = interpreted(None, q, k, v, scale, changes=changes, change=change)
+    torch.testing.assert_close(lse.double(), torch.full_like(lse, values[0]).double(), rtol=1e-6, atol=0)
+    if values[0] < -1e20:
+        mean = v[:, :, :50].double().mean(2, keepdim=True).expand_as(out)
+        torch.testing.assert_close(out.double(), mean, rtol=0, atol=1e-2)
+
+
+@pytest.mark.parametrize("value", [-4.5e7, -4.7e7, -5.5e7, -6.6e7, -6.8e7])
+def test_gradients_about_the_lowest_lse(value):
+    """Weights that the lse has lost are 0; above that they are known to a few powers of 2."""
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 2, 400, 64).half() for _ in range(4))
+    changes = Scores((scores.key_bias(torch.full((1, 1, 400), value)),))
+    gradients = interpreted(masks.causal(400, block=128), q, k, v, 0.125, dout, changes=changes)[2:]
+    largest = max(x.abs().max() for x in gradients)
+    assert largest < 300 if value > -(2**26) * math.log(2) else largest == 0
 
 
 @pytest.mark.parametrize("value", [-1e8, -1e9, -1e10, -1e30])
