@@ -8,7 +8,7 @@ import torch
 from sparseflash import attention, explain, masks
 from sparseflash.backends.triton import api
 from sparseflash.backends.triton import device as gpu
-from sparseflash.backends.triton.family import Request
+from sparseflash.backends.triton.family import PairBias, Request
 from sparseflash.backends.triton.hopper import support
 
 HALF = Request(
@@ -89,6 +89,16 @@ BELOW = "the portable {} takes about as long or less, its start included, below 
 )  # fmt: skip
 def test_where_the_portable_kernels_are_faster_they_are_chosen(reason, change):
     assert support.refuses(HALF._replace(**change)) is None and support.yields(HALF._replace(**change)) == reason
+
+
+@pytest.mark.parametrize(
+    "bias",
+    [{"changes": ("key_bias",)}, {"changes": ("bias",), "pairs": PairBias(torch.bfloat16, True, False)}],
+    ids=["of keys", "of pairs"],
+)
+def test_with_a_bias_long_rows_are_theirs(bias):
+    asked = HALF._replace(keys=8192.0, **bias)
+    assert support.refuses(asked) is None and support.yields(asked) is None
 
 
 def test_an_untested_triton_is_refused(monkeypatch):
