@@ -198,7 +198,8 @@ class Scores:
 
 
 # The order in which changes are applied.
-ORDER = ("temperature", "softcap", "distance", "relative", "key_bias", "bias", "tile_bias", "function", "sink")
+PAIRS = ("bias", "tile_bias")  # kinds that have a number for every pair of a query and a key
+ORDER = ("temperature", "softcap", "distance", "relative", "key_bias", *PAIRS, "function", "sink")
 
 
 def scores_of(given: object) -> Scores:

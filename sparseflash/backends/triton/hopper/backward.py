@@ -76,6 +76,7 @@ from sparseflash.backends.triton.hopper.scores import (
     hyperbolic_tangent,
     number_of,
     outer_runs,
+    pair_buffers,
     place_of_pairs,
     plus_of_threads,
     shared_entry,
@@ -209,7 +210,7 @@ def loader(
             if pairs_desc is not None:
                 mbarrier.wait(pair_empty.index(0), (step & 1) ^ 1)
                 mbarrier.expect(pair_full.index(0), pairs_desc.block_type.nbytes)
-                async_load(pairs_desc, [place[0], place[1], place[2], place[3]], pair_full.index(0), pair_s)
+                async_load(pairs_desc, [place[0], place[1], place[2], place[3]], pair_full.index(0), pair_s.index(0))
             if i == 0:
                 # Keys and values of the item before have been read when the gradients of its last step have been.
                 before = step + DOUT_STAGES - 1
@@ -480,7 +481,7 @@ def consumer(
             s = local_mma_wait(s, 1)
             if pairs_desc is not None:
                 mbarrier.wait(pair_full.index(0), step & 1)
-                pairs = pair_s.permute((1, 0)).load(S)
+                pairs = pair_s.index(0).permute((1, 0)).load(S)
                 async_copy.mbarrier_arrive(pair_empty.index(0), increment_count=False)
                 s = s + pairs.to(gl.float32) * inverse_unit
                 if HAS_LENGTHS:  # past which a bias may be NaN
@@ -592,18 +593,6 @@ def consumer(
         tma.store_wait(0)
 
 
-@gluon.jit
-def pair_buffers(pairs_desc, ROWS: gl.constexpr):
-    """The shared memory for a bias of pairs, one tile, and its barriers."""
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, KEYS], pairs_desc.dtype)
-    pair_s = gl.allocate_shared_memory(pairs_desc.dtype, [ROWS, KEYS], LAYOUT)
-    full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(full.index(0), count=1)
-    mbarrier.init(empty.index(0), count=THREADS)
-    return pair_s, full, empty
-
-
 # Sizes are not specialised: another length or number of heads compiles nothing.
 @gluon.jit(
     do_not_specialize=[
@@ -692,7 +681,7 @@ def backward_kernel(
     if pairs_desc is None:
         pairs = (pairs_desc, pairs_desc, dpairs_desc, stored, inverse_unit)
     else:
-        pairs_s = pair_buffers(pairs_desc, ROWS)
+        pairs_s = pair_buffers(pairs_desc, 1, ROWS, KEYS, THREADS)
         pairs = (pairs_desc, pairs_s, dpairs_desc, stored, inverse_unit)
     bars = (q_full, q_empty, dout_full, dout_empty, kv_full)
     lists = (start_ptr, work_ptr, entry_ptr)

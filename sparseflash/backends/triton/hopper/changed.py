@@ -11,11 +11,12 @@ from sparseflash.backends.triton.portable.change_flags import CAPPED, LOGARITHMI
 from sparseflash.backends.triton.portable.changed import Changed
 from sparseflash.backends.triton.portable.passes import like
 from sparseflash.backends.triton.portable.softmax import LOG2E
-from sparseflash.scores.change import Scores
+from sparseflash.scores.change import PAIRS, Scores
 
 # One of each at most, and in this order, as `Scores` has them.
-KINDS = ("softcap", "distance", "relative", "key_bias", "bias", "tile_bias", "sink")
-LEARNED = ("distance", "relative", "key_bias", "bias", "tile_bias", "sink")  # those whose tensors get gradients
+_DIVIDED = ("distance", "relative", "key_bias", *PAIRS)  # added to scores, and so divided by their unit
+KINDS = ("softcap", *_DIVIDED, "sink")
+LEARNED = (*_DIVIDED, "sink")  # those whose tensors get gradients
 # What is added is divided by the scale, and must stay finite. Products of fp16 times this vanish.
 _SMALLEST_SCALE_THAT_DIVIDES = 1e-20
 # A smaller cap leaves nothing of a score, and a larger one leaves it as it is; both keep what is computed finite.
@@ -34,9 +35,7 @@ def flags_of(changes: Scores | None) -> int:
 def numbers_of(changes: Scores | None, scale: float) -> dict[str, float]:
     """The kernels' numbers, in the units of `hopper/scores.py`: the cap, or 1 / scale."""
     cap = None if changes is None else changes.find("softcap")
-    divides = changes is not None and any(
-        kind in changes.kinds for kind in ("distance", "relative", "key_bias", "bias", "tile_bias")
-    )
+    divides = changes is not None and not set(_DIVIDED).isdisjoint(changes.kinds)
     if cap is None:
         unit = max(scale, _SMALLEST_SCALE_THAT_DIVIDES if divides else SMALLEST_SCALE)
     else:
@@ -46,21 +45,18 @@ def numbers_of(changes: Scores | None, scale: float) -> dict[str, float]:
 
 def forward_numbers_of(changes: Scores | None, scale: float) -> dict[str, float]:
     """The same of the forward. With a bias of pairs scores are in their own units, in which no bias overflows."""
-    if changes is None or {"bias", "tile_bias"}.isdisjoint(changes.kinds):
+    if changes is None or set(PAIRS).isdisjoint(changes.kinds):
         return numbers_of(changes, scale)
     return {"qk_scale": LOG2E.value, "inverse_unit": 1.0, "cap_scale": scale}
-
-
-def has_biases(changes: Scores | None) -> bool:
-    """Whether there is a bias, of keys or of pairs."""
-    return changes is not None and not {"key_bias", "bias", "tile_bias"}.isdisjoint(changes.kinds)
 
 
 def tensors_of(changes: Scores | None, q: Tensor) -> dict[str, Any]:
     """The kernels' tensors, but for those of a table and of biases: see `tables`, `biases` and `pairs`."""
     if changes is None:
         return {}
-    others = changes.without("relative").without("key_bias").without("bias").without("tile_bias")
+    others = changes
+    for kind in ("relative", "key_bias", *PAIRS):
+        others = others.without(kind)
     return {**Changed.tensors(others, q.dtype, q.device), **Changed.sink_of(changes)}
 
 

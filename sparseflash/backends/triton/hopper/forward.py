@@ -55,6 +55,7 @@ from sparseflash.backends.triton.hopper.scores import (
     hyperbolic_tangent,
     outer_runs,
     outer_tiles,
+    pair_buffers,
     place_of_pairs,
     plus_of_threads,
     shared_entry,
@@ -701,20 +702,6 @@ def bias_buffers(bias_desc, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
     return gl.allocate_shared_memory(dtype, [STAGES, CHANNELS, BLOCK_N], LAYOUT)
 
 
-@gluon.jit
-def pair_buffers(pairs_desc, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr):
-    """The shared memory of a stream for a bias of pairs, one tile a warpgroup, and its barriers."""
-    dtype: gl.constexpr = pairs_desc.dtype
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_N], dtype)
-    pair_s = gl.allocate_shared_memory(dtype, [GROUPS, ROWS, BLOCK_N], LAYOUT)
-    pair_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
-    pair_empty = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], mbarrier.MBarrierLayout())
-    for c in gl.static_range(GROUPS):
-        mbarrier.init(pair_full.index(c), count=1)
-        mbarrier.init(pair_empty.index(c), count=128)
-    return pair_s, pair_full, pair_empty
-
-
 # Sizes are not specialised: another length or number of heads compiles nothing.
 @gluon.jit(
     do_not_specialize=[
@@ -779,7 +766,7 @@ def forward_kernel(
     if bias_desc is not None:
         bias_s = bias_buffers(bias_desc, BLOCK_N, STAGES)
     if pairs_desc is not None:
-        pairs_s = pair_buffers(pairs_desc, BLOCK_N, GROUPS)
+        pairs_s = pair_buffers(pairs_desc, GROUPS, ROWS, BLOCK_N, 128)
     own = (buffers(dtype, BLOCK_N, D, GROUPS, STAGES, Q_BUFFERS), bias_s, pairs_s)
     if STREAMS == 1:
         gl.warp_specialize(
@@ -795,7 +782,7 @@ def forward_kernel(
         if bias_desc is not None:
             bias_s = bias_buffers(bias_desc, BLOCK_N, STAGES)
         if pairs_desc is not None:
-            pairs_s = pair_buffers(pairs_desc, BLOCK_N, GROUPS)
+            pairs_s = pair_buffers(pairs_desc, GROUPS, ROWS, BLOCK_N, 128)
         other = (buffers(dtype, BLOCK_N, D, GROUPS, STAGES, Q_BUFFERS), bias_s, pairs_s)
         gl.warp_specialize(
             [

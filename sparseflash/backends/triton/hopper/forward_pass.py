@@ -12,13 +12,7 @@ from sparseflash.backends.registration import empty_lse, empty_out
 from sparseflash.backends.triton.alignment import can_describe
 from sparseflash.backends.triton.family import KernelChoice, Setting
 from sparseflash.backends.triton.hopper.biases import biases_of
-from sparseflash.backends.triton.hopper.changed import (
-    examples_of,
-    flags_of,
-    forward_numbers_of,
-    has_biases,
-    tensors_of,
-)
+from sparseflash.backends.triton.hopper.changed import examples_of, flags_of, forward_numbers_of, tensors_of
 from sparseflash.backends.triton.hopper.choices import described_choice
 from sparseflash.backends.triton.hopper.configs import ROWS, Config
 from sparseflash.backends.triton.hopper.descriptors import as_read, described_as, described_channels, read_as
@@ -59,11 +53,15 @@ class ForwardLayout:
         self.out_is_as_q = torch.empty_like(like(q)).stride() == out.stride()
         self.an_lse = one_number_of(lse, device)
         pairs = pairs_of(changes, (ROWS, config.tile[1]))
-        config = config.with_biases() if has_biases(changes) else config
+        units = forward_numbers_of(changes, scale)
+        entries = entries_of(changes, q, units["inverse_unit"], device)
+        biases = biases_of(changes, k_len, units["inverse_unit"], device, in_pieces=True)
+        self.prepared = [each for each in (entries, biases) if each is not None]  # each by a kernel of its own
+        config = config if pairs is None and biases is None else config.with_biases()
         self.config, (queries, keys) = config, config.tile
         self.part = queries * (config.dim + 2)
         numbers: dict[str, Any] = {
-            **forward_numbers_of(changes, scale), "items": items, "heads": heads, "group": heads // kv_heads,
+            **units, "items": items, "heads": heads, "group": heads // kv_heads,
             "q_len": q_len, "k_len": k_len, "row_tiles": -(-q_len // queries), "lengths_stride": 0,
         }  # fmt: skip
         constants = {
@@ -75,9 +73,6 @@ class ForwardLayout:
         examples: dict[str, Any] = {**tiles, "lse_ptr": lse, "counter_ptr": _SOME_COUNTERS[:1]}
         changed = examples_of(changes, q)
         examples |= changed
-        entries = entries_of(changes, q, numbers["inverse_unit"], device)
-        biases = biases_of(changes, k_len, numbers["inverse_unit"], device, in_pieces=True)
-        self.prepared = [each for each in (entries, biases) if each is not None]  # each by a kernel of its own
         if entries is not None:
             examples |= entries.examples
         if biases is not None:

@@ -16,6 +16,7 @@ a tile a step.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from sparseflash.backends.triton.hopper.tables import MARGIN
 from sparseflash.backends.triton.portable.change_flags import LOGARITHMIC
@@ -109,6 +110,20 @@ def plus_of_threads(x, added):
 
 
 # ---------------------------------------------------------------------- biases of pairs
+
+
+@gluon.jit
+def pair_buffers(pairs_desc, COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, THREADS: gl.constexpr):
+    """Shared memory for so many tiles, each of which so many threads read, and barriers for each: full, and empty."""
+    dtype: gl.constexpr = pairs_desc.dtype
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], dtype)
+    pair_s = gl.allocate_shared_memory(dtype, [COUNT, ROWS, COLUMNS], LAYOUT)
+    full = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for c in gl.static_range(COUNT):
+        mbarrier.init(full.index(c), count=1)
+        mbarrier.init(empty.index(c), count=THREADS)
+    return pair_s, full, empty
 
 
 @gluon.jit

@@ -10,6 +10,7 @@ from sparseflash.backends.triton.hopper.changed import KINDS, LEARNED
 from sparseflash.backends.triton.hopper.configs import BLOCK, HEAD_DIMS, LIMITS, SMALL, tile_for
 from sparseflash.backends.triton.launcher import triton_version
 from sparseflash.backends.triton.schedule.costs import SPLITS
+from sparseflash.scores.change import PAIRS
 
 # Gluon's interface and the compiler's choices change from version to version, and no interpreter tells: these have run
 # on a GPU.
@@ -77,7 +78,7 @@ def _refuses_pairs(request: Request) -> str | None:
     pairs = request.pairs
     if pairs is None:
         return None
-    own, *others = sorted(request.changes, key=lambda kind: kind not in ("bias", "tile_bias"))
+    own, *others = sorted(request.changes, key=lambda kind: kind not in PAIRS)
     if others := [kind for kind in others if kind != "sink"]:
         return f"they know a bias of pairs beside a sink alone; got one beside {', '.join(others)}"
     if own == "tile_bias" and request.block != BLOCK:

@@ -22,6 +22,7 @@ from sparseflash.backends.triton.portable.fp32_split import is_in_pieces
 from sparseflash.backends.triton.portable.occupancy import held_and_streamed, padded_dims
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tilings import FP32, HALF, Tile, Tiling
+from sparseflash.scores.change import PAIRS
 
 _ANY_BLOCK = (256, 256)
 
@@ -136,7 +137,7 @@ class Chooser:
             config, lengths=self._lengths, dropout=self._dropout, changes=len(self._changes) > 0 and not tuned
         )
         table = "relative" in self._changes
-        if tuned or not (table or not {"bias", "tile_bias"}.isdisjoint(self._changes)):
+        if tuned or not (table or not set(PAIRS).isdisjoint(self._changes)):
             return config
         return with_addresses(
             self._kernel, config, max(self._padded), arithmetic=self._arithmetic, table=table,

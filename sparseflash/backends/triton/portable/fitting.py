@@ -18,6 +18,7 @@ from sparseflash.backends.triton.configs import (
     uses_hopper_tables,
 )
 from sparseflash.backends.triton.portable.occupancy import held_and_streamed, results_and_scores
+from sparseflash.scores.change import PAIRS
 
 _SCORES_A_WARP = 256  # tensor cores process patches of 16 x 16
 
@@ -68,7 +69,7 @@ def tuned_for_scores(
     if not (uses_hopper_tables(capability) and descriptors) or "function" in changes:
         return None
     if "relative" in changes:
-        return None if {"bias", "tile_bias"} & set(changes) else HOPPER_TABLE.get(entry)
+        return None if set(PAIRS) & set(changes) else HOPPER_TABLE.get(entry)
     if "tile_bias" in changes:
         return HOPPER_TILE_BIASED.get(entry)
     return HOPPER_BIASED.get(entry) if "bias" in changes else None

@@ -25,7 +25,7 @@ from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton import api
 from sparseflash.backends.triton.direct_start import parameters_of_compiled
 from sparseflash.backends.triton.hopper import cuts, passes, plan
-from sparseflash.scores.change import Scores, Sizes
+from sparseflash.scores.change import PAIRS, Scores, Sizes
 
 ARCH = 90
 CHANGES = {
@@ -55,7 +55,7 @@ def compiled(dim, dtype, small, lengths, parts, kinds=(), *, learned=False, dead
     """What the two passes launch: `{name: (compiled kernel, names of its arguments)}`.
 
     small: the mask has blocks of 64, which the forward walks as they are. parts: the forward cuts rows, and the
-    backward columns. kinds: of CHANGES, or "bias" or "tile_bias". learned: their tensors get gradients. dead: some
+    backward columns. kinds: of CHANGES or PAIRS. learned: their tensors get gradients. dead: some
     tiles are.
     """
     q = torch.empty(1, 2, 512, dim, dtype=dtype)
@@ -150,7 +150,7 @@ def exponentials_under_products(sass):
 
 if __name__ == "__main__":
     dim, dtype, *features = sys.argv[1:]
-    kinds = [each for each in features if each in (*CHANGES, "bias", "tile_bias")]
+    kinds = [each for each in features if each in (*CHANGES, *PAIRS)]
     sizes = ("small" in features, "lengths" in features, "parts" in features)
     kernels = compiled(
         int(dim), getattr(torch, dtype), *sizes, kinds, learned="learned" in features, dead="dead" in features

@@ -299,7 +299,7 @@ def fused(source):
 @pytest.mark.parametrize("scale", [0.125, 1.0])
 @pytest.mark.parametrize("value", [-5e7, 5e7, -1e9, 1e9, -1e30, 1e30, torch.finfo(torch.float32).min])
 def test_queries_that_see_large_biases_alone(value, scale, rule, change):
-    """Their lse is the bias, which has nothing left of their products. The largest have no effect below the limit."""
+    """Their lse is the bias, which has nothing left of their products. Beyond the limit it is that."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, 400, 64).half() for _ in range(3))
     changes = Scores((scores.key_bias(torch.zeros(1, 1, 400).index_fill(2, torch.arange(300), value)),))
