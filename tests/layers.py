@@ -341,7 +341,13 @@ MAY_IMPORT = {
         *PUBLIC,
     ),
     f"{_BENCHMARKS}/layer": (_INTERPRETER, f"{_BENCHMARKS}/speed", f"{_BENCHMARKS}/timing.py", "experiments/training"),
-    f"{_BENCHMARKS}/scores": (_FLEX, _INTERPRETER, f"{_BENCHMARKS}/timing.py", *PUBLIC),
+    f"{_BENCHMARKS}/scores": (
+        _FLEX,
+        _INTERPRETER,
+        f"{_BENCHMARKS}/timing.py",
+        f"{_BENCHMARKS}/fresh_process.py",
+        *PUBLIC,
+    ),
     f"{_BENCHMARKS}/patterns": (
         f"{_BENCHMARKS}/patterns/entries",
         "experiments/training",

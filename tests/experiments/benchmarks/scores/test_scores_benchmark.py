@@ -24,9 +24,13 @@ def test_each_case_is_the_same_in_both_libraries():
             torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
 
 
+SMALL = ["--device", "cpu", "--length", "128", "--heads", "1", "--dim", "16"]
+
+
 def test_the_command_times_all_cases_and_writes_a_table(tmp_path):
-    small = ["--device", "cpu", "--length", "128", "--heads", "1", "--dim", "16", "--rounds", "1"]
-    done = CliRunner().invoke(app, [*small, "--case", "sink", "--case", "alibi", "--out", str(tmp_path)])
+    done = CliRunner().invoke(
+        app, [*SMALL, "--rounds", "1", "--case", "sink", "--case", "alibi", "--out", str(tmp_path)]
+    )
     assert done.exit_code == 0, done.output
     assert "over plain" in done.output
     with (tmp_path / "scores.csv").open() as file:
@@ -35,6 +39,18 @@ def test_the_command_times_all_cases_and_writes_a_table(tmp_path):
         (case, part) for case in ("plain", "sink", "alibi") for part in ("forward", "with backward")
     }
     assert all(float(row["ms"]) > 0 for row in rows)
+
+
+def test_first_uses_are_timed_in_new_processes(tmp_path):
+    done = CliRunner().invoke(app, [*SMALL, "--first", "--flex", "--case", "sink", "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.output
+    with (tmp_path / "first_use.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    # FlexAttention has no sinks.
+    assert [(row["library"], row["first"]) for row in rows] == [
+        ("sparseflash", f"{case} {part}") for case in ("plain", "sink") for part in ("forward", "with backward")
+    ]
+    assert all(float(row["seconds"]) > 0 for row in rows)
 
 
 @pytest.mark.parametrize("arguments", [["--case", "nope"]])
