@@ -4,6 +4,7 @@ refuse them.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -85,9 +86,8 @@ def refuse_recording(name: str) -> None:
     """Raises while torch.export or another tracer records operations: there is no operator for a function of scores, so
     what the backend computes would be left out.
     """
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode  # late: the import takes seconds
-
-    if get_proxy_mode() is not None or torch._C._is_tracing():
+    proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")  # whose import takes seconds; a tracer has done so
+    if torch._C._is_tracing() or (proxies is not None and proxies.get_proxy_mode() is not None):
         raise NotImplementedError(
             f"torch.export and other tracers cannot record scores.function with the {name} backend; "
             "backend='reference' has it. All other changes of scores can be recorded."

@@ -78,8 +78,8 @@ def _softplus(made: Expression, x: int) -> int:
 # Names of PyTorch's operators that return what they get; what they fill a tensor with; how others are recorded.
 SAME = ("clone", "alias", "contiguous")
 FILLED: dict[str, Callable[[Any], Any]] = {
-    "full": lambda node: node.args[1], "scalar_tensor": lambda node: node.args[0],
-    "full_like": lambda node: node.args[1], "zeros_like": lambda node: 0.0, "ones_like": lambda node: 1.0,
+    "full": lambda args: args[1], "scalar_tensor": lambda args: args[0],
+    "full_like": lambda args: args[1], "zeros_like": lambda args: 0.0, "ones_like": lambda args: 1.0,
 }  # fmt: skip
 RECORDED: dict[str, Callable[..., int]] = {
     **{op: _simple(op) for op in OPERATIONS if not op.startswith("to_")},

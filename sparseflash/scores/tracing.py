@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map
 
 from sparseflash.scores.expression import PLACES, Expression, Kind
 from sparseflash.scores.operators import FILLED, RECORDED, SAME, Refused, in_kind
-
-if TYPE_CHECKING:
-    from torch.fx import GraphModule, Node
 
 _REMEDY = "With backend='blockwise' scores.function runs any function."
 
@@ -24,6 +23,15 @@ class Recorded(NamedTuple):
     expression: Expression
     output: int
     tensors: tuple[Tensor, ...]  # those given, then those that the function captures
+
+
+class _Call:
+    """A call of one of PyTorch's operators. Among its arguments are calls, in place of their results, and the tensors
+    that were there before.
+    """
+
+    def __init__(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        self.name, self.args, self.kwargs, self.result = name, args, kwargs, result
 
 
 class _Entries(NamedTuple):
@@ -41,16 +49,15 @@ def recorded(
 
     Raises ValueError for what `scores.function` says that kernels do not take.
     """
-    from torch.fx.experimental.proxy_tensor import make_fx  # late: the import takes seconds
-
     # Five different sizes, so that a result of another shape is noticed. All positions are 0: only shapes matter.
     batch, heads, queries, keys = 2, 3, 5, 7
     shapes = (batch, 1, 1, 1), (heads, 1, 1), (queries, 1), (keys,)
     places = [torch.zeros(shape, dtype=torch.int64, device=device) for shape in shapes]
     score = torch.zeros(batch, heads, queries, keys, device=device)
+    calls = _Calls([score, *places, *(x.detach() for x in given)])
     try:
-        with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            graph = make_fx(_watched(function))(score, *places, *(x.detach() for x in given))
+        with torch.no_grad(), torch.autocast(device.type, enabled=False), _GradientsAreLeftOn(), calls:
+            result = function(*calls.inputs)
     except Refused as error:
         raise _refusal(error) from None
     except Exception as error:
@@ -58,23 +65,14 @@ def recorded(
             "scores.function must be recorded for the kernels, by calling it on tensors that stand for all scores; it "
             f"raised {type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}. {_REMEDY}"
         ) from error
-    recorder = _Recorder(graph, given, device, into, may_capture_learned)
     try:
-        return recorder.run(score.shape)
+        return _Recorder(calls, given, device, into, may_capture_learned).run(result, score.shape)
     except Refused as error:
         raise _refusal(error) from None
 
 
 def _refusal(error: Refused) -> ValueError:
     return ValueError(f"scores.function must consist of elementwise operations for the kernels; got {error}. {_REMEDY}")
-
-
-def _watched(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def watched(*inputs: Tensor) -> Tensor:
-        with _GradientsAreLeftOn():
-            return function(*inputs)
-
-    return watched
 
 
 class _GradientsAreLeftOn(TorchFunctionMode):
@@ -86,38 +84,69 @@ class _GradientsAreLeftOn(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class _Calls(TorchDispatchMode):
+    """Notes the calls of operators in a function. torch.fx would, too, but to import what it needs takes a second."""
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.inputs = inputs
+        self.made: list[_Call] = []
+        self._of = {id(x): _Call("input", (), {}, x) for x in inputs}  # by the result, which the call keeps alive
+        self.of_inputs = list(self._of.values())
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Else PyTorch imports its compiler at the first call."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = str(func).removeprefix("aten.").partition(".")[0]
+        if name == "_local_scalar_dense":  # the kernels would not see what it is later
+            raise Refused("a number that is read from a tensor, as by item() or if, in place of torch.where")
+        if func._schema.is_mutable:
+            raise Refused(f"{name}, which changes a tensor in place")
+        call = _Call(name, tree_map(self.of, args), tree_map(self.of, kwargs), func(*args, **kwargs))
+        self.made.append(call)
+        self._of.update((id(x), call) for x in tree_iter(call.result) if isinstance(x, Tensor))
+        return call.result
+
+    def of(self, x: Any) -> Any:
+        """The call whose result this is; itself if there is none."""
+        return self._of.get(id(x), x) if isinstance(x, Tensor) else x
+
+    def needed_for(self, result: Any) -> list[_Call]:
+        """The calls that a result needs, in their order."""
+        needed = {id(result)}
+        for call in reversed(self.made):
+            if id(call) in needed:
+                needed.update(id(x) for x in tree_iter((call.args, call.kwargs)))
+        return [call for call in self.made if id(call) in needed]
+
+
 class _Recorder:
     def __init__(
-        self, graph: GraphModule, given: Sequence[Tensor], device: torch.device, into: Recorded | None,
+        self, calls: _Calls, given: Sequence[Tensor], device: torch.device, into: Recorded | None,
         may_capture_learned: bool,
     ) -> None:  # fmt: skip
         self._may_capture_learned = may_capture_learned
-        self._graph, self._device = graph, device
+        self._calls, self._device = calls, device
         self.made = Expression() if into is None else into.expression
         self._tensors = list(given) if into is None else list(into.tensors)
         self._given = len(given)
-        self._values: dict[Node, int | _Entries] = {}
+        self._values: dict[_Call, int | _Entries] = {}
 
-    def run(self, shape: Sequence[int]) -> Recorded:
+    def run(self, result: Any, shape: Sequence[int]) -> Recorded:
         inputs = [self.made.score, *self.made.places, *map(self._whole, range(self._given))]
-        placeholders = iter(inputs)
-        output = 0
-        for node in self._graph.graph.nodes:
-            if node.op == "placeholder":
-                self._values[node] = next(placeholders)
-            elif node.op == "get_attr":
-                if not all(str(user.target).startswith("aten.lift_fresh") for user in node.users):
-                    self._values[node] = self._captured(getattr(self._graph, str(node.target)))
-            elif node.op == "call_function":
-                # PyTorch's kind, which an operation of numbers may not have: a sum of bools is a bool.
-                self._values[node] = self._of_dtype(self._called(node), node.meta["val"].dtype)
-            else:
-                (result,) = node.args
-                if not hasattr(result, "meta") or result.meta["val"].shape != torch.Size(shape):
-                    got = list(result.meta["val"].shape) if hasattr(result, "meta") else type(result).__name__
-                    raise Refused(f"a result that is not one score for each that it gets, {list(shape)}, but {got}")
-                output = self.made.as_float(self._number(result))
-        return Recorded(self.made, output, tuple(self._tensors))
+        self._values.update(zip(self._calls.of_inputs, inputs, strict=True))
+        if not isinstance(result, Tensor) or result.shape != torch.Size(shape):
+            got = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
+            raise Refused(f"a result that is not one score for each that it gets, {list(shape)}, but {got}")
+        last = self._calls.of(result)
+        for call in self._calls.needed_for(last):
+            # PyTorch's kind, which an operation of numbers may not have: a sum of bools is a bool.
+            self._values[call] = self._of_dtype(self._called(call), call.result.dtype)
+        return Recorded(self.made, self.made.as_float(self._number(last)), tuple(self._tensors))
 
     def _captured(self, x: Tensor) -> int | _Entries:
         if x.requires_grad and not self._may_capture_learned:
@@ -142,43 +171,42 @@ class _Recorder:
         kind: Kind = "bool" if x.dtype == torch.bool else "float" if x.is_floating_point() else "int"
         return self.made.load(entries.tensor, found, kind)
 
-    def _called(self, node: Node) -> int | _Entries:
-        name = str(node.target).removeprefix("aten.").partition(".")[0]
+    def _called(self, call: _Call) -> int | _Entries:
+        name = call.name
         if name.startswith("lift_fresh"):  # torch.tensor(...) inside the function
-            return self._literal(node.args[0])
+            return self._literal(call.result)
         if name in SAME:
-            return self._values[node.args[0]]  # type: ignore[index]
+            return self._value(call.args[0])
         if name in ("select", "index", "slice"):
-            return self._indexed(name, *node.args)
+            return self._indexed(name, *call.args)
         if name in FILLED:
-            fill = FILLED[name](node)
-            return self.made.number(fill)
+            return self.made.number(FILLED[name](call.args))
         if name not in RECORDED:
             raise Refused(f"{name}, which is none of them")
+        named = {key: each for key, each in call.kwargs.items() if key not in ("device", "layout", "pin_memory")}
         try:
-            return RECORDED[name](self.made, *(self._number(each) for each in node.args), **self._named(node))
+            return RECORDED[name](self.made, *map(self._number, call.args), **named)
         except TypeError as error:
             raise Refused(f"{name} with other arguments than tensors and numbers") from error
 
     def _of_dtype(self, found: int | _Entries, dtype: torch.dtype) -> int | _Entries:
         return found if isinstance(found, _Entries) else in_kind(self.made, found, dtype)
 
-    def _literal(self, node: Any) -> int:
-        found = getattr(self._graph, str(node.target))
-        if found.ndim > 0:
-            raise Refused(f"a tensor made inside the function, of shape {list(found.shape)}, which must be passed")
-        return self.made.number(found.item())
+    def _literal(self, x: Tensor) -> int:
+        if x.ndim > 0:
+            raise Refused(f"a tensor made inside the function, of shape {list(x.shape)}, which must be passed")
+        return self.made.number(x.item())
 
-    def _named(self, node: Node) -> dict[str, Any]:
-        return {name: each for name, each in node.kwargs.items() if name not in ("device", "layout", "pin_memory")}
+    def _value(self, x: _Call | Tensor) -> int | _Entries:
+        return self._values[x] if isinstance(x, _Call) else self._captured(x)
 
     def _number(self, x: Any) -> Any:
         """A node for an argument; what is no tensor or number stays as it is."""
         if isinstance(x, (bool, int, float)):
             return self.made.number(x)
-        if not hasattr(x, "meta"):
+        if not isinstance(x, (_Call, Tensor)):
             return x
-        found = self._values[x]
+        found = self._value(x)
         if isinstance(found, _Entries):
             raise Refused(
                 f"an operation on all of a tensor of shape {list(self._tensors[found.tensor].shape)}, each of whose "
@@ -187,7 +215,7 @@ class _Recorder:
         return found
 
     def _indexed(self, name: str, x: Any, *arguments: Any) -> int | _Entries:
-        entries = self._values[x]
+        entries = self._value(x)
         if not isinstance(entries, _Entries):
             raise Refused(f"{name} of a computed tensor")
         free = [at for at, each in enumerate(entries.indices) if each is None]

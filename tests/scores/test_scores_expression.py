@@ -137,6 +137,11 @@ def test_results_have_the_kinds_of_pytorchs(function):
     torch.testing.assert_close(got, function(score, *PLACES, x))
 
 
+def test_what_the_result_does_not_need_may_be_anything():
+    found = recorded(lambda s, b, h, q, k: (s.sum(), s.softmax(-1), s * 2)[-1], (), CPU)
+    assert found.expression.nodes[found.output].op == "mul"
+
+
 def test_equal_operations_are_recorded_once_and_constants_computed():
     made = recorded(lambda s, b, h, q, k: (s * 2 + 1) * (s * 2 + 1) + torch.tensor(2.0) * 3, (), CPU).expression
     assert [node.op for node in made.nodes].count("mul") == 2
@@ -167,6 +172,12 @@ CAPTURED = torch.ones(3)
         (lambda s, b, h, q, k, g: s * torch.tensor([1.0, 2.0])[h], "a tensor made inside the function, of shape [2]"),
         (torch.no_grad()(lambda s, b, h, q, k, g: s * 2), "got torch.no_grad() or the like, in place of detach()"),
         (lambda s, b, h, q, k, g: s[..., :1] + s, "got slice of a computed tensor"),
+        (lambda s, b, h, q, k, g: s * g[0].item(), "a number that is read from a tensor"),
+        (lambda s, b, h, q, k, g: s * 2 if CAPTURED[0] > 0 else s, "a number that is read from a tensor"),
+        (lambda s, b, h, q, k, g: s.view(-1).mul_(2).view(s.shape), "got mul_, which changes a tensor in place"),
+        (lambda s, b, h, q, k, g: s * CAPTURED.zero_()[h], "got zero_, which changes a tensor in place"),
+        (lambda s, b, h, q, k, g: s.max(-1, keepdim=True).values + s, "got max, which is none of them"),
+        (lambda s, b, h, q, k, g: 2.0, "but float"),
     ],
 )
 def test_what_is_no_expression_is_refused(function, text):

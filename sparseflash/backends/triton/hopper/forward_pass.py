@@ -25,7 +25,7 @@ from sparseflash.backends.triton.launcher import BoundLaunch, Launch
 from sparseflash.backends.triton.portable.combine import TOKENS_TO_COMBINE, combine_rows_kernel
 from sparseflash.backends.triton.portable.launches import SOME_LENGTHS, SOME_PARTS, launch_of, of_call, strides_of
 from sparseflash.backends.triton.portable.merging import bind_merge, merge_launch
-from sparseflash.backends.triton.portable.passes import like, one_number_of
+from sparseflash.backends.triton.portable.passes import empty_like, like, one_number_of
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.backends.triton.schedule.worklists import Worklist
@@ -50,7 +50,7 @@ class ForwardLayout:
         (heads, q_len), (kv_heads, k_len) = q.shape[1:3], k.shape[1:3]
         out, lse = empty_out(like(q), like(v)), empty_lse(like(q))
         self.as_they_are = all(map(can_describe, (q, k, v)))
-        self.out_is_as_q = torch.empty_like(like(q)).stride() == out.stride()
+        self.out_is_as_q = empty_like(q).stride() == out.stride()
         self.an_lse = one_number_of(lse, device)
         pairs = pairs_of(changes, (ROWS, config.tile[1]))
         units = forward_numbers_of(changes, scale)

@@ -17,7 +17,7 @@ from sparseflash.backends.triton.portable.changed import Changed
 from sparseflash.backends.triton.portable.launches import Bound, KernelLayout, of_call
 from sparseflash.backends.triton.portable.merging import combine_rows
 from sparseflash.backends.triton.portable.pass_layout import Layout
-from sparseflash.backends.triton.portable.passes import empty_kept, layouts, like, one_number_of, run_kernel
+from sparseflash.backends.triton.portable.passes import empty_kept, empty_like, layouts, one_number_of, run_kernel
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.dropout import Dropout
 from sparseflash.scores.change import Scores
@@ -32,7 +32,7 @@ class ForwardLayout(Layout):
     ) -> None:  # fmt: skip
         super().__init__(setting, q, k, v, scale, dropped, changes)
         self.as_they_are = self.are_read_as_they_are(q, k, v)
-        as_q = torch.empty_like(like(q))
+        as_q = empty_like(q)
         self.out_is_as_q = (as_q.shape, as_q.stride()) == (self.out.shape, self.out.stride())
         self.an_lse = one_number_of(self.lse, setting.plan.device)
         self.written = {"out_ptr": self.out, "lse_ptr": self.lse}
