@@ -565,6 +565,16 @@ def test_a_finished_mask_of_one_block_is_not_read(kind, dtype, monkeypatch):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
+def test_a_finished_mask_of_one_block_breaks_no_graph(compiles_anew):
+    q, k, v = (torch.randn(2, 4, 40, 16) for _ in range(3))
+    mask = torch.zeros(2, 1, 40, 40).masked_fill(torch.rand(40, 40) < 0.5, -1e4)
+    called = layer.Attention(None, 128)
+    compiled = torch.compile(called, backend="eager", fullgraph=True)
+    module = torch.nn.Module()
+    got, want = (each(module, q, k, v, mask, scaling=0.25)[0] for each in (compiled, called))
+    torch.testing.assert_close(got, want)
+
+
 def test_a_finished_mask_of_one_block_leaves_large_scores_alone():
     """Dead and live ones are told apart by the mask, not by their size."""
     q, k, v = (60 * torch.randn(1, 2, 40, 16, generator=torch.Generator().manual_seed(0)) for _ in range(3))

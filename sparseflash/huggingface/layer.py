@@ -29,7 +29,7 @@ _UNKNOWN = {
     "cache": "a paged cache",
     "output_attentions": "its weights as a result: select 'eager' for it",
 }
-_DEAD = -1e4  # models add this or less to dead scores; exp underflows to 0
+_DEAD = -9984.0  # models add -10,000 (in bf16 this) or less to dead scores; exp underflows to 0
 
 
 class Attention:
@@ -82,7 +82,9 @@ class Attention:
             if s_aux is not None:
                 out = scaled(out, lse, s_aux.view(-1))
         else:
-            mask = self.mask_for(module, query, key, attention_mask, live, is_causal)
+            mask = None
+            if self.pattern is not None or live is not None or not isinstance(attention_mask, Tensor):
+                mask = self.mask_for(module, query, key, attention_mask, live, is_causal)
             changes = _changes(softcap, added, s_aux)
             out, lse = attention(
                 query, key, value, mask, scale=scaling, dropout_p=dropout, scores=changes, return_lse=True
@@ -179,7 +181,7 @@ def _as_bias(attention_mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, float]
     dead = -6e4 if (dtype if is_bool else attention_mask.dtype) == torch.float16 else -1e30
     if is_bool:
         return torch.zeros_like(attention_mask, dtype=dtype).masked_fill(~attention_mask, dead), dead
-    return torch.where(attention_mask > _DEAD, attention_mask, dead), dead  # compared in its dtype, as in _parts
+    return torch.nn.functional.threshold(attention_mask, _DEAD, dead), dead  # compared in its dtype, as in _parts
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
