@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -99,12 +100,16 @@ def forward_pass(q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Sco
         more = {} if changes is None else {"changes": changes}
         made = forward(setting, (q.device, key), q, k, v, problem.scale, problem.dropped, **more)
         setting.plan.launches.put(key, made)
-        if changes is not None:
-            return made
-        follows = q.requires_grad or k.requires_grad or v.requires_grad  # unless it is called without gradients
-        if follows and decide(Request.of(setting, q, v, backward=True), problem.kernels).family is not None:
+        tensors = () if changes is None or not torch.is_grad_enabled() else changes.tensors()
+        wanted = [x.requires_grad for x in tensors]
+        # A backward follows, unless it is called without gradients. What it refuses, it refuses when it is called.
+        follows = any([x.requires_grad for x in (q, k, v)] + wanted)
+        request = Request.of(setting, q, v, changes, wanted, backward=True)
+        if follows and decide(request, problem.kernels).family is not None:
             out = empty_out(like(q), like(v))
-            compile_side_by_side([*made.launches(), *backward_pass(q, k, v, out, out, problem, dlse=False).launches()])
+            with suppress(ValueError):
+                backward_pass(q, k, v, out, out, problem, dlse=False, changes=changes, wanted=wanted)
+        compile_side_by_side(made.launches())  # beside those of the backward
     return made
 
 
@@ -128,6 +133,7 @@ def backward_pass(
             setting, (q.device, key), q, k, v, out, dout, problem.scale, problem.dropped, dlse=dlse, **more
         )  # fmt: skip
         setting.plan.launches.put(key, made)
+        compile_side_by_side(made.launches())
     return made
 
 

@@ -8,7 +8,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from exactness import loads
 from plans import kernels_of, plans_of
-from sparseflash import attention, masks
+from sparseflash import attention, masks, scores
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton import api
 from sparseflash.backends.triton.alignment import can_describe
@@ -67,13 +67,28 @@ def test_a_second_call_prepares_nothing():
     assert len(plan.launches) == 1
 
 
+@pytest.mark.parametrize("changed", [False, True])
+def test_the_kernels_of_a_backward_are_compiled_beside_those_of_its_forward(changed):
+    q, k, v = (wide(seed=seed).half() for seed in range(3))
+    changes = scores.alibi(torch.rand(4, requires_grad=True)) if changed else None
+    if not changed:
+        q.requires_grad_()
+    compiled = []
+    with mock.patch.object(api, "compile_side_by_side", side_effect=compiled.append):
+        attention(q, k, v, masks.causal(40, block=16), scores=changes, backend="triton")
+    names = [{each.launch.variant.function.__name__ for each in launches} for launches in compiled]
+    assert names == [{"dq_kernel", "dk_dv_kernel"}, {"forward_kernel"}]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # a call in half precision is cached
 def test_a_call_without_gradients_prepares_no_backward(dtype):
     q, k, v = (wide(seed=seed).to(dtype).requires_grad_() for seed in range(3))
+    learned = scores.alibi(torch.rand(4, requires_grad=True))
     with mock.patch.object(api, "backward_pass", side_effect=AssertionError("a backward")):
         for without in (torch.no_grad(), torch.inference_mode()):
-            with without:
-                attention(q, k, v, masks.local(40, window=9, block=16), backend="triton")
+            for changes in (None, learned):
+                with without:
+                    attention(q, k, v, masks.local(40, window=9, block=16), scores=changes, backend="triton")
         with pytest.raises(AssertionError, match="a backward"):
             attention(q, k, v, masks.local(40, window=9, block=16), backend="triton")
 
