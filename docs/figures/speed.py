@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 RESULTS = Path(__file__).resolve().parents[2] / "experiments" / "results" / "speed"
 # Runs, newest first; times of different runs are never compared.
 RUNS = {
-    "h200-e4e7df0": "sparseflash with its kernels for Hopper",
+    "h200-f8db2f94": "sparseflash with its kernels for Hopper",
     "h100-172cb84": "sparseflash with its portable kernels alone",
 }
 PEERS = {  # colours that colour-blind readers can tell apart (Okabe and Ito)

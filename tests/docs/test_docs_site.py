@@ -116,7 +116,7 @@ def test_the_speed_figure_has_the_stored_times_of_both_runs():
         (place, line.get_label()): line.get_ydata() for place, axis in enumerate(figure.axes) for line in axis.lines
     }
     assert {label for _, label in lines} == {name for name, *_ in speed.PEERS.values()}
-    dense = [row for row in speed.rows("h200-e4e7df0", 128) if row["mask"] == "dense"]
+    dense = [row for row in speed.rows("h200-f8db2f94", 128) if row["mask"] == "dense"]
     shown = {(row["direction"], row["peer"]): float(row["tflops"]) for row in dense}
     assert lines[0, "sparseflash"][-1] == shown["forward", "ours"]
     assert lines[1, "FlashAttention-4"][-1] == shown["backward", "fa4"]
@@ -129,7 +129,7 @@ def test_the_tables_beside_flashattention_4_are_those_of_the_stored_run():
     times = {
         (dim, row["direction"], row["mask"], row["peer"]): float(row["ms"])
         for dim in (128, 64)
-        for row in speed.rows("h200-e4e7df0", dim)
+        for row in speed.rows("h200-f8db2f94", dim)
     }
 
     def ratios(mask):
