@@ -341,7 +341,8 @@ def test_a_sink_of_generated_tokens_is_rounded_with_the_output_alone(dtype):
         mock.patch.object(attends, "decoding", return_value={}),
         mock.patch.object(layer, "attention_with_cache", return_value=(out, lse)),
     ):
-        found, _ = attends(torch.nn.Module(), out, out, out, None, s_aux=sinks)
+        kept = out.new_zeros(2, 4, 5, 16)  # longer: a cache, and the new tokens
+        found, _ = attends(torch.nn.Module(), out, kept, kept, None, s_aux=sinks)
     weights, of_sink = lse.double().exp(), sinks.double().exp()[:, None]
     want = (weights / (weights + of_sink))[..., None] * out.double()
     assert found.dtype == dtype
@@ -404,6 +405,28 @@ def test_a_compiled_model_builds_its_masks_once(model, compiles_anew):
         for _ in range(3):
             compiled(ids(70), use_cache=False)
     assert made.call_count == (2 if model is GEMMA3 else 1)  # a layer's window, and no window
+
+
+@pytest.mark.parametrize("patterned", [False, True])
+def test_layers_break_no_graph_of_a_compiled_model(patterned, compiles_anew):
+    """Nor does another padding compile anew. One place breaks it, where the masks of a forward are made."""
+    huggingface.register(masks.local(80, window=30, causal=True) if patterned else None, name="whole")
+
+    def compiled(layers):
+        torch.compiler.reset()
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES | {"num_hidden_layers": layers})).eval()
+        model.set_attn_implementation("whole")
+        graphs = []
+        called = torch.compile(model, backend=lambda graph, inputs: (graphs.append(graph), graph.forward)[1])
+        for padding in (0, 9, 17, 30):
+            tokens = torch.ones(2, 70, dtype=torch.long)
+            tokens[1, :padding] = 0
+            inputs = {"attention_mask": tokens, "use_cache": False}
+            with torch.no_grad():
+                torch.testing.assert_close(called(ids(70), **inputs).logits, model(ids(70), **inputs).logits, **CLOSE)
+        return len(graphs)
+
+    assert compiled(1) == compiled(4)
 
 
 @pytest.mark.parametrize("moves", [False, True])

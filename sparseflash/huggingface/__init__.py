@@ -70,8 +70,10 @@ def register(pattern: Pattern = None, *, name: str = "block_sparse", block: Bloc
     ValueError if a layer needs something that is not a mask and no change of scores (keys that it chooses itself, a
     paged cache) or is asked for attention weights (`output_attentions`; GPT-2 and OPT do not pass that on, and return
     an empty tuple of them), TypeError or AttributeError if they compute with their masks themselves,
-    NotImplementedError for `torch.export`. `torch.compile` works without `fullgraph`; compile with `dynamic=True` if
-    lengths vary, or PyTorch reaches its limit of recompilations and runs parts of the model uncompiled.
+    NotImplementedError for `torch.export`. `torch.compile` works without `fullgraph`: the graph breaks where a
+    forward's masks are made, and in the layers only if the pattern is a function or the queries are a few new tokens
+    behind a cache. Compile with `dynamic=True` if lengths vary, or PyTorch reaches its limit of recompilations and runs
+    parts of the model uncompiled.
     """
     attentions, rules = _interfaces()
     if not isinstance(name, str) or not name.isidentifier() or "flash" in name:
@@ -87,7 +89,7 @@ def register(pattern: Pattern = None, *, name: str = "block_sparse", block: Bloc
     elif pattern is not None:
         checked_mask(pattern)
     type(attentions).register(name, Attention(pattern, block))
-    type(rules).register(name, partial(mask_of_forward, block=block))
+    type(rules).register(name, partial(mask_of_forward, block=block, pattern=pattern))
 
 
 def _check_takes_a_module(pattern: Callable[..., Any]) -> None:

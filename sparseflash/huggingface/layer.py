@@ -12,7 +12,7 @@ from sparseflash.attention import attention
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import Block, block_pair, checked_mask
 from sparseflash.decode import attention_with_cache
-from sparseflash.huggingface.model_mask import ModelMask, cropped
+from sparseflash.huggingface.model_mask import ModelMask, cropped, may_be_decoded
 from sparseflash.interop.sdpa import from_sdpa
 from sparseflash.scores.bias import bias
 from sparseflash.scores.change import Scores
@@ -75,16 +75,14 @@ class Attention:
         if position_bias is not None:
             added = position_bias if added is None else added + position_bias
         cached = None
-        if softcap is None and added is None:
+        if softcap is None and added is None and may_be_decoded(query.shape[2], key.shape[2]):
             cached = self.decoding(module, query, key, value, attention_mask, dropout)
         if cached is not None:
             out, lse = attention_with_cache(query, key, value, **cached, scale=scaling, return_lse=True)
             if s_aux is not None:
                 out = scaled(out, lse, s_aux.view(-1))
         else:
-            mask = None
-            if self.pattern is not None or live is not None or not isinstance(attention_mask, Tensor):
-                mask = self.mask_for(module, query, key, attention_mask, live, is_causal)
+            mask = self._mask(module, query, key, attention_mask, live, is_causal)
             changes = _changes(softcap, added, s_aux)
             out, lse = attention(
                 query, key, value, mask, scale=scaling, dropout_p=dropout, scores=changes, return_lse=True
@@ -115,6 +113,25 @@ class Attention:
         pattern = self.pattern if self.pattern is None or isinstance(self.pattern, BlockMask) else self.pattern(module)
         return pattern if pattern is None else checked_mask(pattern)
 
+    def _mask(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        attention_mask: ModelMask | Tensor | None,
+        live: Tensor | None,
+        is_causal: bool | None,
+    ) -> BlockMask | None:
+        """As `mask_for`. What is at hand is taken without it, which would break a compiled graph in every layer."""
+        if isinstance(attention_mask, ModelMask):
+            whole = attention_mask.whole
+            if whole is not None and whole[0] is self.pattern and attention_mask.device == query.device:
+                return whole[1]
+        elif self.pattern is None and live is None and not _is_causal(module, query, attention_mask, is_causal):
+            return None
+        found: BlockMask | None = self.mask_for(module, query, key, attention_mask, live, is_causal)
+        return found
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def mask_for(
         self,
@@ -130,7 +147,7 @@ class Attention:
         if isinstance(attention_mask, ModelMask):
             return attention_mask.within(pattern, query.device)
         q_len, k_len = query.shape[2], key.shape[2]
-        is_causal = attention_mask is None and q_len > 1 and _is_causal(module, is_causal)
+        is_causal = _is_causal(module, query, attention_mask, is_causal)
         if q_len != k_len and (pattern is not None or is_causal):
             raise ValueError(
                 f"{type(module).__name__} must give the positions of its {q_len} queries among {k_len} keys: call the "
@@ -149,8 +166,12 @@ class Attention:
         return asked.within(pattern, query.device)
 
 
-def _is_causal(module: nn.Module, is_causal: bool | None) -> bool:
-    """Causality for a call without a mask, as the call or else the module says; "eager" masks nothing in that case."""
+def _is_causal(
+    module: nn.Module, query: Tensor, attention_mask: ModelMask | Tensor | None, is_causal: bool | None
+) -> bool:
+    """Causality of a call without a mask, as the call or else the module says; "eager" masks nothing in that case."""
+    if attention_mask is not None or query.shape[2] == 1:
+        return False
     return bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
 
 

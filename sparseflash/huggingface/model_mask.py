@@ -42,6 +42,8 @@ class ModelMask(FlexMask):
     block: Block
     device: torch.device
     made: dict[Hashable, tuple[Any, Any]] = field(default_factory=dict)
+    # (a pattern, the mask of both rules on the device), made before the layers ask, so that they break no graph
+    whole: tuple[BlockMask | None, BlockMask | None] | None = None
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -68,7 +70,7 @@ class ModelMask(FlexMask):
             start, stop, step = index[2].indices(self.shape[2])
             if (index[0], index[1], index[3]) == (whole, whole, whole) and step == 1 and start < stop:
                 first = self.queries[0]
-                return replace(self, queries=(first + start, first + stop), made={})
+                return replace(self, queries=(first + start, first + stop), made={}, whole=None)
         raise TypeError(_computes("[...]"))
 
     def __getattr__(self, name: str) -> Any:
@@ -90,7 +92,7 @@ class ModelMask(FlexMask):
             start == 0 and pattern.lengths is None and q_len <= pattern.block_q
             and pattern.pattern.shape[0] in (1, q.shape[0]) and pattern.pattern.shape[1] in (1, k.shape[1], q.shape[1])
         )  # fmt: skip
-        if q_len > FEW or k.shape[2] == q_len or not fits or self.may_cross:
+        if not may_be_decoded(q_len, k.shape[2]) or not fits or self.may_cross:
             return None
         key = "decoding", id(pattern), q.device
         if key not in self.made:
@@ -211,9 +213,10 @@ def mask_of_forward(
     use_vmap: bool = False,
     *,
     block: Block,
+    pattern: Any = None,
     **others: Any,
 ) -> ModelMask:
-    """Called by Transformers once per forward; see its `sdpa_mask`."""
+    """Called by Transformers once per forward; see its `sdpa_mask`. pattern: that of all layers, or a function."""
     if mask_function is None:
         raise ValueError("Transformers must say what the model masks; got no mask_function.")
     if torch.compiler.is_exporting():
@@ -229,8 +232,16 @@ def mask_of_forward(
     q_start = int(q_offset)
     if attention_mask is not None and (missing := kv_length + kv_offset - attention_mask.shape[-1]) > 0:
         attention_mask = nn.functional.pad(attention_mask, (0, missing))  # the rest of a preallocated cache
-    return ModelMask(
+    made = ModelMask(
         unpacked(mask_function), batch_size, (q_start, q_start + q_length), (kv_offset, kv_offset + kv_length),
         None if attention_mask is None else attention_mask.bool(), use_vmap, "allow_is_bidirectional_skip" in others,
         block, torch.device("cpu" if torch.device(device).type == "meta" else device),
     )  # fmt: skip
+    if not callable(pattern) and not may_be_decoded(q_length, kv_length):
+        made.whole = pattern, made.within(pattern, made.device)
+    return made
+
+
+def may_be_decoded(q_len: int, k_len: int) -> bool:
+    """Whether there are a few new tokens behind a cache, which may need no mask."""
+    return q_len <= FEW and k_len != q_len
