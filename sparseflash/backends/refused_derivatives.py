@@ -86,8 +86,9 @@ def refuse_recording(name: str) -> None:
     """Raises while torch.export or another tracer records operations: there is no operator for a function of scores, so
     what the backend computes would be left out.
     """
-    proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")  # whose import takes seconds; a tracer has done so
-    if torch._C._is_tracing() or (proxies is not None and proxies.get_proxy_mode() is not None):
+    # Not imported for this, which may take seconds, and another thread may be about to: a tracer has done so.
+    proxy_mode = getattr(sys.modules.get("torch.fx.experimental.proxy_tensor"), "get_proxy_mode", lambda: None)
+    if torch._C._is_tracing() or proxy_mode() is not None:
         raise NotImplementedError(
             f"torch.export and other tracers cannot record scores.function with the {name} backend; "
             "backend='reference' has it. All other changes of scores can be recorded."

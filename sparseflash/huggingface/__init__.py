@@ -71,8 +71,9 @@ def register(pattern: Pattern = None, *, name: str = "block_sparse", block: Bloc
     paged cache) or is asked for attention weights (`output_attentions`; GPT-2 and OPT do not pass that on, and return
     an empty tuple of them), TypeError or AttributeError if they compute with their masks themselves,
     NotImplementedError for `torch.export`. `torch.compile` works without `fullgraph`: the graph breaks where a
-    forward's masks are made, and in the layers only if the pattern is a function or the queries are a few new tokens
-    behind a cache. Compile with `dynamic=True` if lengths vary, or PyTorch reaches its limit of recompilations and runs
+    forward's masks are made, and in the layers only where these masks do not serve as they are: for a pattern that is a
+    function, a few new tokens behind a cache, finished masks of more than one block, parts of masks, other devices.
+    Compile with `dynamic=True` if lengths vary, or PyTorch reaches its limit of recompilations and runs
     parts of the model uncompiled.
     """
     attentions, rules = _interfaces()

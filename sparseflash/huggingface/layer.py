@@ -202,7 +202,8 @@ def _as_bias(attention_mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, float]
     dead = -6e4 if (dtype if is_bool else attention_mask.dtype) == torch.float16 else -1e30
     if is_bool:
         return torch.zeros_like(attention_mask, dtype=dtype).masked_fill(~attention_mask, dead), dead
-    return torch.nn.functional.threshold(attention_mask, _DEAD, dead), dead  # compared in its dtype, as in _parts
+    # Compared in its dtype, as in _parts; but NaN stays.
+    return torch.nn.functional.threshold(attention_mask, _DEAD, dead), dead
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

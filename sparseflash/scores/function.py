@@ -107,9 +107,10 @@ def function(
     differentiated.
 
     The reference and the blockwise backend call it, and differentiate it by autograd. The Triton kernels are compiled
-    with it, once for all masks. It is recorded by one call the first time, which takes a tenth of a second (and the
-    first in a process seconds more), so keep the result of `scores.function` rather than make it in every step;
-    Python numbers that `change` reads then stay what they were. The kernels take:
+    with it, once for all masks. It is recorded by one call the first time, on tensors that stand for all scores, so
+    keep the result of `scores.function` rather than make it in every step; Python numbers that `change` reads then,
+    also of tensors that it captures, stay what they were. Numbers read from its arguments (`item()`, `if`) are refused,
+    and so are changes in place; sizes read from them are of what stands in. The kernels take:
 
     - operations on single scores: arithmetic, comparisons, logic, `where`, `masked_fill`, `clamp`, minimum and maximum,
       `abs`, `floor`, `ceil`, `sign`, powers with a constant exponent, exponentials and logarithms, `sqrt`, `sin`,

@@ -14,6 +14,9 @@ from torch.utils._pytree import tree_iter, tree_map
 from sparseflash.scores.expression import PLACES, Expression, Kind
 from sparseflash.scores.operators import FILLED, RECORDED, SAME, Refused, in_kind
 
+_NUMBER = "a number that is read from a tensor, as by item(), if or an index, in place of torch.where"
+_NO_GRADIENTS = "torch.no_grad() or the like, in place of detach()"
+_READS = (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__)  # these call no operator
 _REMEDY = "With backend='blockwise' scores.function runs any function."
 
 
@@ -34,6 +37,11 @@ class _Call:
         self.name, self.args, self.kwargs, self.result = name, args, kwargs, result
 
 
+def _is_computed(x: Any) -> bool:
+    """Whether it is an input, or follows from one; not a tensor that the function makes of a number."""
+    return isinstance(x, _Call) and not x.name.startswith("lift_fresh")
+
+
 class _Entries(NamedTuple):
     """A tensor some of whose dimensions have an index."""
 
@@ -49,6 +57,16 @@ def recorded(
 
     Raises ValueError for what `scores.function` says that kernels do not take.
     """
+    # Dynamo cannot trace what records. A decorator would import it for all.
+    record = torch.compiler.disable(_recorded) if torch.compiler.is_dynamo_compiling() else _recorded
+    return record(function, given, device, into, may_capture_learned)
+
+
+@torch.inference_mode(False)  # in it operators arrive undecomposed
+def _recorded(
+    function: Callable[..., Tensor], given: Sequence[Tensor], device: torch.device, into: Recorded | None,
+    may_capture_learned: bool,
+) -> Recorded:  # fmt: skip
     # Five different sizes, so that a result of another shape is noticed. All positions are 0: only shapes matter.
     batch, heads, queries, keys = 2, 3, 5, 7
     shapes = (batch, 1, 1, 1), (heads, 1, 1), (queries, 1), (keys,)
@@ -56,8 +74,8 @@ def recorded(
     score = torch.zeros(batch, heads, queries, keys, device=device)
     calls = _Calls([score, *places, *(x.detach() for x in given)])
     try:
-        with torch.no_grad(), torch.autocast(device.type, enabled=False), _GradientsAreLeftOn(), calls:
-            result = function(*calls.inputs)
+        with torch.no_grad(), torch.autocast(device.type, enabled=False), _LeavesTraces(calls), calls:
+            result = function(*(each.result for each in calls.inputs))
     except Refused as error:
         raise _refusal(error) from None
     except Exception as error:
@@ -75,12 +93,18 @@ def _refusal(error: Refused) -> ValueError:
     return ValueError(f"scores.function must consist of elementwise operations for the kernels; got {error}. {_REMEDY}")
 
 
-class _GradientsAreLeftOn(TorchFunctionMode):
-    """Refuses `torch.no_grad()`, which leaves no trace in what is recorded."""
+class _LeavesTraces(TorchFunctionMode):
+    """Refuses what leaves no trace among the calls of operators."""
+
+    def __init__(self, calls: _Calls) -> None:
+        super().__init__()
+        self._calls = calls
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch._C._set_grad_enabled:
-            raise Refused("torch.no_grad() or the like, in place of detach()")
+            raise Refused(_NO_GRADIENTS)
+        if func in _READS and _is_computed(self._calls.of(args[0])):
+            raise Refused(_NUMBER)
         return func(*args, **(kwargs or {}))
 
 
@@ -89,26 +113,33 @@ class _Calls(TorchDispatchMode):
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.inputs = inputs
+        self.inputs = [_Call("input", (), {}, x) for x in inputs]
         self.made: list[_Call] = []
-        self._of = {id(x): _Call("input", (), {}, x) for x in inputs}  # by the result, which the call keeps alive
-        self.of_inputs = list(self._of.values())
+        self._of = {id(each.result): each for each in self.inputs}  # a call keeps its result alive
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Else PyTorch imports its compiler at the first call."""
+        """Else PyTorch imports its compiler at the first call, to leave `__torch_dispatch__` uncompiled. Nothing here
+        is called from compiled code.
+        """
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = str(func).removeprefix("aten.").partition(".")[0]
-        if name == "_local_scalar_dense":  # the kernels would not see what it is later
-            raise Refused("a number that is read from a tensor, as by item() or if, in place of torch.where")
         if func._schema.is_mutable:
             raise Refused(f"{name}, which changes a tensor in place")
+        if torch.is_inference_mode_enabled():
+            raise Refused(_NO_GRADIENTS)
         call = _Call(name, tree_map(self.of, args), tree_map(self.of, kwargs), func(*args, **kwargs))
+        results = [x for x in tree_iter(call.result) if isinstance(x, Tensor)]
+        # Numbers of captured tensors, and of those made of numbers, stay what they are, as those that are read without
+        # PyTorch. Others would be numbers of these inputs. (The shape of an index is checked by itself.)
+        is_shape = torch.Tag.dynamic_output_shape in func.tags and name != "index"
+        if (is_shape or not results) and any(map(_is_computed, tree_iter((call.args, call.kwargs)))):
+            raise Refused(_NUMBER)
         self.made.append(call)
-        self._of.update((id(x), call) for x in tree_iter(call.result) if isinstance(x, Tensor))
+        self._of.update((id(x), call) for x in results)
         return call.result
 
     def of(self, x: Any) -> Any:
@@ -138,7 +169,7 @@ class _Recorder:
 
     def run(self, result: Any, shape: Sequence[int]) -> Recorded:
         inputs = [self.made.score, *self.made.places, *map(self._whole, range(self._given))]
-        self._values.update(zip(self._calls.of_inputs, inputs, strict=True))
+        self._values.update(zip(self._calls.inputs, inputs, strict=True))
         if not isinstance(result, Tensor) or result.shape != torch.Size(shape):
             got = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
             raise Refused(f"a result that is not one score for each that it gets, {list(shape)}, but {got}")

@@ -137,6 +137,32 @@ def test_results_have_the_kinds_of_pytorchs(function):
     torch.testing.assert_close(got, function(score, *PLACES, x))
 
 
+@pytest.mark.parametrize("around", [torch.inference_mode, torch.enable_grad, lambda: torch.autocast("cpu")])
+def test_functions_are_recorded_alike_in_any_mode(around):
+    """In inference mode PyTorch hands on operators as they are called, not what they consist of."""
+    gain, table = inputs()[1:]
+    for name in UNARY:
+        for place in OF_PLACES:
+            function = function_of(name, name, name, "where", "div", place)
+            want = recorded(function, (gain, table), CPU).expression
+            with around():
+                assert repr(recorded(function, (gain, table), CPU).expression.nodes) == repr(want.nodes)
+
+
+def test_numbers_of_captured_tensors_are_those_of_the_recording():
+    layer, scale, other = torch.tensor(1), torch.tensor(0.25), torch.tensor([1.0, 2.0, 4.0])
+    tables = torch.arange(6.0).view(2, 3)
+
+    def function(s, b, h, q, k):
+        twice = 2 if torch.equal(other, other) else 1
+        return s * float(scale) + tables[layer, h] + CAPTURED[torch.tensor(2)] * other.tolist()[2] * twice
+
+    score = inputs()[0]
+    found = recorded(function, (), CPU)
+    (got,) = found.expression.evaluated([found.output], [score, *PLACES], found.tensors)
+    torch.testing.assert_close(got.to(score.dtype), function(score, *PLACES))
+
+
 def test_what_the_result_does_not_need_may_be_anything():
     found = recorded(lambda s, b, h, q, k: (s.sum(), s.softmax(-1), s * 2)[-1], (), CPU)
     assert found.expression.nodes[found.output].op == "mul"
@@ -171,9 +197,15 @@ CAPTURED = torch.ones(3)
         (lambda s, b, h, q, k, g: torch.div(s, 3, rounding_mode="trunc"), "div with rounding_mode='trunc'"),
         (lambda s, b, h, q, k, g: s * torch.tensor([1.0, 2.0])[h], "a tensor made inside the function, of shape [2]"),
         (torch.no_grad()(lambda s, b, h, q, k, g: s * 2), "got torch.no_grad() or the like, in place of detach()"),
+        (torch.inference_mode()(lambda s, b, h, q, k, g: s * 2), "got torch.no_grad() or the like, in place of"),
         (lambda s, b, h, q, k, g: s[..., :1] + s, "got slice of a computed tensor"),
         (lambda s, b, h, q, k, g: s * g[0].item(), "a number that is read from a tensor"),
         (lambda s, b, h, q, k, g: s * 2 if CAPTURED[0] > 0 else s, "a number that is read from a tensor"),
+        (lambda s, b, h, q, k, g: s * 2 if torch.equal(q, 0 * q) else s, "a number that is read from a tensor"),
+        (lambda s, b, h, q, k, g: s * 2 if torch.allclose(g, g + 0) else s, "a number that is read from a tensor"),
+        (lambda s, b, h, q, k, g: s + q.nonzero().shape[0], "a number that is read from a tensor"),
+        (lambda s, b, h, q, k, g: s + q.tolist()[-1][0], "a number that is read from a tensor"),
+        (lambda s, b, h, q, k, g: s * float(g.numpy()[1]), "a number that is read from a tensor"),
         (lambda s, b, h, q, k, g: s.view(-1).mul_(2).view(s.shape), "got mul_, which changes a tensor in place"),
         (lambda s, b, h, q, k, g: s * CAPTURED.zero_()[h], "got zero_, which changes a tensor in place"),
         (lambda s, b, h, q, k, g: s.max(-1, keepdim=True).values + s, "got max, which is none of them"),

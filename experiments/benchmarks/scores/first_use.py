@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 def seconds_of(case: str, library: str, sizes: Sizes, *, limit: float = 240.0) -> dict[str, float]:
     """Seconds until each first result of a case, the forward's and then the backward's, after those of plain attention.
 
-    So a case pays for what it needs besides plain attention, as if one had worked
-    with the library before and now writes a new change. {} where the library cannot express the case. Raises
-    RuntimeError if the process fails or takes longer than `limit` seconds.
+    So a case pays for what it needs besides plain attention, as if one had worked with the library before and now
+    writes a new change. {} where the library cannot express the case. Raises RuntimeError if the process fails or takes
+    longer than `limit` seconds.
     """
     answer = output_of(__name__, json.dumps([case, library, *sizes]), limit=limit)
     found: dict[str, float] = json.loads(answer.splitlines()[-1])

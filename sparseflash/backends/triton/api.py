@@ -100,25 +100,29 @@ def forward_pass(q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Sco
         more = {} if changes is None else {"changes": changes}
         made = forward(setting, (q.device, key), q, k, v, problem.scale, problem.dropped, **more)
         setting.plan.launches.put(key, made)
-        tensors = () if changes is None or not torch.is_grad_enabled() else changes.tensors()
-        wanted = [x.requires_grad for x in tensors]
-        # A backward follows, unless it is called without gradients. What it refuses, it refuses when it is called.
-        follows = any([x.requires_grad for x in (q, k, v)] + wanted)
+        launches = made.launches()
+        # A backward follows, unless it is called without gradients, for which `as_recorded` detaches q, k and v. Inside
+        # of an autograd.Function gradients are off, and these still say whether a graph is recorded.
+        follows = any([x.requires_grad for x in (q, k, v)])
+        is_recorded = follows or torch.is_grad_enabled()
+        wanted = [] if changes is None else [is_recorded and x.requires_grad for x in changes.tensors()]
         request = Request.of(setting, q, v, changes, wanted, backward=True)
-        if follows and decide(request, problem.kernels).family is not None:
+        if (follows or any(wanted)) and decide(request, problem.kernels).family is not None:
             out = empty_out(like(q), like(v))
-            with suppress(ValueError):
-                backward_pass(q, k, v, out, out, problem, dlse=False, changes=changes, wanted=wanted)
-        compile_side_by_side(made.launches())  # beside those of the backward
+            with suppress(ValueError):  # what a backward refuses, it refuses when it is called
+                launches += backward_pass(
+                    q, k, v, out, out, problem, dlse=False, changes=changes, wanted=wanted, compiles=False
+                ).launches()  # fmt: skip
+        compile_side_by_side(launches)
     return made
 
 
 def backward_pass(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, problem: Problem, *, dlse: bool,
-    changes: Scores | None = None, wanted: Sequence[bool] = (),
+    changes: Scores | None = None, wanted: Sequence[bool] = (), compiles: bool = True,
 ) -> BackwardPass:  # fmt: skip
     """The backward for tensors of this layout, cached with the plan. wanted: which tensors of the changes get a
-    gradient.
+    gradient. compiles: its kernels side by side; otherwise the caller does.
     """
     setting, family = _decided(q, k, v, problem, changes, wanted, backward=True)
     key = (
@@ -133,7 +137,8 @@ def backward_pass(
             setting, (q.device, key), q, k, v, out, dout, problem.scale, problem.dropped, dlse=dlse, **more
         )  # fmt: skip
         setting.plan.launches.put(key, made)
-        compile_side_by_side(made.launches())
+        if compiles:
+            compile_side_by_side(made.launches())
     return made
 
 

@@ -67,17 +67,32 @@ def test_a_second_call_prepares_nothing():
     assert len(plan.launches) == 1
 
 
-@pytest.mark.parametrize("changed", [False, True])
-def test_the_kernels_of_a_backward_are_compiled_beside_those_of_its_forward(changed):
-    q, k, v = (wide(seed=seed).half() for seed in range(3))
-    changes = scores.alibi(torch.rand(4, requires_grad=True)) if changed else None
-    if not changed:
-        q.requires_grad_()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # a call in half precision is cached
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("changed", ["no", "fixed", "learned"])
+def test_the_kernels_of_a_backward_are_compiled_beside_those_of_its_forward(changed, dropout, dtype):
+    q, k, v = (wide(seed=seed).to(dtype).requires_grad_() for seed in range(3))
+    changes = None if changed == "no" else scores.alibi(torch.rand(4, requires_grad=changed == "learned"))
     compiled = []
     with mock.patch.object(api, "compile_side_by_side", side_effect=compiled.append):
-        attention(q, k, v, masks.causal(40, block=16), scores=changes, backend="triton")
+        mask = masks.causal(40, block=16)
+        out = attention(q, k, v, mask, scores=changes, dropout_p=dropout, seed=7, backend="triton")
+        out.backward(torch.ones_like(out))
+    (launches,) = compiled  # all at once, and nothing for the backward that follows
+    names = {each.launch.variant.function.__name__ for each in launches}
+    assert names == {"forward_kernel", "dq_kernel", "dk_dv_kernel"}
+
+
+def test_the_kernels_of_a_backward_after_a_call_without_gradients_are_compiled_side_by_side():
+    q, k, v = (wide(seed=seed).half().requires_grad_() for seed in range(3))
+    mask = masks.causal(40, block=16)
+    with torch.no_grad():
+        attention(q, k, v, mask, backend="triton")
+    compiled = []
+    with mock.patch.object(api, "compile_side_by_side", side_effect=compiled.append):
+        attention(q, k, v, mask, backend="triton").sum().backward()
     names = [{each.launch.variant.function.__name__ for each in launches} for launches in compiled]
-    assert names == [{"dq_kernel", "dk_dv_kernel"}, {"forward_kernel"}]
+    assert names == [{"dq_kernel", "dk_dv_kernel"}]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # a call in half precision is cached
