@@ -73,8 +73,8 @@ def register(pattern: Pattern = None, *, name: str = "block_sparse", block: Bloc
     NotImplementedError for `torch.export`. `torch.compile` works without `fullgraph`: the graph breaks where a
     forward's masks are made, and in the layers only where these masks do not serve as they are: for a pattern that is a
     function, a few new tokens behind a cache, finished masks of more than one block, parts of masks, other devices.
-    Compile with `dynamic=True` if lengths vary, or PyTorch reaches its limit of recompilations and runs
-    parts of the model uncompiled.
+    Compile with `dynamic=True` if lengths vary, or PyTorch reaches its limit of recompilations and runs parts of the
+    model uncompiled.
     """
     attentions, rules = _interfaces()
     if not isinstance(name, str) or not name.isidentifier() or "flash" in name:

@@ -74,7 +74,7 @@ def _recorded(
     score = torch.zeros(batch, heads, queries, keys, device=device)
     calls = _Calls([score, *places, *(x.detach() for x in given)])
     try:
-        with torch.no_grad(), torch.autocast(device.type, enabled=False), _LeavesTraces(calls), calls:
+        with torch.no_grad(), torch.autocast(device.type, enabled=False), _Untraced(calls), calls:
             result = function(*(each.result for each in calls.inputs))
     except Refused as error:
         raise _refusal(error) from None
@@ -93,7 +93,7 @@ def _refusal(error: Refused) -> ValueError:
     return ValueError(f"scores.function must consist of elementwise operations for the kernels; got {error}. {_REMEDY}")
 
 
-class _LeavesTraces(TorchFunctionMode):
+class _Untraced(TorchFunctionMode):
     """Refuses what leaves no trace among the calls of operators."""
 
     def __init__(self, calls: _Calls) -> None:
