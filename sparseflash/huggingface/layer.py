@@ -82,7 +82,14 @@ class Attention:
             if s_aux is not None:
                 out = scaled(out, lse, s_aux.view(-1))
         else:
-            mask = self._mask(module, query, key, attention_mask, live, is_causal)
+            # `mask_for` breaks a compiled graph, so it is asked for what is not at hand alone.
+            is_causal = _is_causal(module, query, attention_mask, is_causal)
+            if isinstance(attention_mask, ModelMask) and not callable(self.pattern):
+                mask = attention_mask.within(self.pattern, query.device)
+            elif isinstance(attention_mask, ModelMask) or self.pattern is not None or live is not None or is_causal:
+                mask = self.mask_for(module, query, key, attention_mask, live, is_causal)
+            else:
+                mask = None
             changes = _changes(softcap, added, s_aux)
             out, lse = attention(
                 query, key, value, mask, scale=scaling, dropout_p=dropout, scores=changes, return_lse=True
@@ -113,25 +120,6 @@ class Attention:
         pattern = self.pattern if self.pattern is None or isinstance(self.pattern, BlockMask) else self.pattern(module)
         return pattern if pattern is None else checked_mask(pattern)
 
-    def _mask(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        attention_mask: ModelMask | Tensor | None,
-        live: Tensor | None,
-        is_causal: bool | None,
-    ) -> BlockMask | None:
-        """As `mask_for`. What is at hand is taken without it, which would break a compiled graph in every layer."""
-        if isinstance(attention_mask, ModelMask):
-            whole = attention_mask.whole
-            if whole is not None and whole[0] is self.pattern and attention_mask.device == query.device:
-                return whole[1]
-        elif self.pattern is None and live is None and not _is_causal(module, query, attention_mask, is_causal):
-            return None
-        found: BlockMask | None = self.mask_for(module, query, key, attention_mask, live, is_causal)
-        return found
-
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def mask_for(
         self,
@@ -140,14 +128,13 @@ class Attention:
         key: Tensor,
         attention_mask: ModelMask | Tensor | None,
         live: Tensor | None,
-        is_causal: bool | None,
+        is_causal: bool,
     ) -> BlockMask | None:
         """The mask of one layer. live: the live scores of a finished attention_mask, or None for all of them."""
         pattern = self._pattern_of(module)
         if isinstance(attention_mask, ModelMask):
             return attention_mask.within(pattern, query.device)
         q_len, k_len = query.shape[2], key.shape[2]
-        is_causal = _is_causal(module, query, attention_mask, is_causal)
         if q_len != k_len and (pattern is not None or is_causal):
             raise ValueError(
                 f"{type(module).__name__} must give the positions of its {q_len} queries among {k_len} keys: call the "

@@ -42,8 +42,6 @@ class ModelMask(FlexMask):
     block: Block
     device: torch.device
     made: dict[Hashable, tuple[Any, Any]] = field(default_factory=dict)
-    # (a pattern, the mask of both rules on the device), made before the layers ask, so that they break no graph
-    whole: tuple[BlockMask | None, BlockMask | None] | None = None
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -70,7 +68,7 @@ class ModelMask(FlexMask):
             start, stop, step = index[2].indices(self.shape[2])
             if (index[0], index[1], index[3]) == (whole, whole, whole) and step == 1 and start < stop:
                 first = self.queries[0]
-                return replace(self, queries=(first + start, first + stop), made={}, whole=None)
+                return replace(self, queries=(first + start, first + stop), made={})
         raise TypeError(_computes("[...]"))
 
     def __getattr__(self, name: str) -> Any:
@@ -137,10 +135,14 @@ class ModelMask(FlexMask):
         """
         key = id(pattern), device  # the id is not reused, because the pattern is kept beside the mask
         if key not in self.made:
-            mask = self._padded(self._without_padding(pattern))
-            self.made[key] = pattern, None if mask is None else mask.to(device)
+            self._make(pattern, device)
         found: BlockMask | None = self.made[key][1]
         return found
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _make(self, pattern: BlockMask | None, device: torch.device) -> None:
+        mask = self._padded(self._without_padding(pattern))
+        self.made[id(pattern), device] = pattern, None if mask is None else mask.to(device)
 
     def _without_padding(self, pattern: BlockMask | None) -> BlockMask | None:
         if pattern is None and self._sees_everything():
@@ -238,7 +240,7 @@ def mask_of_forward(
         block, torch.device("cpu" if torch.device(device).type == "meta" else device),
     )  # fmt: skip
     if not callable(pattern) and not may_be_decoded(q_length, kv_length):
-        made.whole = pattern, made.within(pattern, made.device)
+        made.within(pattern, made.device)  # before the layers ask, which then break no graph
     return made
 
 
