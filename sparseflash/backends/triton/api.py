@@ -106,8 +106,9 @@ def forward_pass(q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Sco
         follows = any([x.requires_grad for x in (q, k, v)])
         is_recorded = follows or torch.is_grad_enabled()
         wanted = [] if changes is None else [is_recorded and x.requires_grad for x in changes.tensors()]
-        request = Request.of(setting, q, v, changes, wanted, backward=True)
-        if (follows or any(wanted)) and decide(request, problem.kernels).family is not None:
+        if (follows or any(wanted)) and decide(
+            Request.of(setting, q, v, changes, wanted, backward=True), problem.kernels
+        ).family is not None:  # fmt: skip
             out = empty_out(like(q), like(v))
             with suppress(ValueError):  # what a backward refuses, it refuses when it is called
                 launches += backward_pass(
