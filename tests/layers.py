@@ -346,6 +346,7 @@ MAY_IMPORT = {
         _INTERPRETER,
         f"{_BENCHMARKS}/timing.py",
         f"{_BENCHMARKS}/fresh_process.py",
+        "experiments/training",
         *PUBLIC,
     ),
     f"{_BENCHMARKS}/patterns": (

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 # The variables that name the caches of Triton, torch.compile and CuTe.
 CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
@@ -30,3 +32,13 @@ def output_of(module: str, *arguments: str, question: bytes = b"", limit: float)
             print(failure.stderr.decode(errors="replace")[-1500:], file=sys.stderr, flush=True)
             raise RuntimeError(f"the process ended with {failure.returncode}") from failure
     return done.stdout.decode()
+
+
+def print_answer(answer: Any) -> None:
+    """Prints what `answer_in` finds: plain values, on a line of their own after whatever else was printed."""
+    print("\n" + json.dumps(answer), flush=True)
+
+
+def answer_in(output: str) -> Any:
+    """What the process printed last by `print_answer`."""
+    return json.loads(output.splitlines()[-1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.benchmarks.interpreter import run_kernels_on
+from experiments.training.atomic_files import write_csv
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 console = Console(width=150)
@@ -109,10 +109,7 @@ def _write(rows: Sequence[Any], path: Path) -> None:
         asdict(row) | {"tiling": "x".join(map(str, row.tiling)), "config": str(row.config), "speed": s}
         for row, s in zip(rows, speeds(rows), strict=True)
     ]
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, list(lines[0]))
-        writer.writeheader()
-        writer.writerows(lines)
+    write_csv(path, lines)
 
 
 if __name__ == "__main__":

@@ -5,24 +5,23 @@
 
 from __future__ import annotations
 
-import json
 import sys
 
 import torch
 
 from experiments.benchmarks.calls.report import Row
 from experiments.benchmarks.calls.ways import BOTH, FIRST_CALLS, IMPLEMENTATIONS_OF, INFERENCE, Shape, calls_of
-from experiments.benchmarks.fresh_process import output_of
+from experiments.benchmarks.fresh_process import answer_in, output_of, print_answer
 from experiments.benchmarks.timing import first_call
 
 
 def first_calls(name: str, *, limit: float = 240.0) -> list[Row]:
     """Seconds of FIRST_CALLS of one implementation, one after another, in a new process."""
     try:
-        answer = output_of(__name__, name, limit=limit)
+        output = output_of(__name__, name, limit=limit)
     except RuntimeError as failure:
         return [Row(what, name, None, failure=str(failure)) for what in FIRST_CALLS]
-    seconds: dict[str, float] = json.loads(answer.splitlines()[-1])
+    seconds: dict[str, float] = answer_in(output)
     return [Row(what, name, seconds[what]) for what in FIRST_CALLS]
 
 
@@ -36,7 +35,7 @@ def main(name: str) -> None:
     for what, dim, way in zip(FIRST_CALLS, (64, 32, 128), (BOTH, BOTH, INFERENCE), strict=True):
         call = calls_of(IMPLEMENTATIONS_OF[name](Shape(dim=dim), device), Shape(dim=dim), device)[way]
         seconds[what], _ = first_call(call, device)
-    print("\n" + json.dumps(seconds), flush=True)
+    print_answer(seconds)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -14,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.benchmarks.interpreter import run_kernels_on
+from experiments.training.atomic_files import write_csv
 
 if TYPE_CHECKING:
     from experiments.benchmarks.scores.ways import Sizes
@@ -97,7 +97,7 @@ def _times(names: Sequence[str], libraries: Sequence[str], sizes: Sizes, rounds:
                 console.print(f"{name} {library} {what}: {failure}", soft_wrap=True)
             row = {"group": number, "case": name, "library": library, "pass": what, "ms": timing.ms}
             rows.append(row | {"spread": timing.spread})
-        _write(rows, out / "scores.csv")
+        write_csv(out / "scores.csv", rows)
         console.print(f"{number + 1} of {len(groups)}: {', '.join(group)}")
     _print(rows, TARGETS)
 
@@ -116,15 +116,8 @@ def _first_uses(names: Sequence[str], libraries: Sequence[str], sizes: Sizes, ou
             for what, seconds in found.items():
                 rows.append({"case": name, "library": library, "first": what, "seconds": round(seconds, 2)})
                 console.print(f"{library:>12}  {what:<24} {seconds:6.2f} s")
-            _write(rows, out / "first_use.csv")
-
-
-def _write(rows: list[dict[str, Any]], path: Path) -> None:
-    if rows:
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
+            if rows:
+                write_csv(out / "first_use.csv", rows)
 
 
 def _print(rows: list[dict[str, Any]], targets: dict[str, float]) -> None:

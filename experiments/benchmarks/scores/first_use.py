@@ -9,7 +9,7 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from experiments.benchmarks.fresh_process import output_of
+from experiments.benchmarks.fresh_process import answer_in, output_of, print_answer
 from experiments.benchmarks.interpreter import run_kernels_on
 
 if TYPE_CHECKING:
@@ -23,8 +23,7 @@ def seconds_of(case: str, library: str, sizes: Sizes, *, limit: float = 240.0) -
     writes a new change. {} where the library cannot express the case. Raises RuntimeError if the process fails or takes
     longer than `limit` seconds.
     """
-    answer = output_of(__name__, json.dumps([case, library, *sizes]), limit=limit)
-    found: dict[str, float] = json.loads(answer.splitlines()[-1])
+    found: dict[str, float] = answer_in(output_of(__name__, json.dumps([case, library, *sizes]), limit=limit))
     return found
 
 
@@ -43,7 +42,7 @@ def main(question: str) -> None:
     for label, way in ((PLAIN, ways.plain(library)), (name, changed)) if changed is not None else ():
         for what, call in calls(way.run, way.wanted, ways.dout).items():
             seconds[f"{label} {what}"], _ = first_call(call, ways.place)
-    print("\n" + json.dumps(seconds), flush=True)
+    print_answer(seconds)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ class Ways:
 
     def plain(self, library: str) -> Way:
         if library == FLEX:
-            return Way(lambda: self._flex(), self.leaves)
+            return Way(self._flex, self.leaves)
         return Way(lambda: attention(*self.leaves, self.mask, backend=self.backend), self.leaves)
 
     def changed(self, case: Case, library: str) -> Way | None:

@@ -6,14 +6,13 @@ writes the answers to standard output.
 
 from __future__ import annotations
 
-import json
 import pickle
 import sys
 from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from experiments.benchmarks.fresh_process import output_of
+from experiments.benchmarks.fresh_process import answer_in, output_of, print_answer
 from experiments.benchmarks.speed.candidate import Candidate, compare, prepare, verify
 from experiments.benchmarks.speed.cases import BACKWARD, FIRST, FORWARD, Case
 from experiments.benchmarks.speed.check import checked_heads
@@ -44,10 +43,10 @@ def in_new_process(case: Case, name: str, options: Options, *, limit: float = SE
     """The answers of `case.passes`, each one of FIRST, for the implementation `name`: "ours" or one of PEERS."""
     question = pickle.dumps((case, name, options))
     try:
-        answer = output_of("experiments.benchmarks.speed.first_call", question=question, limit=limit)
+        output = output_of("experiments.benchmarks.speed.first_call", question=question, limit=limit)
     except RuntimeError as failure:
         return [Answer(FAILED, str(failure)) for _ in case.passes]
-    return [Answer(**answer) for answer in json.loads(answer.splitlines()[-1])]
+    return [Answer(**answer) for answer in answer_in(output)]
 
 
 def answers(case: Case, name: str, options: Options) -> list[Answer]:
@@ -81,7 +80,7 @@ def main() -> None:
     case, name, options = pickle.loads(sys.stdin.buffer.read())
     with products_in_tf32(case.tf32 and options.device.type == "cuda"):
         found = answers(case, name, options)
-    print("\n" + json.dumps([asdict(answer) for answer in found]), flush=True)
+    print_answer([asdict(answer) for answer in found])
 
 
 if __name__ == "__main__":
