@@ -17,9 +17,11 @@ from experiments.benchmarks.speed.tables import tokens
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Colours that colour-blind readers can tell apart (Okabe and Ito); a peer has the same colour in every picture.
+# Colours that colour-blind readers can tell apart (Okabe and Ito, two of Tol); a peer has the same in every picture.
 COLOURS = {
     OURS: "#000000",
+    "ours-hopper": "#882255",
+    "ours-portable": "#44AA99",
     "flex": "#0072B2",
     "flex-autotune": "#56B4E9",
     "fa4": "#D55E00",
@@ -30,10 +32,11 @@ COLOURS = {
     "reference": "#999999",
 }
 MARKERS = {
-    OURS: "o", "flex": "s", "flex-autotune": "D", "fa4": "^", "fa4-deterministic": "<", "sdpa-fa2": "v",
-    "sdpa-cudnn": "P", "sdpa": "X",
+    OURS: "o", "ours-hopper": "h", "ours-portable": "p", "flex": "s", "flex-autotune": "D", "fa4": "^",
+    "fa4-deterministic": "<", "sdpa-fa2": "v", "sdpa-cudnn": "P", "sdpa": "X",
 }  # fmt: skip
 PANEL = 4.6, 3.6  # inches
+MOST_IN_A_LINE = 5  # of a legend, below two panels
 NAME_WIDTH = 0.035  # of a vertical name, as a share of the panel's width
 
 
@@ -68,7 +71,7 @@ def _legend(figure: Figure, axis: Any) -> None:
     order = sorted(range(len(labels)), key=lambda place: (labels[place] not in COLOURS, -place))
     figure.legend(
         [handles[place] for place in order], [labels[place] for place in order], loc="outside lower center",
-        ncols=len(order), fontsize=8, frameon=False,
+        ncols=min(len(order), MOST_IN_A_LINE), fontsize=8, frameon=False,
     )  # fmt: skip
 
 
