@@ -102,6 +102,7 @@ def report(kernel, names):
         "products": products,
         "two_layouts": has_two_layouts(kernel.asm["ptx"]),
         "exponentials": exponentials_under_products(sass),
+        "kept_predicates": len(re.findall(r"\b(?:PLOP3|P2R)\b", sass)),
         "predicated": len(re.findall(r"@!?U?P\d+ (?:FSEL|FMUL R\d+, R\d+, R)", sass)),
         "direct": parameters_of_compiled(kernel, names) is not None,
         "resident": kernel.metadata.launch_cooperative_grid,
