@@ -300,6 +300,7 @@ MAY_IMPORT = {
         f"{_BENCHMARKS}/timing.py",
         f"{_BENCHMARKS}/fresh_process.py",
         "experiments/training",
+        f"{_TRITON}/launcher.py",
         *PUBLIC,
     ),
     f"{_BENCHMARKS}/speed": (

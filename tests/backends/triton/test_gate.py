@@ -20,6 +20,7 @@ from sparseflash.backends.triton.api import setting_of
 from sparseflash.backends.triton.dispatch import decide
 from sparseflash.backends.triton.family import Request
 from sparseflash.backends.triton.hopper import support
+from sparseflash.cli import info
 from sparseflash.scores.change import Sizes
 from uninterpreted import python
 
@@ -416,6 +417,8 @@ def test_another_version_whose_kernels_pass_serves_without_a_warning(new_version
     assert found.forward.family == found.backward.family == "hopper" and not said
     assert found.versions.endswith("they passed their check on this GPU")
     assert len([each for each in new_version.iterdir() if each.suffix == ".json"]) == 2
+    usable, versions = info.usable("cuda:0")
+    assert usable["hopper"] is None and versions == found.versions
     with mock.patch.object(gate, "outcome", side_effect=AssertionError("tried again")):
         clear_caches()
         assert explain(q, q, q).forward.family == "hopper"
