@@ -102,6 +102,7 @@ def explain(
         q, k, v, mask, dropout_p, scores, backend: as for `attention`. Nothing is computed, so the tensors may be
             uninitialised; with `capability` they, the mask and the tensors of the changes of scores may be on any
             device, including "meta". A backward is told of with the gradients of those tensors that require them.
+            (Under a Triton that the kernels for Hopper were not measured with, they are checked if q is on a GPU.)
         capability: a GPU's compute capability, such as (9, 0) for an H100; by default that of the GPU that q is on.
 
     Returns:

@@ -27,8 +27,9 @@ from sparseflash.backends.triton.hopper.configs import BLOCK, SMALL, backward_co
 from sparseflash.blockmask import BlockMask
 from sparseflash.scores.change import PAIRS, Scores
 
-# Bytes of a thread. The measured kernels spill up to 136: addresses, and sums between steps. A tile of scores has 64
-# registers or, in the backward, 32 of each of two; what spills as much spills one in its loop.
+# Bytes of a thread. Where they are chosen, the measured kernels spill up to 136: addresses, and sums between steps. A
+# tile of scores has 64 registers of 4 bytes; what spills as much spills one in its loop. The backward under a soft cap
+# at D=64 did, 296 under Triton 3.6 and 3.7, and is slower than the portable one.
 MOST_SPILLED = 256
 _LENGTH = 1000  # tokens: full, partial and dead tiles, and a ragged end
 # Tokens from which a row that sees all keys is cut, if the others are short, and so is a column of the backward: then

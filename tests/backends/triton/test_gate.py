@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from triton import knobs
 
 import sparseflash
 from sparseflash import attention, clear_caches, explain, masks, testing
@@ -263,6 +264,7 @@ ptxas info    : Function properties for begin_kernel
     900 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
 ptxas info    : Used 32 registers, used 1 barriers
 """
+GOOD_REPORT = REPORT.format(0, 168) + REPORT.format(0, 168).replace("forward", "backward")
 SERIALISED = "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized\n"
 
 
@@ -281,6 +283,72 @@ SERIALISED = "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_asyn
 )  # fmt: skip
 def test_the_assemblers_report_is_read(report, fault):
     assert kernel_check.fault_in(report, {"forward_kernel": 168}) == fault
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """What `kernel_check` runs, on short sequences and without a GPU."""
+    monkeypatch.setattr(kernel_check, "_LENGTH", 300)
+    monkeypatch.setattr(kernel_check, "_CUT_LENGTH", 512)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(knobs.nvidia, "dump_ptxas_log", False)
+    monkeypatch.setattr(knobs.compilation, "always_compile", False)
+    served = []
+
+    def serve(change, says=GOOD_REPORT):
+        def served_by(q, k, v, mask, *, backend, **more):
+            served.append((backend, gate.refuses(HALF)))
+            print(says)
+            return change(attention(q, k, v, mask, backend="blockwise", **more))
+
+        monkeypatch.setattr(kernel_check, "attention", served_by)
+
+    serve.served = served
+    return serve
+
+
+HALF_64 = PLAIN._replace(dim=64, dtype="float16")
+
+
+def checked(capsys, kind=HALF_64):
+    kernel_check.main(json.dumps(kind), "cpu")
+    *_, trying, found = capsys.readouterr().out.splitlines()
+    assert trying == gate.TRYING
+    found = json.loads(found)
+    return found["why"], found["certain"]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_kernels_that_are_exact_pass(small, hopper, capsys, backward):
+    small(lambda results: results)
+    kind = HALF_64._replace(changes=("alibi",), learned=("alibi",) * backward, backward=backward)
+    assert checked(capsys, kind) == ("", True)
+    assert small.served == [("hopper", None)] * 2, "with the gate open, rows that are cut included"
+
+
+def test_kernels_that_are_not_exact_do_not_pass(small, capsys):
+    small(lambda results: (results[0] * 1.01, results[1]))
+    why, certain = checked(capsys)
+    assert why.startswith("their results are wrong, by so many times the error that is allowed: out ") and certain
+
+
+def test_what_is_raised_is_said(small, capsys):
+    def broken(results):
+        raise RuntimeError("PassManager::run failed\nand more")
+
+    small(broken)
+    assert checked(capsys) == ("they do not run: RuntimeError: PassManager::run failed", True)
+
+    def full(results):
+        raise torch.cuda.OutOfMemoryError("Tried to allocate 2 GiB.")
+
+    small(full)
+    assert checked(capsys) == ("there is too little memory to check them: Tried to allocate 2 GiB.", False)
+
+
+def test_kernels_of_which_the_assembler_says_nothing_do_not_pass(small, capsys):
+    small(lambda results: results, says="")
+    assert checked(capsys) == ("the assembler reports nothing of forward_kernel", True)
 
 
 COMPILED = """
