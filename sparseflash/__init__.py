@@ -3,8 +3,9 @@
 `BlockMask` says which scores exist, `attention` computes exactly those, and `sparseflash.masks` has ready-made
 patterns.
 
-It may import `attention`, `blockmask`, `explain`, `scaled_dot_product` and `varlen`; the last two need Dynamo, whose
-import takes as long as PyTorch's own, and are imported on first access, as are the other parts of the library.
+It may import `attention`, `blockmask`, `explain`, `performance`, `scaled_dot_product` and `varlen`; the last two need
+Dynamo, whose import takes as long as PyTorch's own, and are imported on first access, as are the other parts of the
+library.
 """
 
 from typing import TYPE_CHECKING
@@ -13,13 +14,14 @@ from sparseflash.attention import attention as attention
 from sparseflash.blockmask import BlockMask as BlockMask
 from sparseflash.blockmask.cache import clear_caches as clear_caches
 from sparseflash.explain import explain as explain
+from sparseflash.performance import PerformanceWarning as PerformanceWarning
 
 if TYPE_CHECKING:
     from sparseflash.scaled_dot_product import sdpa as sdpa
     from sparseflash.varlen import attention_varlen as attention_varlen
 
 __version__ = "0.2.0"
-__all__ = ["BlockMask", "attention", "attention_varlen", "clear_caches", "explain", "sdpa"]
+__all__ = ["BlockMask", "PerformanceWarning", "attention", "attention_varlen", "clear_caches", "explain", "sdpa"]
 _MODULES = (
     "analysis",
     "decode",

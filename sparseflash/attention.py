@@ -91,7 +91,7 @@ def attention(
             give gradients the same bits whatever else is in the batch; `"hopper"` on those for compute capability 9.0
             (fp16, bf16; D = Dv = 64, 96 or 128; no dropout; dynamic masks in blocks of 128, or of 64 forward; of
             changes of scores temperatures, soft caps, sinks, decay with distance, tables by distance, and biases, not
-            all of them together or with gradients: a refusal says why; Triton 3.6).
+            all of them together or with gradients: a refusal says why).
             `"blockwise"`, PyTorch over the live tiles, is the default for all other tensors; `"reference"` computes the
             dense matrix and defines the semantics. A backend that cannot run raises; none falls back to another.
 

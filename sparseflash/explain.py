@@ -36,7 +36,8 @@ class Explanation:
     >>> print(Explanation("blockwise", "the default for tensors on cpu"))
     backend blockwise: the default for tensors on cpu
 
-    `capability` is that of the GPU for which the kernels were chosen.
+    `capability` is that of the GPU for which the kernels were chosen. `versions` says what the installed Triton, if the
+    kernels were not measured with it, means for the kernels for Hopper.
     """
 
     backend: str
@@ -45,11 +46,14 @@ class Explanation:
     forward: Chosen | None = None
     backward: Chosen | None = None
     kernels: tuple[KernelChoice, ...] = ()
+    versions: str | None = None
 
     def __str__(self) -> str:
         lines = [f"backend {self.backend}: {self.why}"]
         if self.capability is not None:
             lines.append(f"compute capability {self.capability[0]}.{self.capability[1]}")
+        if self.versions is not None:
+            lines.append(self.versions)
         for name, chosen in (("forward", self.forward), ("backward", self.backward)):
             if chosen is not None:
                 lines.append(f"{name}: {chosen.family or 'no'} kernels")
@@ -98,6 +102,7 @@ def explain(
         q, k, v, mask, dropout_p, scores, backend: as for `attention`. Nothing is computed, so the tensors may be
             uninitialised; with `capability` they, the mask and the tensors of the changes of scores may be on any
             device, including "meta". A backward is told of with the gradients of those tensors that require them.
+            (Under a Triton that the kernels for Hopper were not measured with, they are checked if q is on a GPU.)
         capability: a GPU's compute capability, such as (9, 0) for an H100; by default that of the GPU that q is on.
 
     Returns:
@@ -139,8 +144,9 @@ def explain(
         return Explanation(name, f"{why}; there is nothing to compute", capability)
     if changes is not None:
         changes = changes.without("temperature")  # by which the queries are divided before
-    decisions, kernels = api.choices(q, k, v, problem, capability, changes if changes and changes.changes else None)
+    changes = changes if changes and changes.changes else None
+    decisions, kernels, versions = api.choices(q, k, v, problem, capability, changes)
     forward, backward = (
         Chosen(None if each.family is None else each.family.name, tuple(each.refusals.items())) for each in decisions
     )
-    return Explanation(name, why, capability, forward, backward, tuple(kernels))
+    return Explanation(name, why, capability, forward, backward, tuple(kernels), versions)

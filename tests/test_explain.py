@@ -205,7 +205,6 @@ def test_what_attention_refuses_is_refused():
 def test_it_waits_for_plans_that_another_stream_makes(backend, monkeypatch):
     """It reads how many tiles their items have."""
     monkeypatch.setattr(support, "is_interpreted", lambda: False)
-    monkeypatch.setattr(support, "triton_version", lambda: support.TRITON_VERSIONS[0])
     mask = masks.causal(4096, block=128)
     explain(*empty(), mask, backend=backend, **HOPPER)
     (plan,) = plans_of(mask)

@@ -39,38 +39,45 @@ def versions() -> dict[str, str | None]:
 def devices() -> list[dict[str, Any]]:
     """The CPU and every GPU that PyTorch sees, with what each backend says when it is asked to run there."""
     found: list[dict[str, Any]] = [
-        {"device": "cpu", "name": f"{platform.machine()}, {threads()}", "backends": usable("cpu")}
+        {"device": "cpu", "name": f"{platform.machine()}, {threads()}", "backends": usable("cpu")[0]}
     ]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
+        backends, untested = usable(f"cuda:{index}")
         found.append(
             {
                 "device": f"cuda:{index}",
                 "name": properties.name,
                 "capability": [properties.major, properties.minor],
                 "memory_bytes": properties.total_memory,
-                "backends": usable(f"cuda:{index}"),
+                "backends": backends,
+                "versions": untested,
             }
         )
     return found
 
 
-def usable(device: str) -> dict[str, str | None]:
-    """For each backend, why it cannot run on the device; None if it can. The kernels are asked about bf16, D = 64."""
+def usable(device: str) -> tuple[dict[str, str | None], str | None]:
+    """For each backend, why it cannot run on the device; None if it can. The kernels are asked about bf16, D = 64.
+
+    Also what `explain` says of the kernels for Hopper under the installed Triton, if they were not measured with it;
+    they are checked for that.
+    """
     gpu = device != "cpu"
     q = torch.zeros(_SHAPE if gpu else (1, 1, 16, 16), device=device, dtype=torch.bfloat16 if gpu else torch.float32)
     mask = masks.causal(q.shape[2]).to(q.device)
     found: dict[str, str | None] = {}
+    versions = None
     for backend in ("triton", "hopper", "blockwise"):
         try:
             if gpu:
-                explain(q, q, q, mask, backend=backend)
+                versions = explain(q, q, q, mask, backend=backend).versions or versions
             else:
                 attention(q, q, q, mask, backend=backend)
             found[backend] = None
         except (RuntimeError, ValueError, TypeError, ImportError) as error:
             found[backend] = str(error)
-    return found
+    return found, versions
 
 
 def caches() -> list[dict[str, Any]]:
@@ -111,6 +118,8 @@ def lines(found: dict[str, Any]) -> list[tuple[str, str]]:
             answer = "usable" if why is None else f"not usable: {why if why != before else 'for the same reason'}"
             said.append((f"  {backend}", f"{_FAMILIES[backend]}: {answer}"))
             before = why
+        if device.get("versions"):
+            said.append(("  versions", device["versions"]))
     for cache in found["caches"]:
         said.append((cache["name"], f"{cache['bytes'] / 2**20:.1f} MiB in {cache['files']} files, {cache['folder']}"))
     return said

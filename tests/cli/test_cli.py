@@ -22,6 +22,7 @@ from sparseflash.cli.expression import Refused, mask_of
 from sparseflash.cli.inputs import drawn
 from sparseflash.cli.options import pattern_names, patterns_beginning_with
 from sparseflash.cli.sources import module_of
+from sparseflash.explain import Explanation
 from threads import threads
 
 CPU = ("--device", "cpu")
@@ -466,6 +467,23 @@ def test_info_gives_a_reason_once():
     said = dict(info.lines({"versions": {"cuda": None}, "devices": [device], "caches": []}))
     assert said["  triton"].endswith("not usable: no GPU.")
     assert said["  hopper"].endswith("not usable: for the same reason") and said["  blockwise"].endswith(": usable")
+
+
+def test_info_tells_of_a_triton_that_the_kernels_were_not_measured_with():
+    facts = {"name": "NVIDIA H100", "capability": [9, 0], "memory_bytes": 80 << 30, "backends": {"hopper": None}}
+    for versions, expected in ((None, None), ("Triton 9.9.9 is not", "Triton 9.9.9 is not")):
+        device = {"device": "cuda:0", "versions": versions, **facts}
+        said = dict(info.lines({"versions": {"cuda": "13.0"}, "devices": [device], "caches": []}))
+        assert said.get("  versions") == expected and said["  hopper"] == "kernels for Hopper: usable"
+
+
+def test_info_asks_explain_about_the_installed_triton(monkeypatch):
+    def explained(q, k, v, mask, backend):
+        return Explanation(backend, "", versions="asked" if backend == "hopper" else None)
+
+    monkeypatch.setattr(info, "explain", explained)
+    monkeypatch.setattr(info.torch, "zeros", lambda shape, device, dtype: torch.empty(shape, dtype=dtype))
+    assert info.usable("cuda:0") == (dict.fromkeys(("triton", "hopper", "blockwise")), "asked")
 
 
 def test_the_folder_of_compiled_code_is_that_of_inductor(monkeypatch):

@@ -25,6 +25,7 @@ def calls(
     rounds: Annotated[int, typer.Option(help="Turns of each implementation.", min=1)] = 15,
     count: Annotated[int, typer.Option(help="Calls a turn.", min=1)] = 100,
     first: Annotated[bool, typer.Option(help="Also the first calls of new processes; a minute.")] = True,
+    launcher: Annotated[bool, typer.Option(help="Also ours by Triton's own launcher.")] = False,
     commit: Annotated[str | None, typer.Option(help="Default: git's.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for the page and the CSV file.")] = RESULTS,
 ) -> None:
@@ -33,7 +34,15 @@ def calls(
 
     from experiments.benchmarks.calls import report
     from experiments.benchmarks.calls.first_calls import first_calls
-    from experiments.benchmarks.calls.ways import IMPLEMENTATIONS_OF, WAYS, Shape, calls_of
+    from experiments.benchmarks.calls.ways import (
+        IMPLEMENTATIONS_OF,
+        OURS,
+        THROUGH_TRITON,
+        WAYS,
+        Shape,
+        calls_of,
+        through_triton,
+    )
     from experiments.benchmarks.timing import Timed, of_single_calls
     from experiments.training.environment import command_line, environment
 
@@ -44,10 +53,15 @@ def calls(
     facts = environment(device, command_line("experiments.benchmarks.calls"), commit)
     made = {name: calls_of(implementation(shape, device), shape, device)
             for name, implementation in IMPLEMENTATIONS_OF.items()}  # fmt: skip
+    if launcher:
+        made[THROUGH_TRITON] = made[OURS]
     rows: list[report.Row] = []
     for way in WAYS:
         with console.status(way):
-            in_turns = {name: Timed(calls[way], nullcontext) for name, calls in made.items() if way in calls}
+            in_turns = {
+                name: Timed(calls[way], through_triton if name == THROUGH_TRITON else nullcontext)
+                for name, calls in made.items() if way in calls
+            }  # fmt: skip
             timings = of_single_calls(in_turns, device, rounds=rounds, count=count)
         rows += [report.Row.of(way, name, timing) for name, timing in timings.items()]
         report.write(out, rows, shape, facts)

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from experiments.benchmarks.calls.ways import FIRST_CALLS, IMPLEMENTATIONS, NOTES, WAYS, Shape
+from experiments.benchmarks.calls.ways import FIRST_CALLS, IMPLEMENTATIONS, NOTES, THROUGH_TRITON, WAYS, Shape
 from experiments.benchmarks.timing import Timing
 
 
@@ -47,9 +47,11 @@ def markdown(rows: Sequence[Row], shape: Shape, facts: Mapping[str, str]) -> str
 
 def _table(ways: Sequence[str], rows: Sequence[Row]) -> list[str]:
     found = {(row.way, row.implementation): row for row in rows}
-    lines = ["| | " + " | ".join(IMPLEMENTATIONS) + " |", "|---" + "|---:" * len(IMPLEMENTATIONS) + "|"]
+    extra = [THROUGH_TRITON] if any((way, THROUGH_TRITON) in found for way in ways) else []
+    names = [*IMPLEMENTATIONS, *extra]
+    lines = ["| | " + " | ".join(names) + " |", "|---" + "|---:" * len(names) + "|"]
     for way in ways:
-        cells = (_cell(found.get((way, name))) for name in IMPLEMENTATIONS)
+        cells = (_cell(found.get((way, name))) for name in names)
         lines.append(f"| {way} | {' | '.join(cells)} |")
     return lines
 

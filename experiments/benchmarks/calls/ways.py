@@ -7,8 +7,10 @@ host's.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from itertools import cycle
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -31,6 +33,7 @@ FIRST_CALLS = ("first forward and backward", "the same of another head dim", "in
 
 OURS, SDPA, FLEX = "sparseflash", "SDPA", "FlexAttention"
 IMPLEMENTATIONS = (OURS, SDPA, FLEX)
+THROUGH_TRITON = "sparseflash by Triton's launcher"  # only if it is asked for
 FLEX_BLOCK = 128  # its kernels refuse smaller blocks unless their tile sizes are also reduced by hand
 
 NOTES = {
@@ -206,3 +209,10 @@ def flex_calls(shape: Shape, device: torch.device) -> Implementation:
 
 
 IMPLEMENTATIONS_OF = {OURS: sparseflash_calls, SDPA: sdpa_calls, FLEX: flex_calls}
+
+
+def through_triton() -> AbstractContextManager[Any]:
+    """Inside the context our kernels are launched by Triton's own launcher, whatever its version."""
+    from sparseflash.backends.triton.launcher import Variant
+
+    return mock.patch.object(Variant, "can_start_directly", lambda variant: False)

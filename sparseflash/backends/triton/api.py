@@ -15,12 +15,14 @@ from sparseflash.backends.registration import Operator, empty_gradient, empty_ls
 from sparseflash.backends.saved import Saved
 from sparseflash.backends.scored import ScoredOperator
 from sparseflash.backends.triton import device as gpu
+from sparseflash.backends.triton import gate
 from sparseflash.backends.triton.alignment import FAR, aligned_start
 from sparseflash.backends.triton.availability import check_runs
 from sparseflash.backends.triton.compile_ahead import compile_side_by_side
 from sparseflash.backends.triton.cuda_graphs import refuse_to_record
 from sparseflash.backends.triton.dispatch import Decision, decide
-from sparseflash.backends.triton.family import BackwardPass, Family, ForwardPass, KernelChoice, Request, Setting
+from sparseflash.backends.triton.family import BackwardPass, ForwardPass, KernelChoice, Request, Setting
+from sparseflash.backends.triton.notice import warn_if_slower
 from sparseflash.backends.triton.portable.passes import empty_kept, like
 from sparseflash.backends.triton.schedule.plan import Plan, dense_plan, plan_of
 from sparseflash.blockmask.cache import BoundedDict
@@ -91,11 +93,13 @@ def as_kernels_read(
 
 def forward_pass(q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores | None = None) -> ForwardPass:
     """The forward for tensors of this layout, cached with the plan."""
-    setting, family = _decided(q, k, v, problem, changes, backward=False)
+    setting, request, decision = _decided(q, k, v, problem, changes, backward=False)
+    family = decision.serving()
     key = ("forward", family.name, *_key(setting, problem, q, k, v), *key_of_changes(changes))
     made: ForwardPass | None = setting.plan.launches.get(key)
     if made is None:
         _refuse(setting.plan)
+        warn_if_slower(request, decision)
         forward, _ = family.passes()
         more = {} if changes is None else {"changes": changes}
         made = forward(setting, (q.device, key), q, k, v, problem.scale, problem.dropped, **more)
@@ -125,13 +129,15 @@ def backward_pass(
     """The backward for tensors of this layout, cached with the plan. wanted: which tensors of the changes get a
     gradient. compiles: its kernels side by side; otherwise the caller does.
     """
-    setting, family = _decided(q, k, v, problem, changes, wanted, backward=True)
+    setting, request, decision = _decided(q, k, v, problem, changes, wanted, backward=True)
+    family = decision.serving()
     key = (
         "backward", family.name, dlse, *_key(setting, problem, q, k, v, out, dout), *key_of_changes(changes), *wanted,
     )  # fmt: skip
     made: BackwardPass | None = setting.plan.launches.get(key)
     if made is None:
         _refuse(setting.plan)
+        warn_if_slower(request, decision)
         _, backward = family.passes()
         more: dict[str, Any] = {} if changes is None else {"changes": changes, "wanted": wanted}
         made = backward(
@@ -146,10 +152,10 @@ def backward_pass(
 def _decided(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores | None, wanted: Sequence[bool] = (), *,
     backward: bool,
-) -> tuple[Setting, Family]:  # fmt: skip
+) -> tuple[Setting, Request, Decision]:  # fmt: skip
     setting = setting_of(q, k, problem, gpu.capability_of(q.device))
     request = Request.of(setting, q, v, changes, wanted, backward=backward)
-    return setting, decide(request, problem.kernels).serving()
+    return setting, request, decide(request, problem.kernels)
 
 
 def check_gradients(q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores | None = None) -> None:
@@ -162,7 +168,7 @@ def check_gradients(q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: 
     wanted = [x.requires_grad for x in tensors]
     if any([x.requires_grad for x in (q, k, v)] + wanted) and is_plain_call(q, k, v, *tensors):
         check(q, k, v)
-        _decided(q, k, v, problem, changes, wanted, backward=True)
+        _decided(q, k, v, problem, changes, wanted, backward=True)[2].serving()
 
 
 def insisted_gradients(problem: Problem, changes: Scores) -> list[bool]:
@@ -186,15 +192,17 @@ def key_of_changes(changes: Scores | None) -> tuple[Any, ...]:
 
 def choices(
     q: Tensor, k: Tensor, v: Tensor, problem: Problem, capability: tuple[int, int], changes: Scores | None = None
-) -> tuple[tuple[Decision, Decision], list[KernelChoice]]:
+) -> tuple[tuple[Decision, Decision], list[KernelChoice], str | None]:
     """The kernels that a GPU of this capability would run for a forward and a backward.
 
-    Raises ValueError if those that the problem insists on cannot serve one; not of a backward that will not come.
+    Also what is to be said of the installed Triton. Raises ValueError if the kernels that the problem insists on cannot
+    serve a pass; not of a backward that will not come.
     """
     device = q.device if q.device.type != "meta" else torch.device("cpu")  # a plan needs real arrays
     setting = setting_of(q, k, problem, capability, device)
     wanted = [] if changes is None else [x.requires_grad for x in changes.tensors()]
-    first = decide(Request.of(setting, q, v, changes, backward=False), problem.kernels)
+    asked = Request.of(setting, q, v, changes, backward=False)
+    first = decide(asked, problem.kernels)
     second = decide(Request.of(setting, q, v, changes, wanted, backward=True), problem.kernels)
     forward, _ = first.serving().passes()
     key = *_key(setting, problem, q, k, v), *key_of_changes(changes), *wanted
@@ -207,7 +215,8 @@ def choices(
         more |= {} if changes is None else {"wanted": wanted}
         made = backward(setting, (q.device, "out", key), q, k, v, out, out, *numbers, dlse=False, **more)
         found = [*found, *made.choices()]
-    return (first, second), found
+    is_new = any(each.family is not None and each.family.name == "hopper" for each in (first, second))
+    return (first, second), found, gate.note(asked) if is_new else None
 
 
 def setting_of(

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from sparseflash.backends.triton.launcher import triton_version
+from sparseflash.backends.triton.versions import triton_version
 
 Kernel = Literal["forward", "dk_dv", "dq"]
 Arithmetic = Literal["half", "tf32", "fp32"]

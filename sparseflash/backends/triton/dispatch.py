@@ -1,7 +1,8 @@
 """Chooses the kernels of a pass: the first family that can serve it and is not slower there, or the one asked for.
 
-A family is a folder of kernels with a forward pass and a backward pass, and two functions that say why it cannot serve
-a request, and why another is faster. To add one, write its folder and list it in `FAMILIES`.
+A family is a folder of kernels with a forward pass and a backward pass, and functions that say why it cannot serve a
+request, why another is faster, and why it must not serve under the installed versions. To add one, write its folder and
+list it in `FAMILIES`.
 """
 
 from __future__ import annotations
@@ -40,9 +41,15 @@ def _hopper_yields(request: Request) -> str | None:
     return yields(request)
 
 
+def _hopper_untested(request: Request) -> str | None:
+    from sparseflash.backends.triton.gate import refuses
+
+    return refuses(request)
+
+
 FAMILIES = (
-    Family("hopper", _hopper_refuses, _hopper_yields, _hopper_passes),
-    Family("portable", _never, _never, _portable_passes),
+    Family("hopper", _hopper_refuses, _hopper_yields, _hopper_untested, _hopper_passes),
+    Family("portable", _never, _never, _never, _portable_passes),
 )
 
 
@@ -69,7 +76,8 @@ def decide(request: Request, wanted: str = "") -> Decision:
     for family in FAMILIES:
         if wanted not in ("", family.name):
             continue
-        reason = family.refuses(request) or (None if wanted else family.yields(request))
+        # The last may have to try kernels first, so it is asked only of those that would serve.
+        reason = family.refuses(request) or (None if wanted else family.yields(request)) or family.untested(request)
         if reason is None:
             return Decision(family, refusals)
         refusals[family.name] = reason

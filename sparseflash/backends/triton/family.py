@@ -58,6 +58,7 @@ class Request(NamedTuple):
     entries: int = 0
     in_runs: bool = True
     pairs: PairBias | None = None
+    device: torch.device | None = None  # of the tensors
 
     @classmethod
     def of(
@@ -71,7 +72,7 @@ class Request(NamedTuple):
             setting.capability, q.dtype, (q.shape[-1], v.shape[-1]), setting.block, setting.lengths, setting.dropout,
             not plan.lists.reusable, tokens, plan.tiles_per_head * block_k / -(-tokens[0] // block_q), backward,
             *_described(changes, wanted), plan.lists.patterns,
-            *_table(changes, q.shape[1] // v.shape[1]), _pair_bias(changes, q, tokens),
+            *_table(changes, q.shape[1] // v.shape[1]), _pair_bias(changes, q, tokens), q.device,
         )  # fmt: skip
 
 
@@ -166,4 +167,6 @@ class Family(NamedTuple):
     # Why another family is to run, or None. Of a forward it must not depend on how many sequences and heads there are:
     # a row has the same bits whatever else is in its batch.
     yields: Callable[[Request], str | None]
+    # Why it must not serve one that it could serve better, under the versions that are installed, or None.
+    untested: Callable[[Request], str | None]
     passes: Callable[[], tuple[Callable[..., ForwardPass], Callable[..., BackwardPass]]]  # imports what prepares them

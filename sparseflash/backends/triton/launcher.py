@@ -7,7 +7,6 @@ strides are multiples of 16. A `Launch` is a variant with all arguments that are
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
@@ -19,14 +18,13 @@ from torch import Tensor
 
 from sparseflash.backends.triton.cuda_graphs import refuse_to_record
 from sparseflash.backends.triton.direct_start import DirectStart, Parameter, loaded, parameters_of_compiled
+from sparseflash.backends.triton.versions import MEASURED, triton_version
 
 # Fused multiply-adds: fewer instructions, smaller errors. Triton's default depends on its version.
 OPTIONS = {"enable_fp_fusion": True}
 # The oldest compute capability that the kernels support: Ampere, the first with bf16 and asynchronous copies.
 OLDEST = (8, 0)
-# Versions of Triton whose kernels are launched directly (direct_start.py), which relies on undocumented details. With
-# other versions Triton's own launcher is used, which takes 50 us or more on the host.
-DIRECT_VERSIONS = ((3, 6), (3, 7), (3, 8), (3, 9))
+DIRECT_VERSIONS = tuple(each.triton for each in MEASURED if each.direct)
 
 
 class Variant:
@@ -228,14 +226,6 @@ class Describe:
 def is_direct_version() -> bool:
     """Whether the installed Triton is one of `DIRECT_VERSIONS`."""
     return triton_version() in DIRECT_VERSIONS
-
-
-def triton_version() -> tuple[int, int]:
-    """Major and minor version of the installed Triton."""
-    import triton  # late: this module must be importable without Triton
-
-    found = re.match(r"(\d+)\.(\d+)", triton.__version__)
-    return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[None]:

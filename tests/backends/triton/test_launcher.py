@@ -9,6 +9,7 @@ import torch
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from experiments.benchmarks.calls.ways import through_triton
 from sparseflash import attention, masks
 from sparseflash.backends.triton import compile_ahead, launcher
 from sparseflash.backends.triton.launcher import BoundLaunch, Describe, Launch, Variant
@@ -223,6 +224,16 @@ def test_a_version_that_is_not_known_is_left_to_triton(monkeypatch):
     launch = launch_of(kernel).bind(1, work_ptr=x)
     launch(named(x, x)), launch(named(x, x))
     assert len(kernel.asked) == 2 and kernel.loaded == ["by Triton"] and not starts
+
+
+def test_the_benchmark_of_calls_can_leave_all_to_triton():
+    kernel, x = Kernel(), torch.ones(2, 16, dtype=torch.float16)
+    launch = launch_of(kernel).bind(1, work_ptr=x)
+    launch(named(x, x))
+    with through_triton():
+        launch(named(x, x))
+    launch(named(x, x))
+    assert len(kernel.asked) == 1 and len(calls_of(kernel)) == 2
 
 
 def test_another_current_gpu_is_left_to_triton(monkeypatch):

@@ -8,13 +8,9 @@ from sparseflash.backends.triton.family import Request
 from sparseflash.backends.triton.hopper.backward_plan import ENTRY
 from sparseflash.backends.triton.hopper.changed import KINDS, LEARNED
 from sparseflash.backends.triton.hopper.configs import BLOCK, HEAD_DIMS, LIMITS, SMALL, tile_for
-from sparseflash.backends.triton.launcher import triton_version
 from sparseflash.backends.triton.schedule.costs import SPLITS
 from sparseflash.scores.change import PAIRS
 
-# Gluon's interface and the compiler's choices change from version to version, and no interpreter tells: these have run
-# on a GPU.
-TRITON_VERSIONS = ((3, 6),)
 _DTYPES = (torch.float16, torch.bfloat16)
 # Of a table that gets gradients, over all query heads that share keys. Each takes 256 bytes for a tile of keys, or for
 # each part of one that is cut: together at most 64 KB, as the fp32 sums of dq of a tile and head at D = 128.
@@ -67,9 +63,6 @@ def refuses(request: Request) -> str | None:
         )
     if is_interpreted():
         return "they are written in Gluon, which Triton's interpreter cannot run"
-    if triton_version() not in TRITON_VERSIONS:
-        tested = ", ".join(f"{major}.{minor}" for major, minor in TRITON_VERSIONS)
-        return "they have run with Triton {} only; got {}.{}".format(tested, *triton_version())
     return None
 
 

@@ -504,12 +504,11 @@ NO_GRADIENT = "they give a gradient to the slopes of a linear decay alone, witho
 
 
 @pytest.fixture
-def tested_triton(monkeypatch):
-    monkeypatch.setattr(support, "triton_version", lambda: (3, 6))
+def compiled(monkeypatch):
     monkeypatch.setattr(support, "is_interpreted", lambda: False)
 
 
-@pytest.mark.usefixtures("tested_triton")
+@pytest.mark.usefixtures("compiled")
 def test_they_take_caps_decays_and_sinks_and_queries_that_a_temperature_divides():
     q = torch.empty(2, 4, 8192, 128, dtype=torch.bfloat16, device="meta")
     slopes = torch.rand(4, device="meta")
@@ -519,7 +518,7 @@ def test_they_take_caps_decays_and_sinks_and_queries_that_a_temperature_divides(
     assert (found.forward.family, found.backward.family) == ("hopper", "hopper")
 
 
-@pytest.mark.usefixtures("tested_triton")
+@pytest.mark.usefixtures("compiled")
 def test_some_decays_that_are_learned_and_other_changes_are_the_portable_kernels():
     q = torch.empty(2, 4, 8192, 128, dtype=torch.bfloat16, device="meta")
     slopes = torch.rand(4, device="meta", requires_grad=True)
@@ -543,7 +542,7 @@ def families_and_refusal(changes):
     return found.forward.family, found.backward.family, dict(found.backward.refusals).get("hopper")
 
 
-@pytest.mark.usefixtures("tested_triton")
+@pytest.mark.usefixtures("compiled")
 def test_they_take_biases_of_keys_with_a_linear_decay_and_a_sink():
     slopes, bias = torch.rand(4, device="meta"), scores.key_bias(torch.rand(2, 1, 8192, device="meta").requires_grad_())
 
@@ -557,7 +556,7 @@ def test_they_take_biases_of_keys_with_a_linear_decay_and_a_sink():
     assert families_and_refusal(bias + scores.relative(slopes[:, None].expand(4, 32), scores.t5_buckets()))[2] == reason
 
 
-@pytest.mark.usefixtures("tested_triton")
+@pytest.mark.usefixtures("compiled")
 def test_they_take_biases_of_pairs_that_the_copy_engine_can_read():
     def bias(*shape, dtype=torch.bfloat16):
         return Scores((scores.bias(torch.empty(*shape, device="meta", dtype=dtype, requires_grad=True)),))
@@ -580,7 +579,7 @@ def test_they_take_biases_of_pairs_that_the_copy_engine_can_read():
     assert families_and_refusal(fixed + scores.softcap(30.0))[2] == reason
 
 
-@pytest.mark.usefixtures("tested_triton")
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("block", [64, 128])
 @pytest.mark.parametrize("shape", [(2, 4), (1, 4)])
 def test_they_take_biases_of_live_tiles_of_their_own_size(block, shape):
@@ -598,7 +597,7 @@ def test_they_take_biases_of_live_tiles_of_their_own_size(block, shape):
         assert found.backward.family == ("hopper" if shape == (2, 4) else "portable")
 
 
-@pytest.mark.usefixtures("tested_triton")
+@pytest.mark.usefixtures("compiled")
 def test_they_take_tables_by_distance_alone_or_with_a_sink():
     def table(entries):
         return torch.rand(4, entries, device="meta", requires_grad=True)
@@ -618,7 +617,7 @@ def test_they_take_tables_by_distance_alone_or_with_a_sink():
     assert families_and_refusal(many) == ("hopper", "portable", reason)
 
 
-@pytest.mark.usefixtures("tested_triton")
+@pytest.mark.usefixtures("compiled")
 def test_who_insists_on_them_learns_before_the_forward_that_slopes_get_no_gradient(monkeypatch):
     monkeypatch.setattr(gpu, "capability_of", lambda device: (9, 0))
     q, slopes = torch.zeros(1, 2, 256, 64, dtype=torch.float16), torch.ones(2, requires_grad=True)
@@ -631,7 +630,7 @@ def test_who_insists_on_them_learns_before_the_forward_that_slopes_get_no_gradie
     clear_caches()
 
 
-@pytest.mark.usefixtures("tested_triton")
+@pytest.mark.usefixtures("compiled")
 def test_explain_says_why_slopes_that_are_learned_have_no_backward_on_them():
     q, slopes = torch.empty(2, 4, 8192, 128, dtype=torch.bfloat16, device="meta"), torch.ones(4, requires_grad=True)
     asked = {"scores": scores.log_decay(slopes), "capability": (9, 0), "backend": "hopper"}
@@ -647,7 +646,7 @@ def test_explain_says_why_slopes_that_are_learned_have_no_backward_on_them():
         explain(q, q, q, masks.causal(8192), **asked)
 
 
-@pytest.mark.usefixtures("tested_triton")
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize(
     ("dim", "change", "families"),
     [

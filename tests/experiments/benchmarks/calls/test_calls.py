@@ -18,6 +18,7 @@ from experiments.benchmarks.calls.ways import (
     IMPLEMENTATIONS_OF,
     OURS,
     SDPA,
+    THROUGH_TRITON,
     WAYS,
     Shape,
     calls_of,
@@ -102,6 +103,13 @@ def test_the_table_has_every_value_and_every_failure(tmp_path):
         ("12.3", "us", "12.1", "20"), ("20", "us", "20", "20"), ("", "us", "", ""), ("1.234", "s", "", ""),
         ("", "s", "", ""),
     ]  # fmt: skip
+
+
+def test_ours_by_tritons_launcher_has_a_column_if_it_was_asked_for():
+    assert THROUGH_TRITON not in report.markdown(ROWS, Shape(), {})
+    page = report.markdown([*ROWS, report.Row(WAYS[0], THROUGH_TRITON, 80.0, 79.0, 90.0)], Shape(), {})
+    assert f"| {WAYS[0]} | 12 (12 to 20) | 20 (20 to 20) | failed | 80 (79 to 90) |" in page
+    assert f"| {FIRST_CALLS[0]} | 1.23 | - | failed |\n" in page
 
 
 def test_first_calls_are_left_out_where_none_were_made():

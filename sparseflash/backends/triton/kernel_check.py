@@ -1,0 +1,172 @@
+"""Tries a kind of the kernels for Hopper on a GPU: what the assembler says of them, and whether they are exact.
+
+    python -m sparseflash.backends.triton.kernel_check KIND DEVICE
+
+`gate.py` runs this with a `Kind` as JSON, and reads the last line of the output: what is wrong, "" if nothing is, and
+whether that is certain. As a library's user would, it may import `attention`, `scores` and `testing`.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparseflash import scores, testing
+from sparseflash.attention import attention
+from sparseflash.backends.triton.gate import TRYING, Kind, opened
+from sparseflash.backends.triton.hopper.configs import BLOCK, SMALL, backward_config_for, config_for
+from sparseflash.blockmask import BlockMask
+from sparseflash.scores.change import PAIRS, Scores
+
+# Bytes of a thread. Where they are chosen, the measured kernels spill up to 136: addresses, and sums between steps. A
+# tile of scores has 64 registers of 4 bytes; what spills as much spills one in its loop. The backward under a soft cap
+# at D=64 did, 296 under Triton 3.6 and 3.7, and is slower than the portable one.
+MOST_SPILLED = 256
+_LENGTH = 1000  # tokens: full, partial and dead tiles, and a ragged end
+# Tokens from which a row that sees all keys is cut, if the others are short, and so is a column of the backward: then
+# the kernels store their sums, for another kernel to merge. That makes other kernels of them.
+_CUT_LENGTH = 6400
+
+
+class Example(NamedTuple):
+    """The inputs of an attention."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: BlockMask
+    changes: Scores | None
+
+
+def example(kind: Kind, device: torch.device, *, cut: bool) -> Example:
+    """Random inputs that these kernels serve. cut: so that rows are cut."""
+    block = 64 if kind.small else 128
+    if cut:
+        batch, heads, kv_heads, tokens = 1, 1, 1, _CUT_LENGTH
+        layout = torch.eye(tokens // block, dtype=torch.bool)
+        layout[0] = layout[:, 0] = True
+        mask = BlockMask.from_layout(layout, q_len=tokens, block=block)
+    else:
+        batch, heads, kv_heads, tokens = 2, 4, 2, _LENGTH
+        mask = BlockMask.from_function(lambda q, k: (k <= q) & (q - k < 300) | (k < 9), tokens, block=block)
+    if kind.lengths:
+        mask = mask.with_lengths([tokens - 5, 250][:batch])
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    dtype = getattr(torch, kind.dtype)
+    q, k, v = (drawn(batch, each, tokens, kind.dim).to(device, dtype) for each in (heads, kv_heads, kv_heads))
+    pairs = (batch, heads, *((len(mask.indices), block, block) if "tile_bias" in kind.changes else (tokens, tokens)))
+    shapes = {
+        "alibi": (heads,), "log_decay": (heads,), "sink": (heads,), "relative": (heads, 32),
+        "key_bias": (batch, heads, tokens), "bias": pairs, "tile_bias": pairs,
+    }  # fmt: skip
+    mask = mask.to(device)
+    changes = Scores(())
+    for name in kind.changes:
+        if name == "softcap":
+            changes += scores.softcap(5.0)
+            continue
+        values = drawn(*shapes[name]) / 8
+        values = (values.abs() if name in ("alibi", "log_decay") else values).to(device)
+        values = values.to(dtype) if name in PAIRS else values
+        changes += _CHANGES[name](values.requires_grad_(name in kind.learned), mask)
+    return Example(q, k, v, mask, changes if kind.changes else None)
+
+
+_CHANGES = {
+    "alibi": lambda values, mask: scores.alibi(values),
+    "log_decay": lambda values, mask: scores.log_decay(values),
+    "sink": lambda values, mask: scores.sink(values),
+    "relative": lambda values, mask: scores.relative(values, scores.t5_buckets()),
+    "key_bias": lambda values, mask: scores.key_bias(values),
+    "bias": lambda values, mask: scores.bias(values),
+    "tile_bias": scores.tile_bias,
+}
+
+
+def fault(kind: Kind, examples: Sequence[Example]) -> str:
+    """What is wrong with the kernels that serve these inputs; "" if nothing is."""
+    from triton import knobs
+
+    # Triton keeps no report of the assembler with a compiled kernel, but prints it if asked to.
+    knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
+    report = io.StringIO()
+    ratios: list[tuple[str, float]] = []
+    with redirect_stdout(report), torch.set_grad_enabled(kind.backward):
+        for each in examples:
+            found = testing.compare(
+                partial(_ours, each), *each[:4], scores=each.changes, gradients=kind.backward, every_draw=False
+            )
+            ratios += found.ratios.items()
+    expected = {"forward_kernel": config_for(kind.dim, SMALL if kind.small else BLOCK).start_registers}
+    if kind.backward:
+        expected["backward_kernel"] = backward_config_for(kind.dim).start_registers
+    wrong = ", ".join(f"{name} {ratio:.3g}" for name, ratio in ratios if not ratio <= 1)
+    if wrong:
+        return f"their results are wrong, by so many times the error that is allowed: {wrong}"
+    return fault_in(report.getvalue(), expected)
+
+
+def _ours(given: Example, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    return attention(q, k, v, given.mask, return_lse=True, scores=given.changes, backend="hopper")
+
+
+def fault_in(report: str, expected: Mapping[str, int]) -> str:
+    """What an assembler's report finds wrong with the kernels of these names and numbers of registers; "" for nothing.
+
+    >>> kernel = "Compiling entry function 'f' for 'sm_90a' ... 8 bytes stack frame, ... Used {} registers"
+    >>> fault_in(kernel.format(168), {"f": 168}), fault_in(kernel.format(160), {"f": 168})
+    ('', 'f has 160 registers a thread; it needs 168')
+    """
+    if found := re.search(r"\(C751[0-7]\)[^\n]*", report):
+        return f"the assembler serialises matrix products: {found[0].strip()}"
+    missing = set(expected)
+    for text in report.split("Compiling entry function")[1:]:
+        found = re.search(r"'(\w+)'.*?(\d+) bytes stack frame.*?Used (\d+) registers", text, re.DOTALL)
+        if found is None or found[1] not in expected:
+            continue
+        name, spilled, used = found[1], int(found[2]), int(found[3])
+        missing.discard(name)
+        if used != expected[name]:
+            return f"{name} has {used} registers a thread; it needs {expected[name]}"
+        if spilled > MOST_SPILLED:
+            return f"{name} spills {spilled} bytes a thread; it may spill {MOST_SPILLED}"
+    return f"the assembler reports nothing of {', '.join(sorted(missing))}" if missing else ""
+
+
+def main(kind: str, device: str) -> None:
+    """Prints what is wrong with the kernels, as JSON."""
+    dtype, dim, small, lengths, changes, learned, backward = json.loads(kind)
+    asked, gpu = Kind(dtype, dim, small, lengths, tuple(changes), tuple(learned), backward), torch.device(device)
+    torch.cuda.set_device(gpu)
+    examples = [example(asked, gpu, cut=cut) for cut in (False, True)]
+    print(TRYING, flush=True)
+    why, certain = "", True
+    try:
+        with opened():
+            why = fault(asked, examples)
+    except torch.cuda.OutOfMemoryError as error:
+        why, certain = f"there is too little memory to check them: {_first_line(error)}", False
+    except Exception as error:  # whatever Triton, the driver or we ourselves raise
+        why = f"they do not run: {type(error).__name__}: {_first_line(error)}"
+    print(json.dumps({"why": why, "certain": certain}), flush=True)
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")[:300]
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

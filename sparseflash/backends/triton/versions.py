@@ -1,0 +1,66 @@
+"""The versions of Triton that the kernels were measured with on a GPU, and the PyTorch that brings each.
+
+This list is the only one: the gate of the Hopper kernels (`gate.py`), the launcher, the documentation's table
+(`docs/versions.py`) and the tests of `pyproject.toml` and `constraints.txt` read it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+
+class Measured(NamedTuple):
+    """A version of Triton whose kernels were measured on a GPU."""
+
+    triton: tuple[int, int]
+    torch: tuple[str, ...]  # the PyTorch releases whose builds for CUDA pin it
+    # Whether kernels are launched past Triton's launcher (direct_start.py), which relies on undocumented details. With
+    # Triton's own launcher a launch takes 50 us or more on the host.
+    direct: bool = True
+    run: str = ""  # the folder of a stored run of the speed benchmark, in experiments/results; "": none is stored
+
+
+MEASURED = (
+    Measured((3, 6), ("2.11",), run="speed/h200-f8db2f94"),
+    Measured((3, 7), ("2.12", "2.13")),
+    Measured((3, 8), ("2.14",)),
+    Measured((3, 9), ("2.15",)),
+)
+
+
+def is_measured(version: tuple[int, int]) -> bool:
+    """Whether the kernels were measured with this major and minor version of Triton.
+
+    >>> is_measured((3, 6)), is_measured((3, 99))
+    (True, False)
+    """
+    return any(each.triton == version for each in MEASURED)
+
+
+def named(versions: tuple[tuple[int, int], ...] | None = None) -> str:
+    """The measured versions of Triton, as sentences name them.
+
+    >>> named(((3, 6), (3, 7)))
+    '3.6 and 3.7'
+    """
+    found = [f"{major}.{minor}" for major, minor in versions or [each.triton for each in MEASURED]]
+    return " and ".join(filter(None, [", ".join(found[:-1]), found[-1]]))
+
+
+def releases() -> str:
+    """The PyTorch releases whose builds for CUDA bring a measured Triton."""
+    return f"{MEASURED[0].torch[0]} to {MEASURED[-1].torch[-1]}"
+
+
+def triton_release() -> str:
+    """The whole version of the installed Triton."""
+    import triton  # late: this module must be importable without Triton
+
+    return str(triton.__version__)
+
+
+def triton_version() -> tuple[int, int]:
+    """Major and minor version of the installed Triton."""
+    found = re.match(r"(\d+)\.(\d+)", triton_release())
+    return (int(found[1]), int(found[2])) if found else (0, 0)

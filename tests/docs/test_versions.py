@@ -1,0 +1,67 @@
+"""The pages, pyproject.toml and constraints.txt say of PyTorch and Triton what the list of measured versions says."""
+
+import re
+
+import pytest
+
+from docs import versions as said
+from pages import ROOT
+from sparseflash.backends.triton import versions
+from sparseflash.backends.triton.launcher import DIRECT_VERSIONS
+from sparseflash.backends.triton.versions import MEASURED, is_measured, named, triton_version
+
+PYPROJECT = (ROOT / "pyproject.toml").read_text()
+
+
+def words(path):
+    return " ".join((ROOT / path).read_text().split())
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/pages/tutorial.md"])
+def test_a_page_has_the_sentence(page):
+    assert said.sentence().rstrip(".") in words(page), f"`python -m docs.versions` prints what must stand in {page}"
+
+
+def test_the_questions_have_the_table():
+    assert said.table() in (ROOT / "docs/pages/faq.md").read_text(), "`python -m docs.versions` prints what must stand"
+
+
+def test_runs_of_the_table_are_stored():
+    assert all((ROOT / "experiments/results" / each.run / "README.md").is_file() for each in MEASURED if each.run)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/pages/faq.md", "docs/pages/tutorial.md"])
+def test_the_oldest_versions_are_those_of_the_list(page):
+    oldest = MEASURED[0]
+    assert set(re.findall(r"(?:torch|PyTorch) (\d\.\d+) or newer", words(page))) == set(oldest.torch)
+    assert set(re.findall(r"Triton (\d\.\d+) or newer", words(page))) <= {named((oldest.triton,))}
+
+
+def test_pip_takes_the_oldest_and_refuses_no_newer_one():
+    oldest = MEASURED[0]
+    bounds = dict(
+        re.findall(r"[\"'](torch|triton)([^\"';]*)", PYPROJECT.partition("dependencies = [")[2].split("]")[0])
+    )
+    assert bounds == {"torch": f">={oldest.torch[0]}", "triton": f">={named((oldest.triton,))}"}
+
+
+def test_the_comment_beside_them_says_what_each_pytorch_pins():
+    pinned = dict(re.findall(r"(\d+\.\d+) pins (\d+\.\d+)\.\d+", PYPROJECT))
+    assert pinned == {torch: named((each.triton,)) for each in MEASURED for torch in each.torch}
+
+
+def test_the_versions_of_the_tests_are_measured_ones():
+    pinned = re.search(r"^torch==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]
+    assert pinned in [torch for each in MEASURED for torch in each.torch]
+    assert is_measured(triton_version())
+
+
+def test_the_list_is_in_order_and_its_kernels_are_launched_directly_where_it_says_so():
+    assert sorted(MEASURED) == list(MEASURED)
+    assert tuple(each.triton for each in MEASURED if each.direct) == DIRECT_VERSIONS
+
+
+@pytest.mark.parametrize(("release", "version"), [("3.9.0", (3, 9)), ("3.10.1+git1234", (3, 10)), ("main", (0, 0))])
+def test_versions_are_read(release, version, monkeypatch):
+    monkeypatch.setattr(versions, "triton_release", lambda: release)
+    assert triton_version() == version
