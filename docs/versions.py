@@ -12,8 +12,8 @@ def sentence() -> str:
     """What README.md and the tutorial say."""
     first, last = MEASURED[0].triton, MEASURED[-1].triton
     return (
-        f"The kernels for Hopper were measured with PyTorch {releases()}, whose builds for CUDA bring Triton "
-        f"{named((first,))} to {named((last,))}; with a newer Triton they are checked before they serve."
+        f"The kernels for Hopper were measured with Triton {named((first,))} to {named((last,))}, which PyTorch "
+        f"{releases()} for CUDA bring; with a newer Triton they are checked before they serve."
     )
 
 
