@@ -1,7 +1,7 @@
 """The Triton backend. `api.py` is its entry point and `dispatch.py` chooses the kernels; `schedule/` plans the work,
 `portable/` has the kernels, and `decode/` those for few queries and long caches.
 
-It may import `blockmask`, `dropout`, `scores`, and `direct`, `problem`, `registration`, `saved` and `scored` of the
-backends. Importing `api` needs Triton; `attention.py` does so when it is called. Others may import only `launcher`,
-which also starts the kernels of `masks/fused`.
+It may import `blockmask`, `dropout`, `limits`, `scores`, and `direct`, `problem`, `registration`, `saved` and `scored`
+of the backends. Importing `api` needs Triton; `attention.py` does so when it is called. Others may import only
+`launcher`, which also starts the kernels of `masks/fused`.
 """

@@ -58,6 +58,7 @@ class Request(NamedTuple):
     entries: int = 0
     in_runs: bool = True
     pairs: PairBias | None = None
+    heads: int = 1  # query heads of all batch elements
 
     @classmethod
     def of(
@@ -72,6 +73,7 @@ class Request(NamedTuple):
             not plan.lists.reusable, tokens, plan.tiles_per_head * block_k / -(-tokens[0] // block_q), backward,
             *_described(changes, wanted), plan.lists.patterns,
             *_table(changes, q.shape[1] // v.shape[1]), _pair_bias(changes, q, tokens),
+            q.shape[0] * q.shape[1],
         )  # fmt: skip
 
 
