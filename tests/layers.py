@@ -335,7 +335,7 @@ MAY_IMPORT = {
         *PUBLIC,
     ),
     f"{_BENCHMARKS}/distributed": (f"{_BENCHMARKS}/distributed", "experiments/training", *PUBLIC),
-    f"{_BENCHMARKS}/exactness": ("experiments/training",),
+    f"{_BENCHMARKS}/exactness": (_INTERPRETER, f"{_BENCHMARKS}/timing.py", "experiments/training", *PUBLIC),
     f"{_BENCHMARKS}/selection": (
         f"{_BENCHMARKS}/speed",
         f"{_BENCHMARKS}/timing.py",
