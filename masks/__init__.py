@@ -1,7 +1,7 @@
 """The pattern library: pure functions from lengths and a few numbers to a `BlockMask`, one family a file.
 
-In the repository this folder stands at the top; it is imported as `sparseflash.masks`. May import `blockmask` of the
-library, and the helpers in `tiling` and `fused`. In the library the command line imports it;
+In the repository this folder stands at the top; it is imported as `sparseflash.masks`. May import `blockmask` and
+`limits` of the library, and the helpers in `tiling` and `fused`. In the library the command line imports it;
 `BlockMask.from_block_index` and `grouped` import `block_index` from it when they are called.
 """
 

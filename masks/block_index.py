@@ -9,6 +9,7 @@ from torch import Tensor
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.arguments import Block, block_pair, checked_integers, flag, token_counts
 from sparseflash.blockmask.cache import bounded_tensors
+from sparseflash.limits import check_count
 from sparseflash.masks import fused
 from sparseflash.masks.tiling.arguments import head_count
 from sparseflash.masks.tiling.chosen import Frame, as_heads, dynamic_mask, frame, pattern_of
@@ -113,6 +114,7 @@ def _sorted_once(index: Tensor, counts: Tensor | None, cols: int) -> tuple[Tenso
 def _compacted(kept: Tensor, col: Tensor, kind: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor]:
     """`(indptr, indices, tile)` of the entries of lists `[B, H, rows, K]` that are kept."""
     choices, device = kept.shape[3], kept.device
+    check_count("the room for tiles of a mask", room, remedy="Use larger blocks, or choose fewer.")
     running = kept.reshape(-1).cumsum(0)
     indptr = torch.nn.functional.pad(running.view(-1, choices)[:, -1], (1, 0)).to(torch.int32)
     # What is not kept goes to one entry past the room.

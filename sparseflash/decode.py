@@ -14,6 +14,7 @@ from sparseflash.backends.direct import is_plain_call
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import checked_integers, checked_mask, dense_tensor, integer
 from sparseflash.blockmask.cache import BoundedDict
+from sparseflash.limits import check_tokens
 from sparseflash.validation import check_tensors, checked_scale
 
 BACKENDS = ("triton", "reference")
@@ -315,6 +316,8 @@ def _checked(
         table = table.contiguous()
     of = Cached(lengths, starts, page=page or 0, block_table=table, pages=pages, mask=mask)
     room = of.capacity(k_cache)
+    if room:
+        check_tokens(room, "the room of the cache for a sequence")
     if mask is not None:
         _check_mask(mask, q, kv_heads, room)
     # Kernels count in 32 bits, and what lies past the room is not there.

@@ -665,6 +665,72 @@ def fuzz_scores(name, first, values, usual):
     return kind
 
 
+HUGE = st.sampled_from([0, 1, 7, 2**23 - 8, 2**23, 2**31 // 127 + 1, 2**31 - 1, 2**31, 2**40, 2**62])
+
+
+@st.composite
+def strided(draw, *shape, last=1):
+    """A tensor of which dimensions are expanded, and those of one element have any stride; of the last dimension that
+    of `last`. A number of tokens that is expanded costs no memory."""
+    kept = [size if draw(st.integers(0, 2)) and size < 10**4 else 1 for size in shape[:-1]]
+    x = torch.randn(*kept, shape[-1], generator=torch.Generator().manual_seed(draw(st.integers(0, 99))))
+    strides = [0 if k == 1 and n > 1 else s for k, n, s in zip(kept, shape, x.stride())]
+    strides = [draw(HUGE) if n == 1 else s for n, s in zip(shape, strides)]
+    return x.to(torch.float16).to(DEVICE).as_strided(shape, (*strides, last))
+
+
+@st.composite
+def expanded_inputs(draw):
+    """q, k and v, a change of scores by name with its tensor, and a window."""
+    batch, kv_heads, group, dim = (draw(st.sampled_from(sizes)) for sizes in ([1, 2], [1, 2], [1, 3], [16, 24]))
+    q_len = draw(st.sampled_from([1, 17, 40]))
+    k_len = draw(st.sampled_from([1, 40, 70, 2**24 + 70, 2**31 - 256, 2**33]))
+    q = draw(strided(batch, kv_heads * group, q_len, dim))
+    k, v = draw(strided(batch, kv_heads, k_len, dim)), draw(strided(batch, kv_heads, k_len, 16))
+    name = draw(st.sampled_from(["none", "alibi", "log_decay", "key_bias", "bias", "relative"]))
+    shapes = {"alibi": [q.shape[1]], "log_decay": [q.shape[1]], "key_bias": [1, 1, k_len], "bias": [1, 1, q_len, k_len],
+              "relative": [q.shape[1], 9]}  # fmt: skip
+    values = None
+    if name in shapes and (k_len < 100 or "bias" not in name):
+        values = draw(strided(*shapes[name])).float()
+    return q, k, v, name, values, draw(st.sampled_from([None, 5, 30]))
+
+
+@draws(drawn=expanded_inputs(), backend=mostly([None, "triton", "blockwise"], ["reference"]), grad=st.booleans())
+def fuzz_strides(drawn, backend, grad):
+    """Huge strides, and positions past 2^24, by expanded tensors."""
+    q, k, v, name, values, window = drawn
+    q_len, k_len = q.shape[2], k.shape[2]
+    if k_len > 2**20:  # only where a window leaves few tiles, and no array has a number for each key
+        window, grad, backend = window or 30, False, "triton"
+        if name == "relative":
+            return "refused"
+    build = {"relative": lambda x: scores.relative(x, scores.clipped(4))}.get(name, getattr(scores, name, None))
+    change = None if values is None else build(values)
+    inputs = [x.detach().requires_grad_(grad) for x in (q, k, v)]
+
+    def call():
+        mask = None if window is None else masks.local(q_len, k_len, window=window, causal=True, block=16).to(DEVICE)
+        return attention(*inputs, mask, scores=change, backend=backend, return_lse=True)
+
+    kind, found = outcome(call)
+    if kind == "refused":
+        assert k_len > 2**30, found
+        return kind
+    seen = k_len if k_len < 100 else q_len + window  # the last keys, at the same distances
+    small = [x.detach().double().contiguous().requires_grad_(grad) for x in (q, k[:, :, -seen:], v[:, :, -seen:])]
+    mask = None if window is None else masks.local(q_len, seen, window=window, causal=True, block=16).to(DEVICE)
+    change = None if values is None else build(values.double())
+    want = attention(*small, mask, scores=change, backend="reference", return_lse=True)
+    for got, wanted in zip(found, want):  # lse tells the scores of keys that are all alike
+        torch.testing.assert_close(got.double(), wanted, atol=4e-3, rtol=4e-3)
+    if grad:
+        gradients = (torch.autograd.grad(out[0].sum(), leaves) for out, leaves in ((found, inputs), (want, small)))
+        for got, wanted in zip(*gradients):
+            torch.testing.assert_close(got.double(), wanted, atol=2e-2, rtol=2e-2)
+    return kind
+
+
 FAMILIES = {name.removeprefix("fuzz_"): each for name, each in sorted(globals().items()) if name.startswith("fuzz_")}
 
 

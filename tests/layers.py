@@ -24,6 +24,7 @@ PUBLIC = (
     "masks",
 )
 _BACKENDS, _TRITON, _BENCHMARKS = "sparseflash/backends", "sparseflash/backends/triton", "experiments/benchmarks"
+_LIMITS = "sparseflash/limits.py"
 _FLEX, _INTERPRETER = f"{_BENCHMARKS}/speed/peers/flexattention.py", f"{_BENCHMARKS}/interpreter.py"
 
 # For each folder, what its modules may import beside one another: whatever lies below these paths. Imports inside
@@ -42,9 +43,10 @@ MAY_IMPORT = {
     "sparseflash/cuda_driver.py": (),
     "sparseflash/dropout.py": (),
     "sparseflash/performance.py": (),
+    _LIMITS: (),
     "sparseflash/remedies.py": (),
     "sparseflash/validation.py": ("sparseflash/blockmask", "sparseflash/scores"),
-    "sparseflash/scores": ("sparseflash/blockmask",),
+    "sparseflash/scores": ("sparseflash/blockmask", _LIMITS),
     "sparseflash/attention.py": (
         "sparseflash/blockmask",
         "sparseflash/backends",
@@ -95,12 +97,13 @@ MAY_IMPORT = {
     ),
     "sparseflash/decode.py": (
         "sparseflash/blockmask",
+        _LIMITS,
         "sparseflash/validation.py",
         f"{_BACKENDS}/cached.py",
         f"{_BACKENDS}/direct.py",
         f"{_TRITON}/decode",
     ),
-    "sparseflash/blockmask": ("sparseflash/blockmask/mask.py", "sparseflash/cuda_driver.py"),
+    "sparseflash/blockmask": ("sparseflash/blockmask/mask.py", "sparseflash/cuda_driver.py", _LIMITS),
     "sparseflash/blockmask/mask.py": ("sparseflash/blockmask", "sparseflash/draw", "masks/block_index.py"),
     "sparseflash/blockmask/ops": ("sparseflash/blockmask",),
     _BACKENDS: (),
@@ -110,6 +113,7 @@ MAY_IMPORT = {
     f"{_BACKENDS}/direct.py": (f"{_BACKENDS}/saved.py",),
     f"{_BACKENDS}/refused_derivatives.py": (),
     f"{_BACKENDS}/registration.py": (
+        _LIMITS,
         f"{_BACKENDS}/direct.py",
         f"{_BACKENDS}/flop_counter.py",
         f"{_BACKENDS}/problem.py",
@@ -153,6 +157,7 @@ MAY_IMPORT = {
         "sparseflash/blockmask",
         "sparseflash/dropout.py",
         "sparseflash/performance.py",
+        _LIMITS,
         "sparseflash/scores",
         f"{_BACKENDS}/direct.py",
         f"{_BACKENDS}/problem.py",
@@ -173,10 +178,16 @@ MAY_IMPORT = {
     f"{_TRITON}/direct_start.py": ("sparseflash/cuda_driver.py",),
     f"{_TRITON}/availability.py": (f"{_TRITON}/device.py",),
     f"{_TRITON}/cuda_graphs.py": ("sparseflash/blockmask/streams.py",),
-    f"{_TRITON}/launcher.py": (f"{_TRITON}/cuda_graphs.py", f"{_TRITON}/direct_start.py", f"{_TRITON}/versions.py"),
+    f"{_TRITON}/launcher.py": (
+        _LIMITS,
+        f"{_TRITON}/cuda_graphs.py",
+        f"{_TRITON}/direct_start.py",
+        f"{_TRITON}/versions.py",
+    ),
     f"{_TRITON}/configs.py": (f"{_TRITON}/versions.py",),
     f"{_TRITON}/schedule": (
         "sparseflash/blockmask",
+        _LIMITS,
         f"{_BACKENDS}/problem.py",
         f"{_TRITON}/alignment.py",
         f"{_TRITON}/cuda_graphs.py",
@@ -187,6 +198,7 @@ MAY_IMPORT = {
     f"{_TRITON}/portable": (
         "sparseflash/blockmask/cache.py",
         "sparseflash/dropout.py",
+        _LIMITS,
         "sparseflash/scores",
         f"{_BACKENDS}/registration.py",
         f"{_BACKENDS}/saved.py",
@@ -205,6 +217,7 @@ MAY_IMPORT = {
         "sparseflash/blockmask/streams.py",
         "sparseflash/blockmask/transfer.py",
         "sparseflash/dropout.py",
+        _LIMITS,
         "sparseflash/scores/change.py",
         f"{_BACKENDS}/registration.py",
         f"{_BACKENDS}/saved.py",
@@ -216,6 +229,7 @@ MAY_IMPORT = {
     ),
     f"{_TRITON}/decode": (
         "sparseflash/blockmask/cache.py",
+        _LIMITS,
         f"{_BACKENDS}/cached.py",
         f"{_TRITON}/availability.py",
         f"{_TRITON}/device.py",
@@ -250,8 +264,8 @@ MAY_IMPORT = {
         "sparseflash/testing",
         "masks",
     ),
-    "masks": ("masks/tiling", "masks/fused", "sparseflash/blockmask"),
-    "masks/tiling": ("sparseflash/blockmask",),
+    "masks": ("masks/tiling", "masks/fused", "sparseflash/blockmask", _LIMITS),
+    "masks/tiling": ("sparseflash/blockmask", _LIMITS),
     "masks/fused": (
         "masks/tiling",
         "sparseflash/blockmask",
@@ -340,7 +354,7 @@ MAY_IMPORT = {
         *PUBLIC,
     ),
     f"{_BENCHMARKS}/distributed": (f"{_BENCHMARKS}/distributed", "experiments/training", *PUBLIC),
-    f"{_BENCHMARKS}/exactness": ("experiments/training",),
+    f"{_BENCHMARKS}/exactness": (_INTERPRETER, f"{_BENCHMARKS}/timing.py", "experiments/training", *PUBLIC),
     f"{_BENCHMARKS}/selection": (
         f"{_BENCHMARKS}/speed",
         f"{_BENCHMARKS}/timing.py",

@@ -19,6 +19,7 @@ from sparseflash.blockmask.arguments import dense_tensor, described, has_integer
 from sparseflash.blockmask.cache import bounded_tensors
 from sparseflash.blockmask.compiling import contents_when_faking
 from sparseflash.blockmask.csr import row_of_entry
+from sparseflash.limits import check_count
 
 # Shares are added up in units of 2^-40, because a sum of integers does not depend on the order.
 SHARE_UNITS = float(1 << 40)
@@ -101,6 +102,7 @@ class Kept(NamedTuple):
 def compact(kept: Tensor, room: int) -> Kept:
     """The kept tiles of `kept`, bool `[B, H, Mq, Mk]`, of which at most `room` are True."""
     cols = kept.shape[-1]
+    check_count("the room for tiles of a mask", room, remedy="Use larger blocks, or choose fewer.")
     running = kept.reshape(-1).cumsum(0)
     indptr = torch.nn.functional.pad(running.view(-1, cols)[:, -1], (1, 0)).to(torch.int32)
     # Looked up instead of written, so that the unused room is the same in every run, too.

@@ -32,6 +32,7 @@ from sparseflash.backends.refused_derivatives import (
 )
 from sparseflash.backends.saved import Saved
 from sparseflash.backends.saved import schema as saved_schema
+from sparseflash.limits import FAR, is_near
 
 # `torch.library.custom_op` would add 8 us per call: it checks at run time what opcheck checks in the tests.
 LIBRARY = torch.library.Library("sparseflash", "DEF")
@@ -262,17 +263,21 @@ def define(name: str, schema: str, function: Callable[..., Any], fake: Callable[
 
 
 def empty_out(q: Tensor, v: Tensor) -> Tensor:
-    """`[B, Hq, Nq, Dv]` in the layout of `q`: heads inside tokens if q's are, so that merging heads needs no copy."""
+    """`[B, Hq, Nq, Dv]` in the layout of `q`: heads inside tokens if q's are, so that merging heads needs no copy;
+    contiguous if tokens would lie too far apart for kernels.
+    """
     batch, heads, q_len, _ = q.shape
-    if heads > 1 and q_len > 1 and q.stride(1) < q.stride(2):
+    if heads > 1 and q_len > 1 and q.stride(1) < q.stride(2) and heads * v.shape[-1] < FAR:
         return q.new_empty(batch, q_len, heads, v.shape[-1]).transpose(1, 2)
     return q.new_empty(batch, heads, q_len, v.shape[-1])
 
 
 def empty_gradient(x: Tensor) -> Tensor:
-    """A tensor in the layout of `x`; contiguous if `x` overlaps itself so that tokens would become innermost."""
+    """A tensor in the layout of `x`; contiguous if `x` overlaps itself so that tokens would become innermost, or lie
+    too far apart for kernels.
+    """
     gradient = torch.empty_like(x)
-    return gradient if gradient.stride(-1) == 1 else x.new_empty(x.shape)
+    return gradient if is_near(gradient) else x.new_empty(x.shape)
 
 
 def empty_lse(q: Tensor) -> Tensor:

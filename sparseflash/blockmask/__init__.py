@@ -1,7 +1,7 @@
 """The mask type: which scores of an attention are live, as data. `mask.py` has the class, the other files its parts.
 
-It may import `cuda_driver` and nothing else of the library. Its one circle of imports is in `mask.py`: methods of
-`BlockMask` import the operations of `ops` and the pictures of `draw` when they are called.
+It may import `cuda_driver` and `limits`, and nothing else of the library. Its one circle of imports is in `mask.py`:
+methods of `BlockMask` import the operations of `ops` and the pictures of `draw` when they are called.
 """
 
 import sys

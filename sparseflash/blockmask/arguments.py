@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from sparseflash.limits import check_tokens
+
 if TYPE_CHECKING:
     from sparseflash.blockmask import BlockMask
 
@@ -34,8 +36,7 @@ def token_counts(q_len: int, k_len: int) -> tuple[int, int]:
     """Checks the two lengths and returns them as plain ints."""
     q_len, k_len = integer(q_len, "q_len", "tokens"), integer(k_len, "k_len", "tokens")
     for name, value in (("q_len", q_len), ("k_len", k_len)):
-        if not 1 <= value < 2**31 - 256:
-            raise ValueError(f"{name} must be between 1 and 2^31 - 257 tokens; got {value}.")
+        check_tokens(value, name)
     return q_len, k_len
 
 

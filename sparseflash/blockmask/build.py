@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sparseflash.blockmask import bitmask
 from sparseflash.blockmask.arguments import known_integers
+from sparseflash.limits import check_count
 
 SCORES_AT_ONCE = 1 << 21  # scores evaluated or unpacked at a time: about 25 MB
 
@@ -78,6 +79,9 @@ def arrays_of_tiles(
     The arrays are made on the device of the words.
     """
     row_blocks = -(-q_len // block_q)
+    remedy = "Use larger blocks, or fewer patterns."
+    check_count("patterns x block rows", patterns, row_blocks, remedy=remedy)
+    check_count("tiles of a mask", len(rows), remedy=remedy)
     i, j, t = (x.cpu().numpy() for x in (rows, cols, tile))
     indptr, indices, kinds, bits = _assemble(q_len, k_len, block_q, block_k, i, j, t, words, patterns)
     keep, number = distinct_patterns(indptr, indices, kinds, row_blocks)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.blockmask.cache import mask_cache, once
+from sparseflash.limits import check_count
 
 if TYPE_CHECKING:
     from sparseflash.blockmask import BlockMask
@@ -39,6 +40,7 @@ def columns_of(
     def transposed() -> tuple[Tensor, Tensor, Tensor]:
         rows = row_of_entry(indptr, len(indices))
         patterns = (len(indptr) - 1) // row_blocks
+        check_count("patterns x block columns", patterns, col_blocks, remedy="Use larger blocks.")
         column = rows // row_blocks * col_blocks + indices
         # A GPU sorts a byte of the numbers at a time. Unused capacity has numbers of a pattern more.
         narrow = torch.int16 if (patterns + 1) * col_blocks <= torch.iinfo(torch.int16).max else torch.int64

@@ -14,6 +14,7 @@ from sparseflash.blockmask.build import distinct_patterns
 from sparseflash.blockmask.csr import row_of_entry
 from sparseflash.blockmask.stats import pattern_count
 from sparseflash.blockmask.unique import number_by_first_appearance
+from sparseflash.limits import check_count
 
 if TYPE_CHECKING:
     from sparseflash.blockmask import BlockMask
@@ -41,6 +42,8 @@ def check_arrays(mask: BlockMask) -> None:
         # `lengths` may be one row expanded to queries and keys.
         if not (array[:1] if name == "lengths" and array.ndim == 2 else array).is_contiguous():
             raise ValueError(f"{name} must be contiguous; call .contiguous() on it.")
+    for what, array in (("tiles", mask.indices), ("block rows", mask.indptr), ("distinct partial tiles", mask.bits)):
+        check_count(f"{what} of a mask", *array.shape[:1], remedy="Use larger blocks, or fewer patterns.")
     if mask.indptr.ndim != 1 or len(mask.indptr) < row_blocks + 1 or (len(mask.indptr) - 1) % row_blocks:
         raise ValueError(
             f"indptr must have P * {row_blocks} + 1 entries ({row_blocks} block rows per pattern); "

@@ -30,7 +30,7 @@ class Rotary(nn.Module):
         base: pair i of D / 2 turns by `base ** (-2 * i / D)` radians a token.
 
     Call it with positions, integers `[N]` or `[B, N]`; `rotate` applies the result. Features i and i + D / 2 are a
-    pair, as in Llama. Angles are computed in fp32 at every call, not kept as a buffer, which `model.bfloat16()` would
+    pair, as in Llama. Angles are computed in fp64 at every call, not kept as a buffer, which `model.bfloat16()` would
     round.
     """
 
@@ -105,7 +105,7 @@ def line_rates(head_dim: int, base: float = _BASE, *, device: torch.device | Non
 
 def line_rotation(positions: Tensor, rates: Tensor) -> Rotation:
     """The rotation of tokens at `positions [B, N]`, with the rates of `line_rates`."""
-    return _rotation(positions[..., None] * rates)
+    return _rotation(_angles(positions, rates))
 
 
 def plane_rates(
@@ -120,7 +120,7 @@ def plane_rates(
 
 def plane_rotation(row: Tensor, column: Tensor, rates: Tensor) -> Rotation:
     """The rotation of pixels in rows and columns `[B, N]`, with the rates of `plane_rates`."""
-    return _rotation(torch.cat([row[..., None] * rates, column[..., None] * rates], dim=-1))
+    return _rotation(torch.cat([_angles(row, rates), _angles(column, rates)], dim=-1))
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
@@ -156,5 +156,10 @@ def _by_batch(positions: Tensor) -> Tensor:
     return positions[None] if positions.ndim == 1 else positions
 
 
+def _angles(positions: Tensor, rates: Tensor) -> Tensor:
+    """Radians in fp64: in fp32 an angle at position 16,000,000 is off by up to 1."""
+    return positions[..., None].double() * rates.double()
+
+
 def _rotation(angles: Tensor) -> Rotation:
-    return angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
+    return angles.cos().float().unsqueeze(1), angles.sin().float().unsqueeze(1)

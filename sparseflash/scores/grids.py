@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.blockmask.arguments import have_contents
+from sparseflash.limits import check_count
 from sparseflash.scores.change import Change, Sizes, floating, per_head
 from sparseflash.scores.relative import Codes
 
@@ -45,7 +46,9 @@ class Grid(Change):
             else:
                 cells = self.cells.to(sizes.device)
             codes.append(_codes(cells, self.shape))
-        count = prod([2 * n - 1 for n in self.shape])
+        wide = [2 * n - 1 for n in self.shape]
+        check_count("entries of a table", *wide, remedy="Use a smaller grid.")
+        count = prod(wide)
         # The difference of two codes is the place in the flattened table, up to that of the offset 0.
         buckets = torch.arange(count, dtype=torch.int32, device=sizes.device)
         return Codes(self.table.flatten(1), buckets, codes[0] + count // 2, codes[1], buckets[:0])

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from sparseflash.blockmask.arguments import checked_integers, have_contents
 from sparseflash.blockmask.cache import BoundedDict
+from sparseflash.limits import MOST_TOKENS
 from sparseflash.scores.change import Change, Learned, Place, Sizes, add_at, floating, per_head
 
 _LONG_RUN = 16  # codes: of a tile of 64 x 64 with such runs the kernels go through eight
@@ -81,6 +82,11 @@ class Relative(Change):
 
     def _codes(self, sizes: Sizes) -> tuple[Tensor, ...]:
         q_len, k_len, device = sizes.q_len, sizes.k_len, sizes.device
+        if q_len + k_len > MOST_TOKENS:
+            raise ValueError(
+                f"q and k must have at most 2^31 - 257 tokens together for a table of relative positions; got {q_len} "
+                f"and {k_len}. Crop the sequence, or pass a function of offsets, scores.function."
+            )
         # The code of query i, at position i + Nk - Nq, minus that of key j is i - j + Nk - 1.
         offsets = (k_len - 1) - torch.arange(q_len + k_len - 1, device=device) - (k_len - q_len)
         buckets = self.bucket(offsets)

@@ -25,6 +25,7 @@ from sparseflash.nn import (
     rotate,
     self_attention,
 )
+from sparseflash.nn.rotary import plane_rates
 
 NEAR = partial(masks.local, window=24, causal=True, block=16)
 CPU = torch.device("cpu")
@@ -308,6 +309,19 @@ def test_positions_are_real_numbers(positions, error, words):
     for rotary in (Rotary(8), Rotary2D(8, width=2)):
         with pytest.raises(error, match=words):
             rotary(positions)
+
+
+def test_rotary_angles_of_far_positions_are_exact():
+    """In fp32 an angle at position 16,905,217, which is no number of fp32, would be off by 1."""
+    positions = torch.tensor([3, 16_905_216, 16_905_217, 2**31 - 258])
+    for (cosine, sine), rates in (
+        (Rotary(8)(positions), 10_000.0 ** -(torch.arange(4) / 4)),
+        (Rotary2D(16, width=1)(positions), plane_rates(16)),
+    ):
+        angles = positions.double()[:, None] * rates.double()
+        assert cosine.dtype == sine.dtype == torch.float32
+        torch.testing.assert_close(cosine[0, 0, :, :4].double(), angles.cos(), atol=1e-7, rtol=0)
+        torch.testing.assert_close(sine[0, 0, :, :4].double(), angles.sin(), atol=1e-7, rtol=0)
 
 
 def test_what_rotary_angles_are_made_of_is_finite():

@@ -1,4 +1,6 @@
-"""How exact the drawn cases of a test run were: from the records that the tests leave to a table.
+"""How exact results are: the drawn cases of a test run, from the records that the tests leave; and large cases, which
+are run here.
 
-Command: ``python -m experiments.benchmarks.exactness``. May import `training`.
+Commands: ``python -m experiments.benchmarks.exactness drawn`` and ``large``. May import `training`, `timing`,
+`interpreter`, and the library as any user does.
 """

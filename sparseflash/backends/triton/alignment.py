@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from sparseflash.limits import is_near
+
 _BYTES = 16
-FAR = 2**31 // 256  # offsets inside a tile, of at most 256 tokens, must fit in 32 bits
 
 
 def is_aligned(x: Tensor) -> bool:
@@ -32,13 +33,19 @@ def describable_strides(x: Tensor) -> list[int]:
     return [16 if n == 1 else s for n, s in zip(x.shape[:3], x.stride()[:3], strict=True)] + [1]
 
 
-def aligned(x: Tensor) -> Tensor:
-    """`x` if its rows are aligned; otherwise a copy whose rows are, with padding after each.
+def is_readable(x: Tensor) -> bool:
+    """Whether the portable kernels read the tokens `x[b, h, n]` as they are."""
+    return is_near(x) and is_aligned(x)
+
+
+def readable(x: Tensor) -> Tensor:
+    """`x` if the portable kernels read its tokens as they are; otherwise a copy whose rows are aligned, with padding
+    after each, and follow one another.
 
     A kernel that must read unaligned rows element by element holds an address for each element: at D = 64 the forward
     then spills 1,000 bytes per thread on Hopper, and none for aligned rows. A copy reads and writes each element once.
     """
-    return x if is_aligned(x) else with_aligned_rows(x).copy_(x)
+    return x if is_readable(x) else with_aligned_rows(x).copy_(x)
 
 
 def with_aligned_rows(x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from sparseflash.backends.saved import Saved
 from sparseflash.backends.scored import ScoredOperator
 from sparseflash.backends.triton import device as gpu
 from sparseflash.backends.triton import gate
-from sparseflash.backends.triton.alignment import FAR, aligned_start
+from sparseflash.backends.triton.alignment import aligned_start
 from sparseflash.backends.triton.availability import check_runs
 from sparseflash.backends.triton.compile_ahead import compile_side_by_side
 from sparseflash.backends.triton.cuda_graphs import refuse_to_record
@@ -26,6 +26,7 @@ from sparseflash.backends.triton.notice import warn_if_slower
 from sparseflash.backends.triton.portable.passes import empty_kept, like
 from sparseflash.backends.triton.schedule.plan import Plan, dense_plan, plan_of
 from sparseflash.blockmask.cache import BoundedDict
+from sparseflash.limits import check_near, check_tokens
 from sparseflash.scores.change import Scores
 
 _SHORT = 64  # without a mask, tiles of as many tokens are enough where neither side is longer
@@ -80,7 +81,7 @@ def as_kernels_read(
     dout: Tensor, dlse: Tensor | None, saved: Saved
 ) -> tuple[Tensor, Tensor | None, Saved]:  # fmt: skip
     """Incoming gradients and what was saved, in layouts that kernels can read."""
-    if dout.stride(-1) != 1 or dout.stride(2) >= FAR:  # sum() sends back one number, expanded
+    if dout.stride(-1) != 1:  # sum() sends back one number, expanded
         dout = dout.contiguous()
     dlse = None if dlse is None else aligned_start(dlse.contiguous())
     out, lse, kept = aligned_start(saved.out), aligned_start(saved.lse.contiguous()), saved.kept
@@ -138,6 +139,8 @@ def backward_pass(
     if made is None:
         _refuse(setting.plan)
         warn_if_slower(request, decision)
+        for name, x in (("q", q), ("k", k), ("v", v), ("out", out)):
+            check_near(x, name)  # hooks for saved tensors may have changed their layouts
         _, backward = family.passes()
         more: dict[str, Any] = {} if changes is None else {"changes": changes, "wanted": wanted}
         made = backward(
@@ -330,12 +333,6 @@ def check_layout(q: Tensor, k: Tensor, v: Tensor) -> None:
         if not 16 <= dim <= 256:
             raise ValueError(f"head dims must be from 16 to 256 for the triton backend; got {name} = {dim}.")
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.stride(-1) != 1:
-            raise ValueError(
-                f"{name} must be contiguous in its last dimension; its strides are {x.stride()}. Call .contiguous()."
-            )
-        if x.stride(2) >= FAR and x.shape[2] > 1:
-            raise ValueError(
-                f"tokens of {name} must lie less than {FAR:,} elements apart; its strides are {x.stride()}. Call "
-                ".contiguous()."
-            )
+        check_near(x, name)
+        if x.shape[2]:
+            check_tokens(x.shape[2], f"the length of {name}")

@@ -59,6 +59,7 @@ class Request(NamedTuple):
     in_runs: bool = True
     pairs: PairBias | None = None
     device: torch.device | None = None  # of the tensors
+    heads: int = 1  # query heads of all batch elements
 
     @classmethod
     def of(
@@ -73,6 +74,7 @@ class Request(NamedTuple):
             not plan.lists.reusable, tokens, plan.tiles_per_head * block_k / -(-tokens[0] // block_q), backward,
             *_described(changes, wanted), plan.lists.patterns,
             *_table(changes, q.shape[1] // v.shape[1]), _pair_bias(changes, q, tokens), q.device,
+            q.shape[0] * q.shape[1],
         )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from sparseflash.backends.triton.cuda_graphs import refuse_to_record
 from sparseflash.backends.triton.direct_start import DirectStart, Parameter, loaded, parameters_of_compiled
 from sparseflash.backends.triton.versions import MEASURED, triton_version
+from sparseflash.limits import check_count
 
 # Fused multiply-adds: fewer instructions, smaller errors. Triton's default depends on its version.
 OPTIONS = {"enable_fp_fusion": True}
@@ -130,6 +131,11 @@ class Launch:
         unknown = [name for name in given if name not in variant.names]
         if missing or unknown:
             raise TypeError(f"{variant.function.__name__} lacks {missing} and does not know {unknown}")
+        for name, value in fixed.items():  # a number of 64 bits would be another kind of argument
+            if isinstance(value, int):
+                check_count(
+                    f"{name} of {variant.function.__name__}", abs(value), remedy="Split the batch or the heads."
+                )
         self.variant, self.bound, self.examples = variant, tuple(bound), dict(examples)
         self._arguments = [given[name] for name in variant.names]
         self._slots = [(variant.names.index(name), described.get(name)) for name in (*bound, *examples)]
@@ -151,6 +157,7 @@ class Launch:
 
     def bind(self, programs: int, **tensors: Tensor) -> BoundLaunch:
         """This launch with its grid and the bound tensors."""
+        check_count(f"programs of {self.variant.function.__name__}", programs, remedy="Split the batch or the heads.")
         return BoundLaunch(self, programs, tuple(tensors[name] for name in self.bound))
 
     def start(self, programs: int, *given: Any) -> None:

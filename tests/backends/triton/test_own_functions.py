@@ -231,3 +231,24 @@ def test_the_gradient_of_a_read_is_put_where_it_was_read():
     assert (of_queries[:, 2] == 2).all() and of_queries.sum() == 2 * 20
     of_table = Load(0, "table", ("h", "entry", "entry")).gradient(torch.arange(2.0 * 4 * 15).view(2, 4, 15), x)
     assert torch.equal(of_table, torch.arange(120.0).view(2, 4, 3, 5).sum(0))
+
+
+@pytest.mark.parametrize(
+    "added",
+    [
+        lambda q, k: k * 3_000_001 % 1000,
+        lambda q, k: (k * k * 9_999 - q) % 1000,
+        lambda q, k: k**4 // 1_000_000_000,
+        lambda q, k: -(k * -3_000_000) // 100_000_000,
+        lambda q, k: (k * 2_000_000 + (q + k) * 2_000_000) % 77,
+        lambda q, k: torch.where(k > 100, k * 7_000_000, q).abs() // 100_000_000,
+    ],
+)
+def test_integers_of_positions_have_64_bits_where_they_need_them(added):
+    """As in PyTorch; in 32 bits these products would wrap around, without a sound."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, n, 16, generator=generator) for n in (16, 900, 900))
+    change = scores.function(lambda s, b, h, q, k: s + added(q, k) / 100)
+    mask = masks.local(16, 900, window=30, causal=True, block=16)
+    found, want = (attention(q, k, v, mask, scores=change, backend=backend) for backend in ("triton", "blockwise"))
+    torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)

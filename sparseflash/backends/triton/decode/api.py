@@ -14,6 +14,7 @@ from sparseflash.backends.triton.device import multiplies_in_tf32
 from sparseflash.backends.triton.launcher import Launch
 from sparseflash.backends.triton.portable.softmax import LOG2E
 from sparseflash.blockmask.cache import bounded
+from sparseflash.limits import check_count
 
 BLOCK_N = 32  # keys at a time; with three stages four programs fit on a multiprocessor, at D = 128 in bf16
 STAGES = 3
@@ -48,6 +49,12 @@ class Call:
         capacity = of.capacity(k_cache)
         splits = splits_of(of, capacity, q_len) if splits is None else min(splits, max(capacity, 1))
         parts = batch * q_heads * q_len * splits
+        for what, *factors in (
+            ("batch x heads x tiles of rows x splits", batch, heads, row_tiles, splits),
+            ("batch x heads x queries x splits", batch, q_heads, q_len, splits),
+            ("chosen pages x their tokens", 0 if of.pages is None else of.pages.shape[2], of.page),
+        ):
+            check_count(what, *factors, remedy="Split the batch, or pass fewer of them.")
         self.out, self.lse = (batch, q_heads, q_len, v_dim), (batch, q_heads, q_len)
         self.workspace = parts * (padded_v + 2)  # numbers of fp32
         self.programs = batch * heads * row_tiles * splits, batch * q_heads * q_len
@@ -76,7 +83,7 @@ class Call:
         )  # fmt: skip
         qk_scale = scale * LOG2E.value
         sizes = (
-            of.lengths.stride(0), 0 if of.starts is None else of.starts.stride(0),
+            _stride(of.lengths, "lengths"), 0 if of.starts is None else _stride(of.starts, "starts"),
             0 if of.pages is None else of.pages.shape[2], 0 if of.block_table is None else of.block_table.shape[1],
         )  # fmt: skip
         self._decoded = (
@@ -135,6 +142,13 @@ def fitting(block_m: int, block_n: int, dim: int, v_dim: int, size: int) -> tupl
 def _power(number: int) -> int:
     """The least power of two that is not less."""
     return 1 << (number - 1).bit_length()
+
+
+def _stride(x: Tensor, name: str) -> int:
+    """From one batch element to the next of `x`, `[B]`."""
+    stride = x.stride(0) if len(x) > 1 else 0
+    check_count(f"the stride of {name}", stride, remedy="Call .contiguous().")
+    return stride
 
 
 def _kind(stride: int) -> tuple[bool, bool, bool]:

@@ -2,5 +2,6 @@
 
 May import `schedule`, of `backends/triton` `alignment`, `family` and `launcher`, of the `portable` kernels what merges
 chunks, shares launches, splits fp32 numbers and hands changes of scores over, and the constants of `softmax`,
-`registration`, `saved`, `dropout`, `scores.change`, and `bitmask`, `cache`, `streams` and `transfer` of the masks.
+`registration`, `saved`, `dropout`, `limits`, `scores.change`, and `bitmask`, `cache`, `streams` and `transfer` of the
+masks.
 """

@@ -42,6 +42,7 @@ from sparseflash.backends.triton.schedule.worklists import TileLists
 from sparseflash.blockmask.bitmask import transposed, words_per_row
 from sparseflash.blockmask.streams import ReadyEvent
 from sparseflash.blockmask.transfer import to_device
+from sparseflash.limits import COUNT
 
 Ints = NDArray[np.int64]
 
@@ -82,6 +83,9 @@ class Entry(NamedTuple):
     chain: Any
     rank: Any  # in the chain
 
+
+# Kernels count the numbers of all entries in 32 bits.
+MOST_ENTRIES_LISTED = COUNT // len(Entry._fields) - 1
 
 # Where kernels find them.
 ITEM = tl.constexpr(len(BackwardItem._fields))
@@ -128,6 +132,7 @@ def backward_plan(
     every step. (What is written here waits in any case.)
     """
     device, (batch, heads) = pattern.device, pattern.shape
+    check_entries(lists, pattern, q_len, k_len)
     group = heads // kv_heads
     rows, columns = -(-q_len // lists.tiling.streamed), -(-k_len // lists.tiling.held)
     column = torch.arange(columns, device=device)
@@ -163,6 +168,23 @@ def backward_plan(
     parts_cut = int(merged[:, CUT_PARTS.value].sum())
     most = int(chains[-1]) if may_wait else tiles
     return BackwardPlan(start, work.int(), entries.int(), chains.int(), _by_key(lists), most, merged, parts_cut)
+
+
+def check_entries(lists: TileLists, pattern: Tensor, q_len: int, k_len: int) -> None:
+    """Raises ValueError if the entries of `pattern [B, Hq]` are more than kernels can count. Waits for the device if so
+    many are possible.
+    """
+    tiles = math.prod(-(-n // size) for n, size in zip((k_len, q_len), lists.tiling[:2]))
+    most = tiles if lists.each is not None else min(tiles, len(lists.tile) - 1)  # rows that are alike share a list
+    if pattern.numel() * most <= MOST_ENTRIES_LISTED:
+        return
+    columns = -(-k_len // lists.tiling.held)
+    entries = int(lists.count.view(-1, columns).sum(1)[pattern.long()].sum())
+    if entries > MOST_ENTRIES_LISTED:
+        raise ValueError(
+            f"the live tiles of all heads must be at most {MOST_ENTRIES_LISTED:,} for the backward of the Hopper "
+            f"kernels; got {entries:,}. Split the batch or the heads, or pass backend='triton'."
+        )
 
 
 class _Items(NamedTuple):

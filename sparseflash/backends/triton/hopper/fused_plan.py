@@ -44,6 +44,7 @@ def backward_plan(
     the device, once. Otherwise the plan has room for as many entries as any heads with patterns of the mask can have.
     """
     device, (batch, query_heads) = pattern.device, pattern.shape
+    reference.check_entries(lists, pattern, q_len, k_len)
     keys, queries, _ = lists.tiling
     rows, columns = -(-q_len // queries), -(-k_len // keys)
     group, heads = query_heads // kv_heads, batch * query_heads

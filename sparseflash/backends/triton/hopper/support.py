@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sparseflash.backends.triton.family import Request
-from sparseflash.backends.triton.hopper.backward_plan import ENTRY
+from sparseflash.backends.triton.hopper.backward_plan import ENTRY, MOST_ENTRIES_LISTED
 from sparseflash.backends.triton.hopper.changed import KINDS, LEARNED
 from sparseflash.backends.triton.hopper.configs import BLOCK, HEAD_DIMS, LIMITS, SMALL, tile_for
 from sparseflash.backends.triton.schedule.costs import SPLITS
@@ -106,6 +106,8 @@ def yields(request: Request) -> str | None:
             f"the portable {direction} takes about as long or less, its start included, below {least:,} queries at D = "
             f"{dim}; got {q_len:,}"
         )
+    if backward and (entries := request.keys / BLOCK[1] * -(-q_len // BLOCK[0]) * request.heads) >= MOST_ENTRIES_LISTED:
+        return f"they list at most {MOST_ENTRIES_LISTED:,} tiles of all heads for a backward; got about {entries:,.0f}"
     if request.dynamic and dim == 64:
         return "the portable kernels take about as long or less at D = 64 with a mask that is made at every step"
     if request.dynamic and backward and (room := _room(request)) > LIMITS.most_room:

@@ -21,6 +21,7 @@ from sparseflash.backends.triton.portable.passes import layouts, like, one_numbe
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tile_places import TilePlaces
 from sparseflash.dropout import Dropout
+from sparseflash.limits import is_near
 from sparseflash.scores.change import Scores
 
 
@@ -49,7 +50,7 @@ class BackwardLayout(Layout):
         self.two_rows = one_number_of(self.lse.new_empty(2, *self.rows.shape), setting.plan.device)
         self.dq, self.dk, self.dv = (empty_gradient(like(x)) for x in (q, k, v))
         # What makes them at a call: what `empty_gradient` checks is the layout.
-        are_alike = all(torch.empty_like(like(x)).stride(-1) == 1 for x in (q, k, v))
+        are_alike = all(is_near(torch.empty_like(like(x))) for x in (q, k, v))
         self.empty: Callable[[Tensor], Tensor] = torch.empty_like if are_alike else empty_gradient
         q, k, v, dout = self.examples(q, k, v, dout)
         tiles = {"q": q, "k": k, "v": v}

@@ -30,10 +30,12 @@ def pointers_of_pairs(
 ):  # fmt: skip
     """Where the numbers of a tile of scores lie in a tensor [B, Hq, Nq, Nk] of these strides.
 
-    The start is a 64-bit scalar and the rest fits in 32 bits, unless tokens are gathered: 64-bit addresses of all
-    scores would take more registers than there are.
+    The start is a 64-bit scalar and the rest fits in 32 bits, unless tokens are gathered or there is a fifth stride
+    (`changed.strides_of_pairs`): 64-bit addresses of all scores would take more registers than there are.
     """
     rows, columns = tl.arange(0, TILE_M), tl.arange(0, TILE_N)
+    if len(strides) > 4:
+        rows = tl.cast(rows, tl.int64)
     start = tl.cast(batch, tl.int64) * strides[0] + tl.cast(head, tl.int64) * strides[1]
     if first_q.type.is_block():
         rows = tl.cast(first_q, tl.int64)

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseflash.backends.triton.alignment import FAR, aligned_start
+from sparseflash.backends.triton.alignment import aligned_start
 from sparseflash.backends.triton.availability import INTERPRETED
 from sparseflash.backends.triton.portable.change_flags import CAPPED, CHANGED, COMPILED, HARDWARE_TANH, LOGARITHMIC
 from sparseflash.backends.triton.portable.launches import Numbers
 from sparseflash.backends.triton.portable.own import Own
 from sparseflash.backends.triton.portable.passes import like
+from sparseflash.limits import FAR
 from sparseflash.scores.change import Scores
 from sparseflash.scores.relative import Codes
 from sparseflash.scores.tile_bias import StoredTiles
@@ -49,9 +50,8 @@ class Changed:
         for name, found in (("key_bias", key_bias), ("bias", bias)):
             if found is not None:
                 values = _readable(found.values)
-                self.numbers[f"{name}_strides"] = tuple(
-                    0 if n == 1 else stride for n, stride in zip(values.shape, values.stride())
-                )
+                strides = tuple(0 if n == 1 else stride for n, stride in zip(values.shape, values.stride()))
+                self.numbers[f"{name}_strides"] = strides if name == "key_bias" else strides_of_pairs(strides)
         if (tiles := changes.find("tile_bias")) is not None:
             self.numbers |= numbers_of_tiles(tiles)
         if (function := changes.find("function")) is not None:
@@ -131,8 +131,17 @@ def _codes(table: Codes) -> dict[str, Tensor]:
     return {"q_codes_ptr": table.q_codes, "k_codes_ptr": table.k_codes}
 
 
+def strides_of_pairs(strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of batch, head, query and key as the kernels take them: with a fifth number if queries lie so far apart
+    that offsets in a tile do not fit in 32 bits. Those of keys are 1 or 0.
+    """
+    return strides if strides[2] < FAR else (*strides, 1)
+
+
 def _readable(values: Tensor) -> Tensor:
-    """The same values, neighbouring keys side by side, and neighbouring queries not too far apart."""
-    if (values.stride(-1) != 1 and values.shape[-1] != 1) or values.stride(-2) >= FAR:
+    """The same values, neighbouring keys side by side, and neighbouring queries not too far apart, unless they have so
+    many keys.
+    """
+    if (values.stride(-1) != 1 and values.shape[-1] != 1) or values.shape[-1] < FAR <= values.stride(-2):
         values = values.contiguous()
     return aligned_start(values)

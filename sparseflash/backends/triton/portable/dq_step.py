@@ -165,8 +165,7 @@ def dq_step(
             OWN_STORES, MASKED,
         )  # fmt: skip
     if learned.dslopes_ptr is not None:
-        rows, keys = token_numbers(place.first_q, BLOCK_M), token_numbers(first_k, BLOCK_N)
-        dslopes += slope_gradients(ds, rows, keys, q_len, k_len, CHANGES)
+        dslopes += slope_gradients(ds, place.first_q, first_k, q_len, k_len, CHANGES)
     if CHANGES:
         ds, table_sums = learned_step(
             ds, factor, table_sums, learned, changes, place, first_k, q_len, k_len, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.backends.triton.alignment import aligned_start
-from sparseflash.backends.triton.portable.changed import Changed
+from sparseflash.backends.triton.portable.changed import Changed, strides_of_pairs
 from sparseflash.backends.triton.portable.launches import Bound, Numbers
 from sparseflash.backends.triton.portable.passes import like
 from sparseflash.backends.triton.schedule.tile_places import TilePlaces
@@ -71,7 +71,7 @@ class Learned:
             self.functions_of_queries = {"OWN_SUMS": self.own.sums["queries"], "OWN_STORES": self.own.stores}
             self.functions_of_keys = {"OWN_SUMS": self.own.sums["keys"]}
         if self.wants.get("bias") or any(load.way == "pairs" for load in self.loads):
-            self.numbers_of_queries["pair_strides"] = some.new_empty(self.pairs).stride()
+            self.numbers_of_queries["pair_strides"] = strides_of_pairs(some.new_empty(self.pairs).stride())
 
     def given_to_queries(self) -> dict[str, Any]:
         """What the KernelLayout of dq_kernel gets for them."""

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from sparseflash.limits import COUNT
 from sparseflash.scores.expression import PLACES, Expression, Node, derivatives
 
 # Entries for each b and h of a table that gets gradients: every program holds a copy in memory.
@@ -160,6 +163,10 @@ class Source:
         if node.op == "load":
             self._write_load(number, node)
             return
+        if node.op in ("add", "sub", "mul", "neg", "pow") and not _fits(self._range(number)):
+            # As in PyTorch, whose places have 64 bits.
+            of_numbers = (self._made.nodes[each].op == "number" for each in node.inputs)
+            inputs = [x if of else f"tl.cast({x}, tl.int64)" for x, of in zip(inputs, of_numbers)]
         if node.op == "remainder":
             text = "{0} - tl.floor({0} / {1}) * {1}" if node.kind == "float" else "{0} - floor_divide({0}, {1}) * {1}"
         elif node.op == "pow":
@@ -171,6 +178,22 @@ class Source:
         else:
             text = _FORMS[node.op]
         self._lines.append(f"x{number} = {text.format(*inputs)}")
+
+    def _range(self, number: int) -> tuple[int, int] | None:
+        """The smallest and the largest value of an integer that is computed from places and numbers; else None."""
+        node = self._made.nodes[number]
+        if node.kind != "int":
+            return (0, 1) if node.kind == "bool" else None
+        if node.op == "number":
+            return int(node.value), int(node.value)
+        if node.op in PLACES:
+            return 0, max(self._sizes[node.op] - 1, 0)
+        if node.op not in _CORNERS:
+            return None
+        found = [self._range(each) for each in node.inputs[node.op == "where" :]]
+        if any(each is None for each in found) or (node.op in ("floor_divide", "remainder") and found[1][0] < 1):  # type: ignore[index]
+            return None
+        return _CORNERS[node.op](*found)
 
     def _power(self, number: int, base: str, exponent: float) -> str:
         """A power by products, of the squares of its base and of a root; so 0 and negative bases have PyTorch's."""
@@ -219,7 +242,7 @@ class Source:
             else:
                 reach += (x.shape[dim] - 1) * x.stride(dim)
             address.append(f"{at} * {self._number(tensor, 'stride', dim)}")
-        if reach >= 2**31:
+        if reach >= COUNT:
             raise ValueError(
                 f"tensor {tensor} of scores.function must have fewer than 2^31 entries for each b and h; got "
                 f"{list(x.shape)} with strides {list(x.stride())}. Use scores.bias or backend='blockwise'."
@@ -257,6 +280,32 @@ class Source:
         if node.op == "number":
             return repr(node.value) if math.isfinite(node.value) else f"float('{node.value}')"
         return node.op if node.op in ("score", *PLACES) else f"x{number}"
+
+
+def _by_corners(of: Callable[..., int]) -> Callable[..., tuple[int, int]]:
+    """The range of what is largest and smallest where its operands are."""
+
+    def found(*ranges: tuple[int, int]) -> tuple[int, int]:
+        values = [of(*corner) for corner in product(*ranges)]
+        return min(values), max(values)
+
+    return found
+
+
+# The ranges of integers from those of their operands; divisors are positive.
+_CORNERS: dict[str, Callable[..., tuple[int, int]]] = {
+    "add": _by_corners(operator.add), "sub": _by_corners(operator.sub), "mul": _by_corners(operator.mul),
+    "neg": _by_corners(operator.neg), "minimum": _by_corners(min), "maximum": _by_corners(max),
+    "floor_divide": _by_corners(operator.floordiv), "remainder": lambda x, y: (0, y[1] - 1),
+    "abs": lambda x: (max(x[0], -x[1], 0), max(-x[0], x[1])),
+    "pow": lambda x, y: _by_corners(pow)((min(x[0], 0), max(x[1], 0)), y),
+    "where": lambda x, y: (min(x[0], y[0]), max(x[1], y[1])), "to_int": lambda x: x, "detach": lambda x: x,
+}  # fmt: skip
+
+
+def _fits(found: tuple[int, int] | None) -> bool:
+    """Whether integers in a range fit in 32 bits; also if it is not known."""
+    return found is None or (found[0] >= -COUNT and found[1] < COUNT)
 
 
 def _entry_dims(load: Load) -> list[int]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.backends.registration import empty_lse, empty_out
-from sparseflash.backends.triton.alignment import aligned, is_aligned, with_aligned_rows
+from sparseflash.backends.triton.alignment import is_readable, readable, with_aligned_rows
 from sparseflash.backends.triton.family import Setting
 from sparseflash.backends.triton.portable.changed import Changed
 from sparseflash.backends.triton.portable.choice import wants_pieces
@@ -42,14 +42,14 @@ class Layout:
     def operands(self, q: Tensor, k: Tensor, v: Tensor, *dout: Tensor) -> list[Tensor]:
         """The tensors as the kernels read them: with aligned rows, or in pieces `[B, H, N, 3, padded]`."""
         if not self.pieces:
-            return [aligned(x) for x in (q, k, v, *dout)]
+            return [readable(x) for x in (q, k, v, *dout)]
         padded, padded_v = self._padded
         return [in_pieces(q, padded), in_pieces(k, padded), *(in_pieces(x, padded_v) for x in (v, *dout))]
 
     def examples(self, q: Tensor, k: Tensor, v: Tensor, *dout: Tensor) -> list[Tensor]:
         """What `operands` would return for such tensors, on the meta device."""
         if not self.pieces:
-            return [like(x) if is_aligned(x) else with_aligned_rows(like(x)) for x in (q, k, v, *dout)]
+            return [like(x) if is_readable(x) else with_aligned_rows(like(x)) for x in (q, k, v, *dout)]
         widths = self._padded[0], self._padded[0], self._padded[1], self._padded[1]
         return [
             torch.empty(*x.shape[:3], PIECE_COUNT, width, dtype=PIECES_DTYPE, device="meta")
@@ -58,4 +58,4 @@ class Layout:
 
     def are_read_as_they_are(self, *tensors: Tensor) -> bool:
         """Whether `operands` would return such tensors unchanged."""
-        return not self.pieces and all(map(is_aligned, tensors))
+        return not self.pieces and all(map(is_readable, tensors))

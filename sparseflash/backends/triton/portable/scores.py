@@ -71,7 +71,7 @@ def changed_scores(
         scores = ratio * changes.cap
     if changes.slopes_ptr is not None:
         slope = tl.load(changes.slopes_ptr + head).to(tl.float32)
-        scores = scores - slope * distances(q, k, q_len, k_len, CHANGES, TRANSPOSED)
+        scores = scores - slope * distances(first_q, first_k, q_len, k_len, TILE_M, TILE_N, CHANGES, TRANSPOSED)
     if changes.values_ptr is not None:
         values_ptr = changes.values_ptr + tl.cast(head, tl.int64) * changes.values_stride
         if changes.until_ptr is not None:
@@ -106,13 +106,20 @@ def changed_scores(
 
 
 @triton.jit
-def distances(q, k, q_len, k_len, CHANGES: tl.constexpr, TRANSPOSED: tl.constexpr):
+def distances(
+    first_q, first_k, q_len, k_len,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, CHANGES: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
     """What slopes are multiplied by: the distance of query and key, aligned at the ends, or log(1 + distance).
 
-    In fp32, which is exact below 2^24 tokens, and takes one operation a score.
+    Positions are counted from a token of the tile, as integers, before they become fp32: positions above 2^24 are no
+    numbers of fp32, however near the tokens are. Then the subtraction in fp32, one operation a score, is as exact as
+    the distance is a number of fp32. No more than one of the two sides is gathered.
     """
-    query = (q + (k_len - q_len)).to(tl.float32)
-    apart = tl.abs(along_queries(query, TRANSPOSED) - along_keys(k.to(tl.float32), TRANSPOSED))
+    q, k = token_numbers(first_q, TILE_M) + (k_len - q_len), token_numbers(first_k, TILE_N)
+    start = first_k if first_q.type.is_block() else first_q + (k_len - q_len)
+    query, key = (q - start).to(tl.float32), (k - start).to(tl.float32)
+    apart = tl.abs(along_queries(query, TRANSPOSED) - along_keys(key, TRANSPOSED))
     if LOGARITHMIC & CHANGES:
         return tl.log2(1.0 + apart) * LN2
     else:
@@ -120,9 +127,11 @@ def distances(q, k, q_len, k_len, CHANGES: tl.constexpr, TRANSPOSED: tl.constexp
 
 
 @triton.jit
-def slope_gradients(ds, q, k, q_len, k_len, CHANGES: tl.constexpr):
+def slope_gradients(ds, first_q, first_k, q_len, k_len, CHANGES: tl.constexpr):
     """The gradient of the slope by the scores of each query, [TILE_M]."""
-    return -tl.sum(ds * distances(q, k, q_len, k_len, CHANGES, False), 1)
+    TILE_M: tl.constexpr = ds.shape[0]
+    TILE_N: tl.constexpr = ds.shape[1]
+    return -tl.sum(ds * distances(first_q, first_k, q_len, k_len, TILE_M, TILE_N, CHANGES, False), 1)
 
 
 @triton.jit

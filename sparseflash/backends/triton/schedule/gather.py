@@ -13,6 +13,7 @@ from sparseflash.backends.triton.schedule.worklists import TileLists
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.csr import row_of_entry
 from sparseflash.blockmask.ops.tilelist import in_chunks
+from sparseflash.limits import check_count
 
 
 def gathered_keys(mask: BlockMask, streamed: int) -> TileLists:
@@ -69,6 +70,7 @@ def _group(indptr: Tensor, index: Tensor, tile: Tensor, parts: int, *, past: int
     place = torch.arange(len(index), device=index.device) - indptr[rows]
     at = (start[rows] + place // parts, place % parts)
     total = int(count.sum())
+    check_count("blocks of gathered tiles", total + 1, parts, remedy="Use larger blocks.")
     blocks = torch.full((total + 1, parts), past, dtype=torch.int32, device=index.device)
     blocks[at] = index[order]
     kinds = torch.full((total + 1, parts), dead, dtype=torch.int64, device=index.device)

@@ -11,6 +11,7 @@ from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.blockmask.csr import row_of_entry
 from sparseflash.blockmask.streams import ReadyEvent
 from sparseflash.blockmask.transfer import to_device
+from sparseflash.limits import check_count
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,7 @@ class Worklist:
 
 def check_number_of_items(batch: int, heads: int, tiles: int) -> None:
     """Raises ValueError if the numbers of the work items do not fit in 32 bits, as the kernels read them."""
-    if batch * heads * tiles >= 2**31:
-        raise ValueError(f"batch x heads x tiles must be below 2^31; got {batch} x {heads} x {tiles}. Split the batch.")
+    check_count("batch x heads x tiles", batch, heads, tiles, remedy="Split the batch.")
 
 
 def full_first(indptr: Tensor, index: Tensor, tile: Tensor, words: Tensor, tiling: Tiling) -> TileLists:

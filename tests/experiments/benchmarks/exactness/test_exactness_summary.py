@@ -54,7 +54,7 @@ def test_cases_are_counted_and_the_worst_is_kept(tmp_path):
 
 def test_a_case_beyond_what_is_allowed_is_said_and_fails_the_command(tmp_path):
     write(tmp_path / "a.jsonl", record(), record(worst=1.5))
-    done = CliRunner().invoke(app, [str(tmp_path), "--out", str(tmp_path / "deep" / "page.md")])
+    done = CliRunner().invoke(app, ["drawn", str(tmp_path), "--out", str(tmp_path / "deep" / "page.md")])
     assert done.exit_code == 1
     assert "**1 beyond what is allowed**" in (tmp_path / "deep" / "page.md").read_text()
 
@@ -67,5 +67,5 @@ def test_what_is_no_record_is_refused(tmp_path, text, message):
     (tmp_path / "a.jsonl").write_text(text)
     with pytest.raises(ValueError, match=message):
         read([tmp_path])
-    done = CliRunner().invoke(app, [str(tmp_path)])
+    done = CliRunner().invoke(app, ["drawn", str(tmp_path)])
     assert done.exit_code == 2

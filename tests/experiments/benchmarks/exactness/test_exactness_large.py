@@ -1,0 +1,61 @@
+"""The cases whose numbers hardly fit, in tiny sizes, in the interpreter."""
+
+import csv
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from experiments.benchmarks.exactness import large
+from experiments.benchmarks.exactness.__main__ import app
+from experiments.benchmarks.exactness.large import CASES, Scale, compared
+
+AT = Scale(torch.device("cpu"), tiny=True)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_case_in_tiny_sizes_is_exact(name):
+    rows = list(compared(name, "triton", AT))
+    assert {"out", "lse"} <= {row["result"] for row in rows}
+    assert all(row["ratio"] <= 1 and row["allowed"] < 0.02 for row in rows), rows
+
+
+@pytest.mark.parametrize("result", ["out", "lse", "dq", "dk", "dv", "dbias"])
+def test_a_wrong_number_anywhere_in_what_is_compared_is_found(monkeypatch, result):
+    def with_a_wrong_number(case, backend, original=large._results):
+        found = original(case, backend)
+        sample = case.samples[0]
+        whole = found[result] = found[result].clone()
+        keys = sample.rows if result in ("out", "lse", "dq") else sample.keys
+        at = (0, 0, sample.rows.stop - 1, sample.keys.stop - 1) if result == "dbias" else (0, 0, keys.stop - 1)
+        whole[at] += 0.1
+        return found
+
+    monkeypatch.setattr(large, "_results", with_a_wrong_number)
+    ratios = {row["result"]: row["ratio"] for row in compared("bias of 17M keys", "triton", AT)}
+    assert [name for name, ratio in ratios.items() if ratio > 1] == [result]
+
+
+def test_the_command_stores_rows_and_fails_if_a_case_does(tmp_path, monkeypatch):
+    names = ["out of far tokens", "cache of 2^31 elements"]
+    command = ["large", "--device", "cpu", "--commit", "abc", "--out", str(tmp_path)]
+    command += [word for name in names for word in ("--case", name)]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    rows = list(csv.DictReader((tmp_path / "large.csv").read_text().splitlines()))
+    assert [(row["case"], row["result"]) for row in rows] == [
+        *[(names[0], result) for result in ("out", "lse", "dq")], *[(names[1], result) for result in ("out", "lse")]
+    ]  # fmt: skip
+    assert all(float(row["error"]) <= float(row["allowed"]) and row["commit"] == "abc" for row in rows)
+
+    def fails(case, backend):
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(large, "_results", fails)
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 1 and "out of far tokens, triton: RuntimeError: an illegal memory access" in done.output
+
+
+def test_unknown_cases_are_refused():
+    done = CliRunner().invoke(app, ["large", "--device", "cpu", "--case", "nope"])
+    assert done.exit_code == 2 and "case must be of" in done.output
