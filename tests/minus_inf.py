@@ -18,7 +18,7 @@ PATTERNS = {
     "every second": lambda k, tokens, tile: k % 2 == 0,
     "none": lambda k, tokens, tile: k < 0,
 }
-# Of each head: keys before the query, far and near, of these the odd and the even distances, and keys after it.
+# Of each head: keys before the query, far and near, of these by turns two kinds, and keys after it.
 DEAD_BUCKETS = torch.tensor([[1, 0, 0, 0], [1, 1, 1, 0], [0, 1, 1, 1], [0, 0, 1, 1]], dtype=torch.bool)
 KINDS = ("bias", "shared bias", "key_bias", "tile bias", "relative", "where", "function")
 
@@ -58,7 +58,7 @@ class Case:
 
     def bucket(self, offsets):
         """That of a table of relative positions, by the key's place minus the query's."""
-        near = torch.where(offsets % 2 == 0, 2, 1)
+        near = torch.where(offsets // (self.tile // 16) % 2 == 0, 2, 1)
         return torch.where(offsets > 0, 3, torch.where(offsets <= -self.tile - 3, 0, near))
 
     def alive(self):
