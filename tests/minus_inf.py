@@ -58,7 +58,7 @@ class Case:
 
     def bucket(self, offsets):
         """That of a table of relative positions, by the key's place minus the query's."""
-        near = torch.where(offsets // (self.tile // 16) % 2 == 0, 2, 1)
+        near = torch.where(offsets // max(1, self.tile // 16) % 2 == 0, 2, 1)
         return torch.where(offsets > 0, 3, torch.where(offsets <= -self.tile - 3, 0, near))
 
     def alive(self):
