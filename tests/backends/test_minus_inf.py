@@ -8,9 +8,10 @@ import torch
 from cutting import chunks_of
 from exactness import HALF
 from minus_inf import KINDS, Case
-from sparseflash import attention, scores
+from sparseflash import BlockMask, attention, scores
 from sparseflash.backends.triton.overrides import override
 from sparseflash.backends.triton.schedule.tilings import Tiling
+from sparseflash.interop import from_score_mod
 
 CPU = [
     ("reference", torch.float64), ("reference", torch.float32), ("reference", torch.float16),
@@ -63,6 +64,40 @@ def test_a_score_of_minus_inf_is_dead_in_chunks(kind, dtype):
 def test_a_score_of_minus_inf_is_dead_in_gathered_tiles(kind, dtype):
     with override(tiling=widest_gathered):
         Case(kind, dtype).check()
+
+
+def is_near(q, k):
+    """A window: the first tiles of late queries are dead."""
+    return (q - k).abs() < 5
+
+
+SCORE_MODS = {
+    "where": lambda s, b, h, q, k: torch.where(is_near(q, k), s, -torch.inf),
+    "masked_fill": lambda s, b, h, q, k: s.masked_fill(~is_near(q, k), -torch.inf),
+    "sum": lambda s, b, h, q, k: s + torch.where(is_near(q, k), 0.0, -torch.inf),
+    "logarithm": lambda s, b, h, q, k: s + torch.log(is_near(q, k).float()),
+}
+
+
+@pytest.mark.parametrize(("device", "dtype"), [
+    ("cpu", torch.float32), ("cpu", torch.float16),
+    *(pytest.param("cuda", each, marks=pytest.mark.gpu) for each in (*HALF, torch.float32)),
+])  # fmt: skip
+@pytest.mark.parametrize("written", SCORE_MODS)
+@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")  # in the interpreter
+def test_a_score_mod_that_gives_minus_inf_does_what_a_mask_does(written, device, dtype):
+    tokens = 80 if device == "cpu" else 700
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(1, 2, tokens, 16, generator=generator).to(device, dtype).requires_grad_() for _ in range(3)]
+    changes = from_score_mod(SCORE_MODS[written], tokens, device=device)
+    near = BlockMask.from_function(is_near, tokens, block=16).to(device)
+    found = attention(*given, scores=changes, backend="triton", return_lse=True)
+    wanted = attention(*given, near, backend="triton", return_lse=True)
+    found += torch.autograd.grad(found[0].square().sum(), given)
+    wanted += torch.autograd.grad(wanted[0].square().sum(), given)
+    eps = 8 * torch.finfo(dtype).eps
+    for x, y in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x, y, rtol=eps, atol=eps * float(y.detach().abs().max()))
 
 
 LOW = {
