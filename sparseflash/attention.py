@@ -85,7 +85,8 @@ def attention(
             (`dropout.keep_mask` returns them). None: drawn from PyTorch's generator of q's device, so that
             `torch.manual_seed` fixes it.
         scores: changes of the scores before the softmax, such as `scores.alibi(slopes) + scores.softcap(50.0)` of
-            `sparseflash.scores`, which also says in which order they are applied. Tensors in them get gradients.
+            `sparseflash.scores`, which also says in which order they are applied. Tensors in them get gradients. A
+            score that becomes -inf is dead, as if the mask said so; the lowest finite number is a score like others.
         backend: by default, for CUDA tensors, each pass runs on the fastest kernels that can serve it; `explain` says
             which and why. `"triton"` insists on the portable ones (fp16, bf16, fp32; D and Dv from 16 to 256), which
             give gradients the same bits whatever else is in the batch; `"hopper"` on those for compute capability 9.0

@@ -27,6 +27,8 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 import sparseflash
+from minus_inf import KINDS as MINUS_INF
+from minus_inf import Case
 from sparseflash import BlockMask, attention, decode, interop, masks, nn, scores
 
 ROOT = Path(sparseflash.__file__).resolve().parents[1]
@@ -645,6 +647,34 @@ def fuzz_modules(of, sizes, usual, mask, x, lengths, options):
     kind, found = outcome(call)
     if kind == "result":
         assert found.shape == x.shape
+    return kind
+
+
+def sometimes(other):
+    return mostly([Case.__dataclass_fields__[other].default], EDGES[other])
+
+
+EDGES = {
+    "tokens": [1, 2, 17, 40], "dim": [8, 24], "tile": [8, 32], "block": [32, 64], "whole": [True], "half": [True],
+    "others": [("sink",), ("softcap",), ("alibi", "sink")], "dropout": [0.3, 0.9], "learned": [False],
+}  # fmt: skip
+
+
+@draws(case=st.builds(Case, st.sampled_from(MINUS_INF), st.sampled_from(FLOATS), seed=st.integers(0, 99),
+                      **{name: sometimes(name) for name in EDGES}),
+       backend=mostly([None, "blockwise", "reference"], ["triton"]))  # fmt: skip
+def fuzz_minus_inf(case, backend):
+    """-inf in every kind of scores gives what a mask gives."""
+    if DEVICE.type == "cpu" and backend == "triton" and case.dtype == torch.bfloat16:
+        return "refused"  # by the interpreter
+    kind, found = outcome(lambda: case.results(backend, DEVICE))
+    if kind == "result":
+        wanted = case.results("reference", DEVICE, torch.float64, by_mask=True)
+        allowed = {torch.float64: 1e-9, torch.float32: 1e-4}.get(case.dtype, 0.06)
+        for name, x in found.items():
+            largest = float(wanted[name].detach().nan_to_num(neginf=0.0).abs().max())
+            around = {"rtol": allowed, "atol": allowed * max(1.0, largest)}
+            assert torch.allclose(x.double(), wanted[name].double(), **around), name
     return kind
 
 

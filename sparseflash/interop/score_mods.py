@@ -47,8 +47,9 @@ def from_score_mod(
     - entries of tensors at different ones of b, h, q and k (`bias`, `key_bias`).
 
     Anything else becomes `scores.function(score_mod)`, which says what the kernels take of it: `slopes[h] * (k - q)`,
-    for example, is ALiBi only where a mask leaves no key after its query, and stays a function. Raises ValueError for a
-    `score_mod` that cannot be recorded, or captures a learned tensor without being recognised.
+    for example, is ALiBi only where a mask leaves no key after its query, and stays a function; so does
+    `torch.where(condition, score, -inf)`, whose dead scores are computed: give the condition to a mask. Raises
+    ValueError for a `score_mod` that cannot be recorded, or captures a learned tensor without being recognised.
     """
     found = recorded(score_mod, (), torch.device(device), may_capture_learned=True)
     changes = _recognised(found, (q_len, q_len if k_len is None else k_len))

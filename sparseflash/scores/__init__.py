@@ -1,7 +1,8 @@
 """Changes of scores between their product and the softmax: what `attention(..., scores=...)` takes.
 
 As masks are data here, so are the usual changes, one a file, and they combine by `+`. A change says what a live score
-becomes; which scores are live is for the mask to say. May import blockmask and limits, and nothing else of the library.
+becomes. Which scores are live is for the mask to say, whose dead tiles cost nothing; a score that a change makes -inf
+is dead, too. May import blockmask and limits, and nothing else of the library.
 """
 
 from sparseflash.scores.bias import bias

@@ -73,7 +73,7 @@ class Changed:
             found["slopes_ptr"] = aligned_start(decay.slopes.contiguous())
         if (table := changes.find("relative")) is not None:
             # In half precision two bytes each: the compiler would pass four through shared memory, one by one.
-            found["values_ptr"] = table.table.to(dtype).index_select(1, table.buckets)
+            found["values_ptr"] = _in_dtype(table.table, dtype).index_select(1, table.buckets)
             found |= {name: aligned_start(x.contiguous()) for name, x in _codes(table).items()}
         for kind in ("key_bias", "bias"):
             if (bias := changes.find(kind)) is not None:
@@ -97,7 +97,7 @@ class Changed:
         found = changes.find("relative")
         if found is None:
             return {}
-        given = {"table_ptr": found.table.to(dtype), "buckets_ptr": found.buckets, "until_ptr": found.until}
+        given = {"table_ptr": _in_dtype(found.table, dtype), "buckets_ptr": found.buckets, "until_ptr": found.until}
         return {name: aligned_start(x.contiguous()) for name, x in given.items()}
 
     @staticmethod
@@ -136,6 +136,14 @@ def strides_of_pairs(strides: tuple[int, ...]) -> tuple[int, ...]:
     that offsets in a tile do not fit in 32 bits. Those of keys are 1 or 0.
     """
     return strides if strides[2] < FAR else (*strides, 1)
+
+
+def _in_dtype(table: Tensor, dtype: torch.dtype) -> Tensor:
+    """A table in another dtype, in which finite entries become no -inf, as that is dead."""
+    lowest = torch.finfo(dtype).min
+    if torch.finfo(table.dtype).min < lowest:
+        table = table.clamp(min=lowest).masked_fill_(table == -torch.inf, -torch.inf)
+    return table.to(dtype)
 
 
 def _readable(values: Tensor) -> Tensor:

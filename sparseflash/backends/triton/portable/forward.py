@@ -18,7 +18,7 @@ from sparseflash.backends.triton.portable.loads import (
 )
 from sparseflash.backends.triton.portable.position_tables import outer_runs
 from sparseflash.backends.triton.portable.scores import changed_scores, loaded_biases, with_sink
-from sparseflash.backends.triton.portable.softmax import LN2, softmax_step
+from sparseflash.backends.triton.portable.softmax import LN2, scaled_maximum, softmax_step
 from sparseflash.backends.triton.portable.walk import (
     listed_block,
     part_of,
@@ -214,6 +214,9 @@ def forward_kernel(
                 GATHERED, HAS_LENGTHS, DROPOUT, KEEP, TMA, PRECISION, CHANGES, OWN, True,
             )  # fmt: skip
 
+    if CHANGES:
+        if not KEEP:
+            m_i = scaled_maximum(m_i, qk_scale)
     part = part_of(item_ptr, parts_ptr)
     if parts_ptr is not None and part > 0:
         SUMS: tl.constexpr = BLOCK_M * PADDED_DV

@@ -18,19 +18,29 @@ def softmax_step(
 ):  # fmt: skip
     """Adds a tile of keys, `scores [M, N]`: `(weights, factor for the earlier sums, new m_i, new l_i)`.
 
-    m_i is the maximum of the raw scores if KEEP, otherwise of the scaled ones. The scale is not negative, so if all
-    scores are live the maximum may be taken before scaling.
+    m_i is the maximum of the raw scores if KEEP or CHANGES, otherwise of the scaled ones. The scale is not negative, so
+    if all scores are live the maximum may be taken before scaling.
+
+    A changed score may be -inf, also in a tile of which all are live, and then has no weight; or finite and as low as
+    numbers go, and then it has the weight that softmax gives it. So the maximum is subtracted before the factor, which
+    is positive here, could make the one of the other.
     """
-    if live is None and (KEEP or CHANGES == 0):
+    if CHANGES:
+        if live is not None:
+            scores = tl.where(live, scores, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(scores, 1))
+        m_safe = finite_maximum(m_new)
+        p = exponentials(scores, m_safe[:, None], qk_scale, True, PRECISION)
+        alpha = tl.exp2((m_i - m_safe) * qk_scale)
+    elif live is None:
         highest = tl.max(scores, 1)
         m_new = tl.maximum(m_i, highest if KEEP else highest * qk_scale)
         p = exponentials(scores, m_new[:, None], qk_scale, KEEP, PRECISION)
         alpha = decay(m_i, m_new, qk_scale, KEEP)
     else:
         if not KEEP:
-            scores = scaled(scores, qk_scale, CHANGES)
-        if live is not None:
-            scores = tl.where(live, scores, float("-inf"))
+            scores = scores * qk_scale
+        scores = tl.where(live, scores, float("-inf"))
         m_new = tl.maximum(m_i, tl.max(scores, 1))
         m_safe = finite_maximum(m_new)
         if KEEP:
@@ -43,12 +53,11 @@ def softmax_step(
 
 
 @triton.jit
-def scaled(scores, qk_scale, CHANGES: tl.constexpr):
-    """Scores in base 2. A changed one stays finite, because a bias may be the lowest number that there is."""
-    scores = scores * qk_scale
-    if CHANGES:
-        scores = tl.maximum(scores, LOWEST, propagate_nan=tl.PropagateNan.ALL)
-    return scores
+def scaled_maximum(m_i, qk_scale):
+    """The maximum of raw scores as one of scaled ones. It stays finite, also where a bias is the lowest number that
+    there is; of rows without a live key it stays -inf.
+    """
+    return tl.where(m_i == float("-inf"), m_i, tl.maximum(m_i * qk_scale, LOWEST))
 
 
 @triton.jit
@@ -67,8 +76,8 @@ def recomputed_weights(
     the lse in base 2. Each has one number per query and broadcasts with `scores`.
     """
     if CHANGES and not KEEP:
-        exponent = scaled(scores, qk_scale, CHANGES) - lse2
-        # No weight is above 1, but the difference of two very low numbers may be any.
+        # No weight is above 1, but the difference of two very low numbers may be any. lse2 is never -inf.
+        exponent = scores * qk_scale - lse2
         exps = tl.exp2(tl.minimum(exponent, 0.0, propagate_nan=tl.PropagateNan.ALL))
     else:
         exps = exponentials(scores, lse2, qk_scale, KEEP, PRECISION)
