@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from triton.backends.nvidia.compiler import get_ptxas
 
+from experiments.benchmarks.compile.resources import said_by_ptxas
 from experiments.benchmarks.compile.without_gpu import compiling_for
 from sparseflash import masks
 from sparseflash.backends.problem import Problem
@@ -48,6 +45,7 @@ class Report:
     split: bool  # for a mask whose rows and columns are cut into chunks
     gathered: bool  # tiles are gathered from the blocks of the mask
     scores: str  # the kinds of changes of scores
+    stages: int  # of its pipeline; fewer than the configuration has if these do not fit in shared memory
     registers: int  # per thread
     spilled: int  # bytes that a thread writes to memory for lack of registers
     shared: int  # bytes of shared memory per program
@@ -87,6 +85,25 @@ def compile_all(
     `assemble`: leave the kernels in Triton's cache as a launch on a GPU takes them, for which ptxas runs a second time.
     """
     value_dim = value_dim or dim
+    kernels = launched(
+        arch, arithmetic, dim, value_dim=value_dim, block=block, descriptors=descriptors, lengths=lengths,
+        dropout=dropout, positions=positions, split=split, gathered=gathered, changes=changes, only=only, config=config,
+        assemble=assemble,
+    )  # fmt: skip
+    asked = {
+        "arch": arch, "arithmetic": arithmetic, "dim": dim, "value_dim": value_dim, "block": block,
+        "lengths": lengths, "dropout": dropout, "positions": positions, "split": split, "gathered": gathered,
+        "scores": "" if changes is None else "+".join(changes.kinds),
+    }  # fmt: skip
+    return [_report(name, kernel, asked) for name, kernel in kernels]
+
+
+def launched(
+    arch: int, arithmetic: str, dim: int, *, value_dim: int | None = None, block: int = 128, descriptors: bool = False,
+    lengths: bool = False, dropout: bool = False, positions: bool = False, split: bool = False, gathered: bool = False,
+    changes: Scores | None = None, only: Kernel | None = None, config: Config | None = None, assemble: bool = False,
+) -> list[tuple[str, Any]]:  # fmt: skip
+    """What Triton compiles for `compile_all`: the name of each kernel, and the kernel."""
     choices = {
         "descriptors": descriptors, "splits": always_split(1) if split else NEVER_SPLIT,
         "tiling": _gathered if gathered else lambda tilings: tilings[0],
@@ -94,16 +111,10 @@ def compile_all(
     }  # fmt: skip
     with override(**choices), compiling_for(arch, only, assemble=assemble) as compiled:
         launch_all(
-            arch, arithmetic, dim, value_dim, block, lengths=lengths, dropout=dropout, positions=positions,
+            arch, arithmetic, dim, value_dim or dim, block, lengths=lengths, dropout=dropout, positions=positions,
             changes=changes,
         )  # fmt: skip
-    asked = {
-        "arch": arch, "arithmetic": arithmetic, "dim": dim, "value_dim": value_dim, "block": block,
-        "lengths": lengths, "dropout": dropout, "positions": positions, "split": split, "gathered": gathered,
-        "scores": "" if changes is None else "+".join(changes.kinds),
-    }  # fmt: skip
-    different = {(name, kernel.hash): (name, kernel) for name, kernel in compiled}
-    return [_report(name, kernel, asked) for name, kernel in different.values()]
+    return list({(name, kernel.hash): (name, kernel) for name, kernel in compiled}.values())
 
 
 def _gathered(tilings: Sequence[Tiling]) -> Tiling:
@@ -148,19 +159,16 @@ def launch_all(
 
 def _report(name: str, kernel: Any, asked: dict[str, Any]) -> Report:
     ptx = kernel.asm["ptx"]
-    output = _ptxas(ptx, asked["arch"])
-    registers = re.search(r"Used (\d+) registers", output)
-    spilled = re.search(r"(\d+) bytes spill stores", output)
-    if registers is None or spilled is None:
-        raise RuntimeError(f"ptxas did not say what {name} uses: {output}")
+    used = said_by_ptxas(kernel)[0]
     return Report(
         kernel=name.removesuffix("_kernel"),
         descriptors="cp.async.bulk.tensor" in ptx,  # what the launcher chose; it may decline descriptors
-        registers=int(registers[1]),
-        spilled=int(spilled[1]),
+        stages=kernel.metadata.num_stages,
+        registers=used.registers,
+        spilled=used.spilled,
         shared=kernel.metadata.shared,
         wgmma=ptx.count("wgmma.mma_async"),
-        serialised=re.search(r"C75\d\d", output) is not None,
+        serialised=used.serialised,
         direct=is_direct_version() and parameters_of_compiled(kernel, kernel.src.fn.arg_names) is not None,
         two_layouts=has_two_layouts(ptx),
         **asked,
@@ -182,25 +190,3 @@ def has_two_layouts(ptx: str) -> bool:
         if layout >> 30 and not layout & 0x3FFFFF00:  # one of three shuffles, and a stride below 256 x 16 bytes
             layouts.setdefault(address, set()).add(layout)
     return any(len(each) > 1 for each in layouts.values())
-
-
-def _ptxas(ptx: str, arch: int) -> str:
-    target = re.search(r"\.target (\w+)", ptx)
-    if target is None:
-        raise RuntimeError("the PTX names no target")
-    with tempfile.TemporaryDirectory() as scratch:
-        source = Path(scratch) / "kernel.ptx"
-        source.write_text(ptx)
-        command = [
-            get_ptxas(arch).path,
-            "-v",
-            "--gpu-name",
-            target[1],
-            str(source),
-            "-o",
-            str(Path(scratch) / "kernel.cubin"),
-        ]
-        done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise RuntimeError(f"ptxas refused the kernel: {done.stderr}")
-    return done.stderr
