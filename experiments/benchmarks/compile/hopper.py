@@ -10,7 +10,7 @@ import torch
 from triton.runtime import driver
 
 from experiments.benchmarks.compile.without_gpu import NoDevice
-from sparseflash import BlockMask, masks, scores
+from sparseflash import BlockMask, clear_caches, masks, scores
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton import api
 from sparseflash.backends.triton.hopper import cuts, passes, plan
@@ -42,6 +42,7 @@ def compiled(dim: int, dtype: torch.dtype, features: Sequence[str] = ()) -> dict
         mock.patch.object(cuts, "RULE", cuts.Rule(far=0, worth=0, shortest=1) if parts else cuts.RULE),
         mock.patch.object(driver, "_active", NoDevice(ARCH)),
     ):
+        clear_caches()  # passes are kept by a key, and plans by their mask
         setting = api.setting_of(q, q, Problem.of(mask, scale=1.0), divmod(ARCH, 10))
         changes, wanted = _changes(features, unpadded, dtype), []
         if changes is not None:

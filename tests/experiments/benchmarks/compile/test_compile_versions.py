@@ -6,10 +6,12 @@ from importlib.metadata import version
 from types import SimpleNamespace
 
 import pytest
+import torch
 from rich.console import Console
 
-from experiments.benchmarks.compile import versions
+from experiments.benchmarks.compile import hopper, versions
 from experiments.benchmarks.compile.shipped import Kernel, groups, read, write
+from sparseflash.backends.triton.launcher import BoundLaunch
 from uninterpreted import python
 
 FORWARD = Kernel(90, "hopper", "forward", "bfloat16", 64, "")
@@ -32,6 +34,18 @@ def test_what_a_kernel_uses_is_that_of_the_code_that_is_launched():
     assert opcodes == launched and sum(opcodes.values()) == instructions
     assert opcodes["HMMA"] > 0 and opcodes["MUFU"] > 0
     assert 32 <= registers <= 255 and spilled < 64 and not serialised and 0 < shared < 166_912
+
+
+def test_hopper_kernels_of_one_process_are_those_that_were_asked_for(monkeypatch):
+    """Passes are kept by a key, which does not hold everything that a mask or a rule may change."""
+    monkeypatch.setattr(BoundLaunch, "compiled", lambda self: self)
+    found = [
+        hopper.compiled(dim, torch.bfloat16, features)["forward_kernel"][0].launch
+        for dim, features in ((64, ["alibi"]), (128, ["alibi"]), (64, ["lengths"]), (64, ["alibi", "parts"]))
+    ]
+    assert len({launch.variant for launch in found}) == 4
+    with pytest.raises(ValueError, match=r"features must be of small, lengths, parts, .*; got window"):
+        hopper.compiled(64, torch.bfloat16, ["window"])
 
 
 def test_kernels_in_which_versions_differ_are_shown_beside_one_another():
