@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from experiments.benchmarks.compile.cases import CHANGES, FACTORS, covering
+from experiments.benchmarks.compile.fits import read
 from experiments.benchmarks.compile.pairs import pairwise
 from uninterpreted import python
 
-STORED = sorted(Path("experiments/results/compile").glob("fits-triton-*.csv"))
+STORED = sorted((Path(__file__).parents[4] / "experiments/results/compile").glob("fits-triton-*.csv"))
 # Of each the kernel asked for more than there is with the stages that were chosen for the tiles alone.
 TOO_LARGE = {
     "a bias in fp32 and a function, H100": (
@@ -40,6 +42,15 @@ def test_stages_that_do_not_fit_beside_the_numbers_of_scores_are_left_out(case):
     assert all(fit["fits"] for fit in found), found
     assert any(fit["fewer"] for fit in found), "a case whose kernels all fit as they are shows nothing"
     assert not all(fit["fewer"] for fit in found), found
+
+
+@pytest.mark.parametrize("path", STORED, ids=lambda path: path.stem)
+def test_what_is_stored_fits_and_is_of_the_drawn_cases(path):
+    fits = read(path)
+    assert [fit for fit in fits if not fit.fits] == []
+    assert {fit.arch for fit in fits} == set(FACTORS["arch"])
+    assert any(fit.has_fewer_stages for fit in fits), "cases whose kernels all fit as they are show nothing"
+    assert {fit.case for fit in fits} <= {str(case) for changes in CHANGES for case in covering(changes)}
 
 
 def test_a_covering_array_has_every_possible_pair_of_values():
