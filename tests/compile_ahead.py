@@ -11,10 +11,10 @@ from unittest import mock
 
 import exactness
 import scored
-from experiments.benchmarks.compile.architectures import SHARED_LIMITS
+from sparseflash.backends.triton.shared_memory import shared_memory
 
 ARCH = 90
-SHARED_MEMORY = SHARED_LIMITS[ARCH]
+SHARED_MEMORY = shared_memory(ARCH)
 
 _checked = set()  # the code that has been looked at
 

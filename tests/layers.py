@@ -178,10 +178,12 @@ MAY_IMPORT = {
     f"{_TRITON}/direct_start.py": ("sparseflash/cuda_driver.py",),
     f"{_TRITON}/availability.py": (f"{_TRITON}/device.py",),
     f"{_TRITON}/cuda_graphs.py": ("sparseflash/blockmask/streams.py",),
+    f"{_TRITON}/shared_memory.py": (),
     f"{_TRITON}/launcher.py": (
         _LIMITS,
         f"{_TRITON}/cuda_graphs.py",
         f"{_TRITON}/direct_start.py",
+        f"{_TRITON}/shared_memory.py",
         f"{_TRITON}/versions.py",
     ),
     f"{_TRITON}/configs.py": (f"{_TRITON}/versions.py",),
@@ -330,6 +332,7 @@ MAY_IMPORT = {
     _INTERPRETER: (),
     f"{_BENCHMARKS}/compile": (
         _INTERPRETER,
+        "experiments/training/atomic_files.py",
         "sparseflash/blockmask/arguments.py",
         "sparseflash/dropout.py",
         _BACKENDS,

@@ -17,7 +17,7 @@ from uninterpreted import python
 
 @cache
 def reports(*arguments):
-    done = python("-m", "experiments.benchmarks.compile", "--json", *arguments)
+    done = python("-m", "experiments.benchmarks.compile", "show", "--json", *arguments)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert all(r["direct"] for r in found), found  # else every call pays for Triton's front
@@ -137,17 +137,17 @@ def test_other_architectures_have_the_shared_memory_that_is_asked_for(arch, arit
 def test_so_do_the_widest_heads_in_full_fp32(arch):
     """Triton says how much they ask for. ptxas, which would take up to five seconds more for these, is not asked."""
     source = (
-        "from experiments.benchmarks.compile.architectures import SHARED_LIMITS\n"
         "from experiments.benchmarks.compile.report import launch_all\n"
         "from experiments.benchmarks.compile.without_gpu import compiling_for\n"
         "from sparseflash.backends.triton.direct_start import parameters_of_compiled\n"
         "from sparseflash.backends.triton.overrides import NEVER_SPLIT, override\n"
+        "from sparseflash.backends.triton.shared_memory import shared_memory\n"
         f"for descriptors in {(True, False) if arch >= 90 else (False,)}:\n"
         "    choices = {'descriptors': descriptors, 'splits': NEVER_SPLIT, 'tiling': lambda tilings: tilings[0]}\n"
         f"    with override(**choices), compiling_for({arch}, assemble=False) as compiled:\n"
         f"        launch_all({arch}, 'float32', 256, 256, 128, lengths=False, dropout=False)\n"
         "    for name, kernel in compiled:\n"
-        f"        assert kernel.metadata.shared <= SHARED_LIMITS[{arch}], (name, kernel.metadata.shared)\n"
+        f"        assert kernel.metadata.shared <= shared_memory({arch}), (name, kernel.metadata.shared)\n"
         "        assert parameters_of_compiled(kernel, kernel.src.fn.arg_names) is not None, name\n"
         "    print(sorted({name for name, _ in compiled} - {'pieces_kernel'}))"
     )
@@ -248,6 +248,6 @@ def test_what_is_compiled_ahead_is_looked_at(monkeypatch, shared, constant, mess
     ],
 )
 def test_options_that_cannot_be_served_are_explained(words, message):
-    done = python("-m", "experiments.benchmarks.compile", *words)
+    done = python("-m", "experiments.benchmarks.compile", "show", *words)
     assert done.returncode == 2
     assert message in " ".join(done.stderr.replace("│", " ").split())

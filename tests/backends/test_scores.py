@@ -390,6 +390,17 @@ def test_the_kernels_are_exact_on_the_gpu(kind, dtype, dims, blocks, data):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+def test_stages_that_do_not_fit_are_left_out_and_the_rest_is_exact_on_the_gpu(dtype, function):
+    """A bias in fp32 and a function, one block: the stages of dq at D = 128 need more than a program has on Hopper."""
+    recipe = Recipe("dense", {"q_len": 128, "k_len": 128, "block": (128, 128)}, (100,))
+    problem = Problem(recipe, batch=1, heads=2, kv_heads=2, q_len=128, k_len=128, dim=128, v_dim=128, dtype=dtype,
+                      scale=None, layout="contiguous", seed=0)  # fmt: skip
+    check(Scored(problem, ("pair bias", function, "sink")), "triton", "cuda")
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("kind", [*KINDS, *FUNCTIONS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_all_gradients_have_the_same_bits_every_time_on_the_gpu(dtype, kind):

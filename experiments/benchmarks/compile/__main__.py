@@ -1,9 +1,15 @@
-"""`python -m experiments.benchmarks.compile`: registers, spills and shared memory of the kernels, without a GPU."""
+"""`python -m experiments.benchmarks.compile`: what the compiler makes of the kernels, without a GPU.
+
+show: registers, spills and shared memory of some of them. shipped: those of every shipped configuration, and what it
+consists of. versions: the same under several versions of Triton. fits: whether all fit in shared memory.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -11,17 +17,21 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from experiments.benchmarks.compile.architectures import SHARED_LIMITS
+from experiments.benchmarks.compile.versions import CACHE, VERSIONS, compared, folder_of, run_with, version_in
 from experiments.benchmarks.interpreter import compile_kernels
 
+RESULTS = Path("experiments/results/compile")
 ARITHMETIC = ("bfloat16", "float16", "tf32", "float32")
+
+ARCH = Annotated[list[int] | None, typer.Option(help="90 for compute capability 9.0; may be repeated.")]
+FAMILY = Annotated[list[str] | None, typer.Option(help="hopper or portable; may be repeated.")]
 
 app = typer.Typer(add_completion=False)
 
 
 @app.command()
-def main(
-    arch: Annotated[list[int] | None, typer.Option(help="90 for compute capability 9.0; may be repeated.")] = None,
+def show(
+    arch: ARCH = None,
     dim: Annotated[list[int] | None, typer.Option(help="Head dim; may be repeated.")] = None,
     arithmetic: Annotated[
         list[str] | None, typer.Option(help="bfloat16, float16, tf32 or float32; may be repeated.")
@@ -51,6 +61,7 @@ def main(
         raise typer.BadParameter(f"--arithmetic must be from {', '.join(ARITHMETIC)}; got {', '.join(unknown)}.")
     compile_kernels()
     from experiments.benchmarks.compile.report import compile_all
+    from sparseflash.backends.triton.shared_memory import shared_memory
     from sparseflash.blockmask.arguments import BLOCKS
 
     if block not in BLOCKS:
@@ -80,8 +91,8 @@ def main(
                             "dropout": dropout, "positions": positions, "split": split, "gathered": gathered,
                         }  # fmt: skip
                         for r in compile_all(a, kind, d, **variant):
-                            limit = SHARED_LIMITS.get(a)
-                            too_much = limit is not None and r.shared > limit
+                            limit = shared_memory(a)
+                            too_much = r.shared > limit
                             if too_much:
                                 over.append(r)
                             if as_json:
@@ -100,6 +111,117 @@ def main(
         console.print(table)
     if over:
         raise typer.Exit(1)
+
+
+@app.command()
+def fits(
+    changes: Annotated[
+        list[str] | None, typer.Option(help="none, few (at most two) or any changes of scores; may be repeated.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the drawn cases.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(help="File of the results.", show_default=f"{RESULTS}/fits-triton-VERSION.csv")
+    ] = None,
+) -> None:
+    """Whether the portable kernels fit in shared memory on GPUs of compute capability 8.0, 8.6, 8.9, 9.0 and 10.0.
+
+    Compiles drawn cases in which every two properties occur together: changes of scores, dtypes, head dims, blocks,
+    lengths, dropout and others. Takes seconds a case; what stands in the file already is not compiled again. Exits with
+    1 if a kernel does not fit.
+    """
+    compile_kernels()
+    import triton
+
+    from experiments.benchmarks.compile.cases import CHANGES, covering
+    from experiments.benchmarks.compile.fits import fits_of, read, write
+
+    if unknown := set(changes or ()) - set(CHANGES):
+        raise typer.BadParameter(f"--changes must be from {', '.join(CHANGES)}; got {', '.join(sorted(unknown))}.")
+    path = out or RESULTS / f"fits-triton-{triton.__version__}.csv"
+    found = read(path)
+    done = {fit.case for fit in found}
+    cases = {str(case): case for kind in changes or CHANGES for case in covering(kind, seed)}
+    left = {name: case for name, case in cases.items() if name not in done}
+    console = Console()
+    for number, (name, case) in enumerate(left.items(), start=1):
+        found += fits_of(case)
+        write(path, found)
+        console.print(f"{number} of {len(left)}: {name}", style="dim", highlight=False)
+    over = [fit for fit in found if not fit.fits]
+    fewer = [fit for fit in found if fit.has_fewer_stages]
+    console.print(
+        f"{len(found)} kernels of {len({fit.case for fit in found})} cases, {len(fewer)} of them with fewer stages "
+        f"than were chosen; {len(over)} do not fit."
+    )
+    for fit in over:
+        console.print(f"{fit.case}: {fit.kernel} {fit.config}, {fit.shared} bytes", highlight=False)
+    if over:
+        raise typer.Exit(1)
+
+
+@app.command()
+def shipped(
+    arch: ARCH = None,
+    family: FAMILY = None,
+    out: Annotated[
+        Path | None, typer.Option(help="File of the results.", show_default=f"{RESULTS}/kernels-triton-VERSION.csv")
+    ] = None,
+) -> None:
+    """Compile every shipped configuration with the installed Triton, and store what each kernel uses and consists of.
+
+    Takes seconds a kernel, of which there are hundreds; what stands in the file already is not compiled again.
+    """
+    compile_kernels()
+    import triton
+
+    from experiments.benchmarks.compile.shipped import ARCHS, FAMILIES, Kernel, compiled, groups, read, write
+
+    for name, given, known in (("arch", arch, ARCHS), ("family", family, FAMILIES)):
+        if unknown := [str(each) for each in given or () if each not in known]:
+            raise typer.BadParameter(f"--{name} must be from {', '.join(map(str, known))}; got {', '.join(unknown)}.")
+    path = out or RESULTS / f"kernels-triton-{triton.__version__}.csv"
+    found = read(path)
+    done = {(each.arch, each.family, each.arithmetic, each.dim, each.features) for each in found}
+    left = [group for group in groups(arch or ARCHS, family or FAMILIES) if tuple(group) not in done]
+    console = Console()
+    for number, group in enumerate(left, start=1):
+        for row in compiled(group):
+            found[Kernel(*(row.pop(name) for name in Kernel._fields))] = row
+        write(path, found)
+        console.print(f"{triton.__version__}: {number} of {len(left)}, {' '.join(map(str, group))}", style="dim")
+
+
+@app.command()
+def versions(
+    triton: Annotated[
+        list[str] | None,
+        typer.Option(help="A version, which pip installs, or a folder with one; may be repeated.",
+                     show_default=", ".join(VERSIONS)),
+    ] = None,
+    arch: ARCH = None,
+    family: FAMILY = None,
+    cache: Annotated[Path, typer.Option(help="Where pip puts versions of Triton.")] = CACHE,
+    out: Annotated[Path, typer.Option(help="Folder of the results.")] = RESULTS,
+    every: Annotated[bool, typer.Option("--every", help="Show kernels that all versions make alike, too.")] = False,
+) -> None:  # fmt: skip
+    """What several versions of Triton make of every shipped configuration, beside one another.
+
+    Compiles what is not stored yet: see the command `shipped`. Shows the kernels in which versions differ.
+    """
+    words = [f"--arch={each}" for each in arch or ()] + [f"--family={each}" for each in family or ()]
+    stored = {}
+    for each in triton or VERSIONS:
+        try:
+            folder = folder_of(each, cache)
+            version = version_in(folder)
+            stored[version] = out / f"kernels-triton-{version}.csv"
+            run_with(folder, "shipped", f"--out={stored[version]}", *words)
+        except RuntimeError as error:
+            raise typer.BadParameter(str(error)) from None
+    from experiments.benchmarks.compile.shipped import read
+
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    console.print(compared({version: read(path) for version, path in stored.items()}, every=every))
 
 
 if __name__ == "__main__":

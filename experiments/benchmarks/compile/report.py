@@ -48,6 +48,7 @@ class Report:
     split: bool  # for a mask whose rows and columns are cut into chunks
     gathered: bool  # tiles are gathered from the blocks of the mask
     scores: str  # the kinds of changes of scores
+    stages: int  # of its pipeline; fewer than the configuration has if these do not fit in shared memory
     registers: int  # per thread
     spilled: int  # bytes that a thread writes to memory for lack of registers
     shared: int  # bytes of shared memory per program
@@ -87,6 +88,25 @@ def compile_all(
     `assemble`: leave the kernels in Triton's cache as a launch on a GPU takes them, for which ptxas runs a second time.
     """
     value_dim = value_dim or dim
+    kernels = launched(
+        arch, arithmetic, dim, value_dim=value_dim, block=block, descriptors=descriptors, lengths=lengths,
+        dropout=dropout, positions=positions, split=split, gathered=gathered, changes=changes, only=only, config=config,
+        assemble=assemble,
+    )  # fmt: skip
+    asked = {
+        "arch": arch, "arithmetic": arithmetic, "dim": dim, "value_dim": value_dim, "block": block,
+        "lengths": lengths, "dropout": dropout, "positions": positions, "split": split, "gathered": gathered,
+        "scores": "" if changes is None else "+".join(changes.kinds),
+    }  # fmt: skip
+    return [_report(name, kernel, asked) for name, kernel in kernels]
+
+
+def launched(
+    arch: int, arithmetic: str, dim: int, *, value_dim: int | None = None, block: int = 128, descriptors: bool = False,
+    lengths: bool = False, dropout: bool = False, positions: bool = False, split: bool = False, gathered: bool = False,
+    changes: Scores | None = None, only: Kernel | None = None, config: Config | None = None, assemble: bool = False,
+) -> list[tuple[str, Any]]:  # fmt: skip
+    """What Triton compiles for `compile_all`: the name of each kernel, and the kernel."""
     choices = {
         "descriptors": descriptors, "splits": always_split(1) if split else NEVER_SPLIT,
         "tiling": _gathered if gathered else lambda tilings: tilings[0],
@@ -94,16 +114,10 @@ def compile_all(
     }  # fmt: skip
     with override(**choices), compiling_for(arch, only, assemble=assemble) as compiled:
         launch_all(
-            arch, arithmetic, dim, value_dim, block, lengths=lengths, dropout=dropout, positions=positions,
+            arch, arithmetic, dim, value_dim or dim, block, lengths=lengths, dropout=dropout, positions=positions,
             changes=changes,
         )  # fmt: skip
-    asked = {
-        "arch": arch, "arithmetic": arithmetic, "dim": dim, "value_dim": value_dim, "block": block,
-        "lengths": lengths, "dropout": dropout, "positions": positions, "split": split, "gathered": gathered,
-        "scores": "" if changes is None else "+".join(changes.kinds),
-    }  # fmt: skip
-    different = {(name, kernel.hash): (name, kernel) for name, kernel in compiled}
-    return [_report(name, kernel, asked) for name, kernel in different.values()]
+    return list({(name, kernel.hash): (name, kernel) for name, kernel in compiled}.values())
 
 
 def _gathered(tilings: Sequence[Tiling]) -> Tiling:
@@ -156,6 +170,7 @@ def _report(name: str, kernel: Any, asked: dict[str, Any]) -> Report:
     return Report(
         kernel=name.removesuffix("_kernel"),
         descriptors="cp.async.bulk.tensor" in ptx,  # what the launcher chose; it may decline descriptors
+        stages=kernel.metadata.num_stages,
         registers=int(registers[1]),
         spilled=int(spilled[1]),
         shared=kernel.metadata.shared,
@@ -185,6 +200,10 @@ def has_two_layouts(ptx: str) -> bool:
 
 
 def _ptxas(ptx: str, arch: int) -> str:
+    """What ptxas says by its own defaults, for which tests know how much may be spilled.
+
+    From Triton 3.9 on the options that Triton gives it, as `resources.said_by_ptxas` does, make other code.
+    """
     target = re.search(r"\.target (\w+)", ptx)
     if target is None:
         raise RuntimeError("the PTX names no target")

@@ -18,7 +18,7 @@ from sparseflash.backends.triton.configs import Kernel
 from sparseflash.backends.triton.launcher import Launch
 
 
-class _NoDevice:
+class NoDevice:
     """Stands in for the CUDA driver: it answers what compilation asks for."""
 
     def __init__(self, arch: int) -> None:
@@ -62,7 +62,7 @@ def compiling_for(arch: int, only: Kernel | None = None, *, assemble: bool = Tru
             compiled.append((name, self.variant.compiled(self.arguments(given))))
 
     with (
-        mock.patch.object(driver, "_active", _NoDevice(arch)),
+        mock.patch.object(driver, "_active", NoDevice(arch)),
         nullcontext() if assemble else mock.patch.object(knobs.runtime, "add_stages_inspection_hook", _stop_at_ptx),
         mock.patch.object(Launch, "start", compile_only),
         # Launches compile here; otherwise kernels that were compiled before, side by side, would have to be loaded.

@@ -57,13 +57,13 @@ def main(
     compile_kernels()
     import torch
 
-    from experiments.benchmarks.compile.architectures import SHARED_LIMITS
     from experiments.benchmarks.speed.patterns import KINDS as EVERY_MASK
     from experiments.benchmarks.tune.compiling import compile_candidates
     from experiments.benchmarks.tune.measuring import KINDS
     from experiments.benchmarks.tune.options import check_choices, configs_of
     from experiments.benchmarks.tune.space import ARITHMETICS, DIMS, KERNELS, Target, candidates
     from experiments.training.progress_bar import counting_bar
+    from sparseflash.backends.triton.shared_memory import shared_memory
 
     check_choices("kernel", kernel, KERNELS)
     check_choices("arithmetic", arithmetic, ARITHMETICS)
@@ -90,7 +90,7 @@ def main(
     total = sum(map(len, wanted.values()))
     with counting_bar(console, f"Compiling for sm_{arch}", total) as progress:
         compiled = compile_candidates(
-            wanted, arch, SHARED_LIMITS.get(arch, 101_376), spills=bool(named), workers=workers, progress=progress
+            wanted, arch, shared_memory(arch), spills=bool(named), workers=workers, progress=progress
         )
     rows: dict[Any, dict[str, Any]] = {
         (each.target, each.config): each.target._asdict()

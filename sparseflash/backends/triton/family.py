@@ -114,7 +114,7 @@ class KernelChoice(NamedTuple):
     block_m: int  # queries and keys of the tile of one step
     block_n: int
     num_warps: int
-    num_stages: int
+    num_stages: int  # until it is compiled, the number to begin with: see `Variant.compiled`
     arithmetic: str
     loads: str  # how tiles get into shared memory or registers, and why
     walks: str  # the tiles of the lists, and why

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sparseflash.backends.triton.cuda_graphs import refuse_to_record
 from sparseflash.backends.triton.direct_start import DirectStart, Parameter, loaded, parameters_of_compiled
+from sparseflash.backends.triton.shared_memory import shared_memory
 from sparseflash.backends.triton.versions import MEASURED, triton_version
 from sparseflash.limits import check_count
 
@@ -110,8 +111,20 @@ class Variant:
             self._parameters = parameters
 
     def compiled(self, arguments: Sequence[Any]) -> Any:
-        """The kernel that Triton compiles for such arguments on the current device, without loading it."""
-        return self.function.warmup(*arguments, grid=(1, 1, 1), **self.options)
+        """The kernel that Triton compiles for such arguments on the current device, without loading it.
+
+        With fewer stages of its pipeline if it asks for more shared memory than there is. Stages are chosen for the
+        tiles that every kernel loads. Changes of scores may load a number for each score, as a bias of pairs does, or
+        one's own function from any number of tensors, and the compiler decides which of them it passes through shared
+        memory, in every stage. Stages move loads, not sums, so the results have the same bits.
+        """
+        options = dict(self.options)
+        while True:
+            compiled = self.function.warmup(*arguments, grid=(1, 1, 1), **options)
+            if compiled is None or options["num_stages"] == 1 or _fits(compiled):
+                self.options = options
+                return compiled
+            options["num_stages"] -= 1
 
 
 class Launch:
@@ -228,6 +241,12 @@ class Describe:
         made = object.__new__(self._kind)
         made.__dict__ = {**self._fields, "base": x}
         return made
+
+
+def _fits(compiled: Any) -> bool:
+    """Whether a program of the GPUs that a kernel was compiled for may use as much shared memory as it asks for."""
+    metadata = compiled.metadata
+    return bool(metadata.shared <= shared_memory(metadata.target.arch))
 
 
 def is_direct_version() -> bool:

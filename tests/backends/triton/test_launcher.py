@@ -2,6 +2,7 @@
 
 import weakref
 from concurrent.futures import Future
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -23,13 +24,15 @@ class Kernel:
 
     __name__ = "kernel"
     arg_names = ("x_ptr", "work_ptr", "scale", "y_ptr", "SIZE")
-    metadata = "metadata"
 
-    def __init__(self):
+    def __init__(self, bytes_a_stage=0):
         self.warmed, self.asked, self.loaded = [], [], []
+        self.bytes_a_stage = bytes_a_stage
+        self.metadata = SimpleNamespace(shared=0, target=SimpleNamespace(arch=90))
 
     def warmup(self, *arguments, grid, **options):
         self.warmed.append((arguments, options))
+        self.metadata.shared = options["num_stages"] * self.bytes_a_stage
         return self
 
     @property
@@ -45,7 +48,7 @@ class Started:
 
     def __init__(self, function, metadata, parameters, arguments, given, device):
         self.kernel, self.arguments, self.given = function, arguments, given
-        assert metadata == "metadata"
+        assert metadata is function.metadata
         starts.append(self)
         self.calls = []
 
@@ -119,6 +122,18 @@ def test_a_kernel_that_another_thread_compiles_is_started_directly_only_when_all
 
     Watched(kernel, {"SIZE": 8}, GPU, num_warps=4, num_stages=2).compile([])
     assert ready == [(kernel, kernel)]
+
+
+@pytest.mark.parametrize(("bytes_a_stage", "tried"), [(58_112, [4]), (58_113, [4, 3]), (232_449, [4, 3, 2, 1])])
+def test_a_kernel_that_does_not_fit_in_shared_memory_gets_fewer_stages_when_it_is_compiled(bytes_a_stage, tried):
+    kernel = Kernel(bytes_a_stage)
+    x, work = (torch.ones(2, 16, dtype=torch.float16) for _ in range(2))
+    examples = {name: torch.empty_like(x, device="meta") for name in ("x_ptr", "y_ptr")}
+    made = variant(kernel, num_stages=4)
+    launch = Launch(made, {"scale": 0.5}, examples, {}, bound=("work_ptr",)).bind(1, work_ptr=work)
+    launch(named(x, x)), launch(named(x, x))
+    assert [options["num_stages"] for _, options in kernel.warmed] == tried
+    assert made.options == kernel.warmed[-1][1]  # Triton's own launcher is told the same
 
 
 def test_launches_of_one_variant_have_work_of_their_own():

@@ -69,7 +69,7 @@ class Bound(NamedTuple):
         if gathered:
             tiles += f", gathered from blocks of {gathered}"
         return KernelChoice(
-            kernel, config.block_m, config.block_n, config.num_warps, config.num_stages,
+            kernel, config.block_m, config.block_n, config.num_warps, self.launch.launch.variant.options["num_stages"],
             choice.arithmetic + (" in pieces" if choice.pieces else ""),
             f"{'descriptors' if choice.descriptors else 'pointers'}: {choice.why_descriptors}",
             f"{tiles}: {choice.why_tiling}", len(walked), int(walked.sum()), int(walked.max()) if len(walked) else 0,

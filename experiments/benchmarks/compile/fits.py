@@ -1,0 +1,155 @@
+"""Whether kernels fit in shared memory: compiled as far as the compiler allocates it, for GPUs that are not here."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from triton import knobs
+from triton._C.libtriton import llvm, nvidia
+
+from experiments.benchmarks.compile.cases import HEADS, Case
+from experiments.benchmarks.compile.without_gpu import compiling_for
+from experiments.training.atomic_files import write_csv
+from sparseflash.backends.problem import Problem
+from sparseflash.backends.triton import api
+from sparseflash.backends.triton.launcher import BoundLaunch
+from sparseflash.backends.triton.overrides import override
+from sparseflash.backends.triton.portable.backward_pass import Backward, BackwardLayout
+from sparseflash.backends.triton.portable.forward_pass import Forward, ForwardLayout
+from sparseflash.backends.triton.shared_memory import shared_memory
+from sparseflash.dropout import GROUP, Dropout
+from sparseflash.scores.change import Sizes
+
+TENSOR_MEMORY = 512  # columns that a program may use on GPUs of compute capability 10.0
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What one kernel of a case asks for."""
+
+    arch: int
+    case: str
+    kernel: str
+    config: str  # the tiles, warps and stages that were chosen
+    stages: int  # those that it was compiled with
+    shared: int  # bytes
+    tensor_memory: int  # columns
+
+    @property
+    def fits(self) -> bool:
+        """Whether a GPU has so much."""
+        return self.shared <= shared_memory(self.arch) and self.tensor_memory <= TENSOR_MEMORY
+
+    @property
+    def has_fewer_stages(self) -> bool:
+        """Whether it is compiled with fewer stages than were chosen, because these do not fit."""
+        return self.stages < int(self.config.split("x")[3].rstrip("q"))
+
+
+def read(path: Path) -> list[Fit]:
+    """What a file holds; nothing if there is none."""
+    if not path.exists():
+        return []
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    numbers = ("arch", "stages", "shared", "tensor_memory")
+    return [Fit(**{name: int(x) if name in numbers else x for name, x in row.items()}) for row in rows]
+
+
+def write(path: Path, fits: Sequence[Fit]) -> None:
+    """Writes a file, by case and kernel."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_csv(path, [asdict(fit) for fit in sorted(fits, key=lambda fit: (fit.arch, fit.case, fit.kernel))])
+
+
+def fits_of(case: Case) -> list[Fit]:
+    """Compiles the portable kernels of a case."""
+    found = []
+    with override(**case.overrides()), compiling_for(case.arch), _allocating_only():
+        for kernel, config, launch in _launches(case):
+            metadata = launch.compiled().metadata
+            stages = launch.launch.variant.options["num_stages"]
+            memory = metadata.tmem_size or 0
+            found.append(Fit(case.arch, str(case), kernel, config, stages, metadata.shared, memory))
+    return found
+
+
+def _launches(case: Case) -> Iterator[tuple[str, str, BoundLaunch]]:
+    """The name, the configuration and the launch of each kernel of a forward and a backward."""
+    n, (dim, value_dim) = case.tokens, case.dims
+    q, k, v, out = (torch.empty(1, HEADS, n, d, dtype=case.dtype) for d in (dim, dim, value_dim, value_dim))
+    mask = case.mask()
+    dropping = Dropout(torch.tensor([0]), 26) if case.dropout else None
+    if dropping is not None and case.dropout == "positions":
+        queries, groups = (torch.arange(count, dtype=torch.int32) for count in (n, -(-n // GROUP)))
+        dropping = dropping._replace(queries=queries, groups=groups)
+    cut = mask.with_lengths(torch.tensor([100])) if case.lengths else mask
+    problem = Problem.of(cut, scale=dim**-0.5, dropout=dropping)
+    setting = api.setting_of(q, k, problem, divmod(case.arch, 10))._replace(tf32=case.arithmetic == "tf32")
+    numbers = problem.scale, problem.dropped
+    changes, wanted = case.changes(mask), []
+    if changes is not None:
+        changes = changes.prepared(Sizes(1, HEADS, n, n, q.device, mask))
+        wanted = [case.learned and x.is_floating_point() for x in changes.tensors()]
+    forward = Forward(ForwardLayout(setting, q, k, v, *numbers, changes), setting.plan)
+    layout = BackwardLayout(setting, q, k, v, out, out, *numbers, dlse=True, changes=changes, wanted=wanted)
+    backward = Backward(layout, setting.plan)
+    kernels = {
+        "forward": forward.kernel, "dq, for delta": backward.means, "dq": backward.queries, "dk_dv": backward.keys,
+    }  # fmt: skip
+    for name, bound in kernels.items():
+        if bound is not None:
+            yield name, str(bound.choice.config), bound.launch
+
+
+class _Allocated(Exception):
+    """Raised where a compilation may end."""
+
+
+@contextmanager
+def _allocating_only() -> Iterator[None]:
+    """Inside the context, Triton compiles only as far as it allocates shared memory: half of the work."""
+
+    def stop(*module: Any) -> Any:
+        raise _Allocated
+
+    def hook(*given: Any) -> tuple[str, str] | None:
+        if not given:
+            return "allocated", "allocated"
+        stages = given[1]
+        lower = stages["llir"]
+
+        def allocate(module: Any, metadata: dict[str, Any]) -> str:
+            try:
+                lower(module, metadata)
+            except _Allocated:
+                metadata["shared"] = module.get_int_attr("ttg.shared")
+                metadata["tmem_size"] = module.get_int_attr("ttg.tensor_memory_size")
+                for scratch in ("global", "profile"):
+                    metadata |= {f"{scratch}_scratch_size": 0, f"{scratch}_scratch_align": 1}
+                return ""
+            raise RuntimeError("the compiler must make LLVM's module after it has allocated shared memory; it did not")
+
+        stages |= {"llir": allocate, "ptx": _nothing, "cubin": lambda source, metadata: b""}
+        return None
+
+    with (
+        knobs.compilation.scope(),
+        mock.patch.object(knobs.runtime, "add_stages_inspection_hook", hook),
+        mock.patch.object(nvidia.passes.ttgpuir, "add_to_llvmir", lambda *given: None),
+        mock.patch.object(llvm, "to_module", stop),
+    ):
+        knobs.compilation.disable_line_info = True  # which is attached to LLVM's instructions
+        yield
+
+
+def _nothing(source: str, metadata: dict[str, Any]) -> str:
+    metadata["name"] = "allocated"
+    return ""

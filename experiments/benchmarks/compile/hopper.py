@@ -1,0 +1,80 @@
+"""The Hopper kernels, compiled as launches would compile them, without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+from triton.runtime import driver
+
+from experiments.benchmarks.compile.without_gpu import NoDevice
+from sparseflash import BlockMask, clear_caches, masks, scores
+from sparseflash.backends.problem import Problem
+from sparseflash.backends.triton import api
+from sparseflash.backends.triton.hopper import cuts, passes, plan
+from sparseflash.scores.change import PAIRS, Scores, Sizes
+
+ARCH = 90
+TOKENS = 512
+KINDS = ("softcap", "alibi", "log", "sink", "table", "key_bias", *PAIRS)
+FEATURES = ("small", "lengths", "parts", *KINDS, "learned", "dead")
+
+
+def compiled(dim: int, dtype: torch.dtype, features: Sequence[str] = ()) -> dict[str, tuple[Any, tuple[str, ...]]]:
+    """What a forward and a backward launch: `{name: (compiled kernel, names of its arguments)}`.
+
+    features: "small", the mask has blocks of 64, which the forward walks as they are; "lengths"; "parts", the forward
+    cuts rows, and the backward columns; changes of scores, of KINDS; "learned", their tensors get gradients; "dead",
+    some tiles are.
+    """
+    if unknown := set(features) - set(FEATURES):
+        raise ValueError(f"features must be of {', '.join(FEATURES)}; got {', '.join(sorted(unknown))}")
+    q = torch.empty(1, 2, TOKENS, dim, dtype=dtype)
+    mask = (masks.causal if "dead" in features else BlockMask.dense)(TOKENS, block=64 if "small" in features else 128)
+    unpadded = mask
+    if "lengths" in features:
+        mask = mask.with_lengths(torch.tensor([100]))
+    parts = "parts" in features
+    with (
+        mock.patch.object(plan, "RULE", plan.Rule(far=0.0, chunk=1, worth=1.0) if parts else plan.RULE),
+        mock.patch.object(cuts, "RULE", cuts.Rule(far=0, worth=0, shortest=1) if parts else cuts.RULE),
+        mock.patch.object(driver, "_active", NoDevice(ARCH)),
+    ):
+        clear_caches()  # passes are kept by a key, and plans by their mask
+        setting = api.setting_of(q, q, Problem.of(mask, scale=1.0), divmod(ARCH, 10))
+        changes, wanted = _changes(features, unpadded, dtype), []
+        if changes is not None:
+            changes = changes.prepared(Sizes(1, 2, TOKENS, TOKENS, q.device, mask))
+            wanted = ["learned" in features for _ in changes.tensors()]
+        both = (
+            passes.forward(setting, "", q, q, q, 1.0, 0, changes),
+            passes.backward(setting, "", q, q, q, q, q, 1.0, 0, dlse=False, changes=changes, wanted=wanted),
+        )
+        found = {}
+        for launch in (each for run in both for each in run.launches()):
+            variant = launch.launch.variant
+            found[variant.function.__name__] = launch.compiled(), variant.names
+    return found
+
+
+def _changes(features: Sequence[str], mask: BlockMask, dtype: torch.dtype) -> Scores | None:
+    kinds = [kind for kind in KINDS if kind in features]
+    if not kinds:
+        return None
+    heads = torch.ones(2)
+    made: dict[str, Any] = {
+        "softcap": lambda: scores.softcap(30.0), "alibi": lambda: scores.alibi(heads),
+        "log": lambda: scores.log_decay(heads), "sink": lambda: scores.sink(heads),
+        "table": lambda: scores.relative(torch.ones(2, 32), scores.t5_buckets()),
+        "key_bias": lambda: scores.key_bias(torch.ones(1, 2, TOKENS)),
+        "bias": lambda: scores.bias(torch.ones(1, 2, TOKENS, TOKENS, dtype=dtype)),  # read as it is
+        "tile_bias": lambda: scores.tile_bias(
+            torch.ones(1, 2, len(mask.indices), mask.block_q, mask.block_k, dtype=dtype), mask
+        ),
+    }  # fmt: skip
+    changes = Scores(())
+    for kind in kinds:
+        changes = changes + made[kind]()
+    return changes
