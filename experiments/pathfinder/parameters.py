@@ -87,6 +87,8 @@ class Parameters:
     def from_json(cls, text: str) -> Parameters:
         """Raises ValueError for names or values that are not parameters."""
         values: dict[str, Any] = json.loads(text)
+        if not isinstance(values, dict):
+            raise ValueError(f"parameters must be an object of JSON; got a {type(values).__name__}")
         names = {field.name for field in fields(cls)}
         if values.keys() != names:
             raise ValueError(f"parameters must be {', '.join(sorted(names))}; got {', '.join(sorted(values))}")

@@ -1,9 +1,11 @@
 """The loaders on small files in exactly the released formats, each driven through training to a result and a resume."""
 
+import io
 import pickle
 import re
 import shutil
 import sys
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -298,12 +300,49 @@ def test_the_empty_image_of_the_release_is_left_out(tmp_path):
     assert len(data.train) + len(data.val) + len(data.test) == 29
 
 
+def png_header(side):
+    """A grey image of so many pixels, without its pixels."""
+    header = b"IHDR" + side.to_bytes(4, "big") * 2 + b"\x08\0\0\0\0"
+    chunks = [(13).to_bytes(4, "big") + header + zlib.crc32(header).to_bytes(4, "big")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks) + bytes(4) + b"IDAT" + zlib.crc32(b"IDAT").to_bytes(4, "big")
+
+
+def npy_header(dtype, shape):
+    """An array without its values."""
+    file = io.BytesIO()
+    np.lib.format.write_array_header_1_0(file, {"descr": dtype, "fortran_order": False, "shape": shape})
+    return file.getvalue()
+
+
 @pytest.mark.parametrize(
     ("damage", "error", "message"),
     [
         (lambda fold: (fold / "imgs/2/sample_3.png").unlink(), FileNotFoundError, "sample_3.png, which does not exist"),
-        (lambda fold: (fold / "imgs/2/sample_3.png").write_bytes(b"no png"), ValueError, "not a readable image"),
-        (lambda fold: Image.new("L", (64, 64)).save(fold / "imgs/2/sample_3.png"), ValueError, "grey image of 32 x 32"),
+        (lambda fold: (fold / "imgs/2/sample_3.png").write_bytes(b"no png"), ValueError, "32 x 32; got Unident"),
+        (
+            lambda fold: Image.new("L", (64, 64)).save(fold / "imgs/2/sample_3.png"),
+            ValueError,
+            "PNG image of 32 x 32; got L",
+        ),
+        (
+            lambda fold: (fold / "imgs/2/sample_3.png").write_bytes(png_header(60_000)),
+            ValueError,
+            "32 x 32; got Decomp",
+        ),
+        (lambda fold: (fold / "imgs/2/sample_3.png").write_bytes(png_header(8_000)), ValueError, r"got L \[8000, 8000"),
+        (
+            lambda fold: (fold / "imgs/2/sample_3.png").write_bytes(png_header(32)),
+            ValueError,
+            "PNG image of 32 x 32; got",
+        ),
+        (
+            lambda fold: (fold / "imgs/2/sample_3.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n"),
+            ValueError,
+            "got Unident",
+        ),
+        (lambda fold: (fold / "metadata/2.npy").write_bytes(npy_header("<U4", (2**40, 11))), ValueError, "of strings"),
+        (lambda fold: (fold / "metadata/2.npy").write_bytes(npy_header("<f8", (0, 11))), ValueError, "of strings"),
+        (lambda fold: (fold / "metadata/2.npy").write_bytes(npy_header("<U4", ())), ValueError, "of strings"),
         (lambda fold: (fold / "metadata/2.npy").write_text("imgs/2 a.png 0 maybe\n"), ValueError, "line 1 of .*label"),
         (lambda fold: (fold / "metadata/2.npy").write_text("../../.. a.png 0 1\n"), ValueError, "names a file outside"),
         (lambda fold: (fold / "metadata/2.npy").write_text("/etc a.png 0 1\n"), ValueError, "names a file outside"),
@@ -315,6 +354,13 @@ def test_the_empty_image_of_the_release_is_left_out(tmp_path):
         "missing",
         "no image",
         "another size",
+        "bomb",
+        "large",
+        "no pixels",
+        "another format",
+        "no strings of many",
+        "numbers",
+        "one string",
         "no label",
         "outside",
         "absolute",
