@@ -5,6 +5,8 @@ In the repository this folder stands at the top; it is imported as `sparseflash.
 `BlockMask.from_block_index` and `grouped` import `block_index` from it when they are called.
 """
 
+from typing import TYPE_CHECKING, NoReturn
+
 if __name__ != "sparseflash.masks":
     raise ImportError("import the pattern library as sparseflash.masks, not as masks.")
 
@@ -32,6 +34,7 @@ from sparseflash.masks.local import local as local
 from sparseflash.masks.log_sparse import log_sparse as log_sparse
 from sparseflash.masks.longformer import longformer as longformer
 from sparseflash.masks.neighborhood import neighborhood as neighborhood
+from sparseflash.masks.other_names import no_pattern as _no_pattern
 from sparseflash.masks.pooled_scores import pooled_scores as pooled_scores
 from sparseflash.masks.prefix_lm import prefix_lm as prefix_lm
 from sparseflash.masks.random_blocks import random_blocks as random_blocks
@@ -85,3 +88,10 @@ __all__ = [
     "tri_shape",
     "vertical_slash",
 ]
+
+if not TYPE_CHECKING:  # for a type checker a module with this function has every name
+
+    def __getattr__(name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise _no_pattern(name, __all__)

@@ -13,7 +13,9 @@ from sparseflash.masks.tiling.signatures import pattern
 
 
 @pattern
-def bigbird(q_len: int, *, random_blocks: int = 3, heads: int = 1, seed: int = 0, block: int = 128) -> BlockMask:
+def bigbird(
+    q_len: int, *, random_blocks: int | None = None, heads: int = 1, seed: int = 0, block: int = 128
+) -> BlockMask:
     """BigBird's block pattern: first and last block global, a window of three blocks, `random_blocks` random ones.
 
     >>> bigbird(4096, block=64)
@@ -32,9 +34,10 @@ def bigbird(q_len: int, *, random_blocks: int = 3, heads: int = 1, seed: int = 0
     the first `2 * random_blocks + 5` blocks, or as the caller's plan says. Hugging Face runs full attention if there
     are at most that many blocks. DeepSpeed's pattern of the same name is different: `deepspeed_bigbird`.
 
-    `q_len` and `block` in tokens, `random_blocks` in blocks; with `heads` above 1 the mask is for that many query
-    heads. The same seed gives the same mask on every machine. Raises ValueError if `random_blocks` is negative or
-    exceeds nb - 5 (0 for fewer blocks), `seed` is negative or `heads` not positive.
+    `q_len` and `block` in tokens, `random_blocks` in blocks: by default 3, or all that can be drawn, nb - 5, if
+    those are fewer; up to 4 blocks attention is full without any. With `heads` above 1 the mask is for that many query
+    heads. The same seed gives the same mask on every machine. Raises ValueError if `random_blocks` is
+    negative or exceeds nb - 5 (0 for fewer blocks), `seed` is negative or `heads` not positive.
 
         9 blocks, 1 random block, seed 0
         X X X X X X X X X
@@ -49,11 +52,11 @@ def bigbird(q_len: int, *, random_blocks: int = 3, heads: int = 1, seed: int = 0
     """
     q_len, block, blocks = square_blocks(q_len, block, "BigBird")
     most = max(blocks - 5, 0)
-    random_blocks = at_least(0, random_blocks, "random_blocks", "blocks")
+    random_blocks = min(3, most) if random_blocks is None else at_least(0, random_blocks, "random_blocks", "blocks")
     if random_blocks > most:
         raise ValueError(
             f"random_blocks must not exceed {most} (blocks outside window and global ones) for {blocks} blocks of "
-            f"{block}; got {random_blocks}."
+            f"{block}; got {random_blocks}. Leave it out, or choose a smaller block."
         )
     heads = head_count(heads)
     draw = generator(seed)
@@ -74,7 +77,7 @@ def bigbird(q_len: int, *, random_blocks: int = 3, heads: int = 1, seed: int = 0
 
 @pattern
 def deepspeed_bigbird(
-    q_len: int, *, random_blocks: int = 1, window_blocks: int = 3, global_blocks: int = 1, heads: int = 1,
+    q_len: int, *, random_blocks: int = 1, window_blocks: int | None = None, global_blocks: int = 1, heads: int = 1,
     causal: bool = False, seed: int = 0, block: int = 128,
 ) -> BlockMask:  # fmt: skip
     """DeepSpeed's `BigBirdSparsityConfig`: a window, the first blocks global, random blocks that may fall anywhere.
@@ -99,8 +102,9 @@ def deepspeed_bigbird(
     Source: DeepSpeed, ops/sparse_attention/sparsity_config.py (0.12 to 0.16). The arguments are its
     `num_random_blocks`, `num_sliding_window_blocks` and `num_global_blocks`, all in blocks; its block is 16.
 
-    `q_len` and `block` in tokens. The same seed gives the same mask on every machine. Raises ValueError if a number of
-    blocks is negative or exceeds the blocks there are, `seed` is negative or `heads` not positive.
+    `q_len` and `block` in tokens; `window_blocks` is by default 3, or all blocks if they are fewer. The same seed makes
+    the same mask on every machine. Raises ValueError if a number of blocks is negative or exceeds the blocks there are,
+    `seed` is negative or `heads` not positive.
 
         8 blocks, 1 random block, seed 0     causal
         X X X X X X X X                      \\ . . . . . . .
@@ -113,10 +117,15 @@ def deepspeed_bigbird(
         X . . . . . X X                      X . . . . . X \\
     """
     q_len, block, blocks = square_blocks(q_len, block, "BigBird")
+    if window_blocks is None:
+        window_blocks = min(3, blocks)
     given = {"random_blocks": random_blocks, "window_blocks": window_blocks, "global_blocks": global_blocks}
     for name, value in given.items():
         if not at_least(0, value, name, "blocks") <= blocks:
-            raise ValueError(f"{name} must not exceed the {blocks} blocks of {block} tokens; got {value}.")
+            raise ValueError(
+                f"{name} must not exceed the {blocks} blocks of {block} tokens; got {value}. Pass fewer, or choose a "
+                "smaller block."
+            )
     heads = head_count(heads)
     causal, draw = flag(causal, "causal"), generator(seed)
     i = np.arange(blocks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from typing import Any, Literal, overload
 
 import torch
@@ -164,6 +165,8 @@ def attend(
     if chosen == "reference":
         return reference.attention(q, k, v, mask, scale, dropout, changes)
     if chosen == "blockwise":
+        if backend is None and not (16 <= q.shape[3] <= 256 and 16 <= v.shape[3] <= 256):
+            _warn_of_head_dims(q.shape[3], v.shape[3])
         problem = Problem.of(mask, scale=scale, batch=q.shape[0], dropout=dropout)
         if changes is None:
             return blockwise.attention(q, k, v, problem)
@@ -191,6 +194,23 @@ def attend(
         call = place[0].put(place[1], api.Call(q, k, v, problem))
         return call_cache.run(call, q, k, v, mask)
     return api.attention(q, k, v, problem)
+
+
+def _warn_of_head_dims(dim: int, v_dim: int) -> None:
+    """Says once in a process that what runs on the CPU will be refused on a GPU."""
+    global _has_warned
+    if _has_warned or torch.compiler.is_compiling():
+        return
+    _has_warned = True
+    warnings.warn(
+        f"head dims D = {dim} and Dv = {v_dim} are computed here, on the CPU, but no kernel for GPUs takes them: there "
+        "they must be from 16 to 256. Pad q, k and v with zeros and keep scale=1 / sqrt(D). Pass backend='blockwise' "
+        "if this is meant; it is said once in a process.",
+        stacklevel=4,
+    )
+
+
+_has_warned = False
 
 
 def chosen_backend(backend: str | None, device: torch.device) -> tuple[str, str]:

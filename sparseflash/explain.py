@@ -100,9 +100,10 @@ def explain(
 
     Args:
         q, k, v, mask, dropout_p, scores, backend: as for `attention`. Nothing is computed, so the tensors may be
-            uninitialised; with `capability` they, the mask and the tensors of the changes of scores may be on any
-            device, including "meta". A backward is told of with the gradients of those tensors that require them.
-            (Under a Triton that the kernels for Hopper were not measured with, they are checked if q is on a GPU.)
+            uninitialised; with `capability` they and the tensors of the changes of scores may be on any device,
+            including "meta", and the mask on any other. A backward is told of with the gradients of those tensors
+            that require them. (Under a Triton that the kernels for Hopper were not measured with, they are checked if
+            q is on a GPU.)
         capability: a GPU's compute capability, such as (9, 0) for an H100; by default that of the GPU that q is on.
 
     Returns:
@@ -117,6 +118,11 @@ def explain(
     q, k, v = in_one_dtype(q, k, v)
     if mask is not None:
         check_mask(mask, q, k, any_device=capability is not None)
+        if capability is not None and mask.device.type == "meta":
+            raise ValueError(
+                "mask must have contents, by which kernels are chosen; it is on the meta device, without any. With "
+                "capability= only q, k and v need none: pass the mask on the CPU."
+            )
     if capability is not None and backend not in tuple(KERNELS):  # a tuple: backend may be no name at all
         raise ValueError(f"backend must be 'triton', 'hopper' or None if capability is given; got {backend!r}.")
     if capability is not None and not (isinstance(capability, tuple) and list(map(type, capability)) == [int, int]):

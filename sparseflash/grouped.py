@@ -44,7 +44,7 @@ def selected_attention(
 
     `q` `[B, Hq, Nq, D]`, `k` and `v` `[B, Hkv, Nk, D and Dv]` as for `attention`, with `group = Hq // Hkv`. `index`:
     integers `[Hkv, Nq, K]` or `[B, Hkv, Nq, K]`, in any order, with or without repetitions; a number that names no
-    block, such as -1, chooses nothing. `span`: tokens of a block, a power of two from 16 to 256.
+    block, such as -1, chooses nothing, and K may be 0. `span`: tokens of a block, a power of two from 16 to 256.
 
     The query heads of a group are put side by side, `[B, Hkv, Nq * group, D]`, so that a tile of the kernels holds one
     query of a whole group, and reads exactly the blocks that this query has chosen: the same scores as under
@@ -89,11 +89,13 @@ def _checked_index(index: Tensor, batch: int, kv_heads: int, q_len: int, device:
     """The lists as `[B, Hkv, Nq, K]`."""
     checked_integers(index, "index")
     shape = (1,) * (4 - index.ndim) + tuple(index.shape)
-    if index.ndim not in (3, 4) or shape[0] not in (1, batch) or shape[1:3] != (kv_heads, q_len) or shape[3] == 0:
+    if index.ndim not in (3, 4) or shape[0] not in (1, batch) or shape[1:3] != (kv_heads, q_len):
         raise ValueError(
             f"index must have shape [{kv_heads}, {q_len}, K] or [{batch}, {kv_heads}, {q_len}, K]; got "
             f"{list(index.shape)}."
         )
     if index.device != device:
         raise ValueError(f"index must be on q's device {device}; got {index.device}.")
+    if shape[3] == 0:  # a mask's lists have at least one place
+        shape, index = (*shape[:3], 1), index.new_full(shape[:3], -1)
     return index.detach().reshape(shape).expand(batch, -1, -1, -1)

@@ -10,6 +10,7 @@ from hypothesis import settings
 
 from closeness import Results, assert_exact
 from sparseflash import BlockMask, attention, testing
+from sparseflash.backends import reference
 from sparseflash.backends.triton.overrides import override
 from strategies import Problem, Recipe
 
@@ -67,10 +68,16 @@ def cut_to_tf32(x):
     return (x.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
 
 
+def plain():
+    """Inside, the reference rounds every step to its inputs' dtype, as a plain implementation does."""
+    return mock.patch.object(reference, "attention", reference.plain_attention)
+
+
 def plain_results(problem, device, arithmetic):
     """The reference in the problem's own dtype. PyTorch takes TF32 for some shapes only, so here it is written out."""
     if arithmetic != "tf32":
-        return results(problem, "reference", device)
+        with plain():
+            return results(problem, "reference", device)
     with mock.patch.object(torch.Tensor, "__matmul__", lambda a, b: TF32Product.apply(a, b)):
         return results(problem, "reference", device)
 

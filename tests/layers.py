@@ -286,6 +286,7 @@ MAY_IMPORT = {
         "experiments/lra/data",
         "experiments/lra/model/positions.py",
         "experiments/pathfinder",
+        "experiments/training",
     ),
     "experiments/lra/model": ("experiments/lra", "experiments/training", "sparseflash/cli/sources.py", *PUBLIC),
     "experiments/lra/table": ("experiments/lra", "experiments/training", f"{_BENCHMARKS}/timing.py"),

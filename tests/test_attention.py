@@ -1,6 +1,8 @@
 """`attention()`: what follows from its definition, on every backend, and what it refuses."""
 
+import importlib
 import re
+import warnings
 
 import pytest
 import torch
@@ -429,3 +431,25 @@ def test_shapes_come_out_on_the_meta_device(backend):
     out.sum().backward()
     assert out.shape == q.shape == q.grad.shape
     assert out.device.type == "meta"
+
+
+@pytest.mark.parametrize(("dim", "v_dim"), [(8, 8), (300, 300), (16, 8), (300, 64)])
+def test_head_dims_that_no_kernel_takes_are_told_once(dim, v_dim, monkeypatch):
+    module = importlib.import_module("sparseflash.attention")
+    monkeypatch.setattr(module, "_has_warned", False)
+    q, k, v = (torch.randn(1, 2, 20, n) for n in (dim, dim, v_dim))
+    said = rf"head dims D = {dim} and Dv = {v_dim} are computed here, on the CPU, but no kernel for GPUs takes them"
+    with pytest.warns(UserWarning, match=said) as warned:
+        attention(q, k, v)
+        attention(q, k, v)
+    assert len(warned) == 1 and warned[0].filename == __file__
+
+
+def test_head_dims_are_not_told_where_they_are_meant_or_fit(monkeypatch):
+    module = importlib.import_module("sparseflash.attention")
+    monkeypatch.setattr(module, "_has_warned", False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for dim, backend in ((8, "blockwise"), (8, "reference"), (16, None), (256, None)):
+            x = torch.randn(1, 2, 20, dim)
+            attention(x, x, x, backend=backend)

@@ -216,3 +216,27 @@ def test_it_waits_for_plans_that_another_stream_makes(backend, monkeypatch):
 
 def test_it_is_public():
     assert "explain" in sparseflash.__all__ and "explain" in dir(sparseflash)
+
+
+def test_tables_on_the_meta_device_are_those_that_they_are_with_contents():
+    """Buckets that change with every key, `offsets % 3`, are not for the kernels for Hopper."""
+    mask = masks.causal(640)
+
+    def told(device, bucket):
+        q, k, v = (torch.empty(1, 2, 640, 64, device=device, dtype=torch.float16) for _ in range(3))
+        table = torch.empty(2, 129, device=device)
+        return str(explain(q, k, v, mask, scores=scores.relative(table, bucket), **HOPPER))
+
+    for bucket in (lambda offsets: offsets % 3, scores.clipped(64)):
+        assert told("meta", bucket) == told("cpu", bucket)
+    assert "mostly the same from one distance" in told("meta", lambda offsets: offsets % 3)
+    with pytest.raises(ValueError, match="bucket must return numbers from 0 to 128"):
+        told("meta", lambda offsets: offsets.abs())
+    on_meta = torch.zeros(1279, dtype=torch.int64, device="meta")
+    assert "portable" in told("meta", lambda offsets: on_meta[: len(offsets)])
+
+
+def test_a_mask_without_contents_is_refused_for_a_capability():
+    q = torch.empty(1, 2, 640, 64, device="meta", dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"mask must have contents, by which kernels are chosen; .* on the CPU\."):
+        explain(q, q, q, masks.causal(640).to("meta"), **HOPPER)

@@ -124,3 +124,12 @@ def test_no_queries_or_no_keys_give_zeros_with_gradients(q_len, k_len):
     assert out.shape == q.shape and (out == 0).all() and (lse == -torch.inf).all()
     for gradient, x in zip(torch.autograd.grad(out.sum(), (q, k, v)), (q, k, v), strict=True):
         assert gradient.shape == x.shape and (gradient == 0).all()
+
+
+def test_lists_of_no_block_choose_nothing():
+    q, k = torch.randn(2, 4, 20, 16, requires_grad=True), torch.randn(2, 2, 20, 16, requires_grad=True)
+    for shape in ((2, 20, 0), (2, 2, 20, 0)):
+        index = torch.zeros(shape, dtype=torch.int64)
+        out, lse = selected_attention(q, k, k, index, return_lse=True)
+        assert (out == 0).all() and (lse == -torch.inf).all() and out.shape == q.shape
+        assert all((each == 0).all() for each in torch.autograd.grad(out.sum(), (q, k)))

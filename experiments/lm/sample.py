@@ -14,19 +14,31 @@ from experiments.lm.model.attention import attention_over
 from experiments.lm.model.transformer import LanguageModel
 from experiments.lm.train import KIND
 from experiments.training import tensor_files
+from experiments.training.reading import reading
 
 
 def opened(path: Path, device: torch.device) -> tuple[LanguageModel, Config, Tokenizer]:
-    """The model of a finished run, its settings and its tokenizer; raises FileNotFoundError if it is not finished."""
-    tensors, about = tensor_files.read(path, KIND)
-    config = Config(**about["config"])
-    masks = patterns.of_layers(
-        config.pattern, config.depth, config.sizes.heads, config.context, window=config.window, block=config.block
-    )
-    made = {id(mask): attention_over(mask.to(device), "sparseflash") for mask in masks}
+    """The model of a finished run, its settings and its tokenizer.
+
+    Raises FileNotFoundError if it is not finished, and ValueError for a file that holds something else.
+    """
+    tensors, about = tensor_files.read(path, KIND, "config")
+    with reading(path, f"a file of an {KIND} with its settings"):
+        config = Config(**about["config"])
+    tensor_files.check_length(path, config.context, config.block)
+    if config.depth > len(tensors):  # before there are as many masks
+        raise ValueError(f"{path} must have tensors for its {config.depth} layers; got {len(tensors)}")
+    with reading(path, "a model whose masks its own settings describe"):
+        masks = patterns.of_layers(
+            config.pattern, config.depth, config.sizes.heads, config.context, window=config.window, block=config.block
+        )
+        made = {id(mask): attention_over(mask.to(device), "sparseflash") for mask in masks}
     dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
-    model = LanguageModel(config.sizes, [made[id(mask)] for mask in masks], dtype=dtype)
-    model.load_state_dict(tensors)
+
+    def of_sizes() -> LanguageModel:
+        return LanguageModel(config.sizes, [made[id(mask)] for mask in masks], dtype=dtype)
+
+    model = tensor_files.filled(path, tensors, of_sizes, config.depth)
     return model.to(device).eval(), config, load(tensor_files.folder_of(path))
 
 

@@ -34,6 +34,7 @@ from experiments.training.distributed import SINGLE, Ranks, find_device
 from experiments.training.environment import device_name, peak_memory, versions
 from experiments.training.fingerprint import sha256
 from experiments.training.optimizer import adamw
+from experiments.training.reading import reading
 from experiments.training.run_folder import SETTINGS, settings_as
 from experiments.training.run_log import Record
 from experiments.training.sharding import divided_like, shard, whole
@@ -138,9 +139,11 @@ class Run(Trainer[Batch]):
 
     def begin_from(self, path: Path) -> dict[str, Any]:
         """The weights may be of a run with another pattern and, with rotary positions, another context."""
-        found, about = tensor_files.read(path, KIND)
+        found, about = tensor_files.read(path, KIND, "config", "steps")
         own = self.model.state_dict()
-        before = Config(**about["config"])
+        with reading(path, f"a file of an {KIND} with its settings and its steps"):
+            before = Config(**about["config"])
+            tokens = int(about["steps"]) * before.batch * before.context
         alike = {name: tensor.shape for name, tensor in found.items()} == {name: x.shape for name, x in own.items()}
         if not alike or before.head_dim != self.config.head_dim:  # which shapes do not show
             raise ValueError(
@@ -155,7 +158,7 @@ class Run(Trainer[Batch]):
             "sha256": sha256(*tensor_files.files(path)),
             "pattern": before.pattern,
             "context": before.context,
-            "tokens": about["steps"] * before.batch * before.context,
+            "tokens": tokens,
             "seconds": about.get("seconds"),  # neither is in weights of before there was --initial
             "before": about.get("initial"),
         }

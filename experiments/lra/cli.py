@@ -157,6 +157,10 @@ def test_command(
     ],
     difficulty: Annotated[str | None, typer.Option(help=HELP["difficulty"], show_default="the run's")] = None,
     split: Annotated[str | None, typer.Option(help=HELP["split"], show_default="the run's")] = None,
+    mask: Annotated[
+        str | None,
+        typer.Option(help="The run's mask, if it is a function: the file names it, and it is run only if you do, too."),
+    ] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Examples at once.", show_default="the run's")] = None,
     device: Device = "auto",
     out: Annotated[
@@ -171,7 +175,7 @@ def test_command(
     with short_errors():
         require_single_process("test")
         place = find_device(device)
-        model, config, about = evaluate.opened(weights, place)
+        model, config, about = evaluate.opened(weights, place, mask)
         chosen = {"difficulty": difficulty, "split": split, "batch": batch}
         chosen = {name: value for name, value in chosen.items() if value is not None}
         check_used(config, chosen, masks=(config.mask,), given_data=True)

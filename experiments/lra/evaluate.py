@@ -19,31 +19,47 @@ from experiments.lra.data.batches import check_images, evaluation_batches
 from experiments.lra.data.examples import Examples
 from experiments.lra.data.fingerprint import fingerprint
 from experiments.lra.losses import forward
-from experiments.lra.model.build import build_model, mask_of
+from experiments.lra.model.build import made_model, mask_of
 from experiments.lra.model.classifier import Classifier
+from experiments.lra.model.masks import NAMES
 from experiments.lra.tasks import TASKS
 from experiments.lra.tasks.task import Data, Kinds
 from experiments.training import tensor_files
 from experiments.training.environment import command_line, device_name, versions
 from experiments.training.fingerprint import check_disjoint, sha256
 from experiments.training.host_threads import single_host_thread
+from experiments.training.reading import reading
 
 
-def opened(path: Path, device: torch.device) -> tuple[Classifier, Config, dict[str, Any]]:
+def opened(path: Path, device: torch.device, mask: str | None = None) -> tuple[Classifier, Config, dict[str, Any]]:
     """The classifier of a finished run, its settings, and the description in its file.
 
-    path: the run's folder, or its model.safetensors.
+    path: the run's folder, or its model.safetensors. mask: the name of the run's mask, which must be given if it is a
+    function: it is code that the file names. Raises ValueError for a file that holds something else.
     """
-    found, about = tensor_files.read(path, weights.KIND)
-    config = replace(from_saved(about["config"]), compiled=False, recorded=False, context_parallel=1)
+    found, about = tensor_files.read(path, weights.KIND, "config", "cost")
+    with reading(path, f"a file of an {weights.KIND} with its settings and its cost"):
+        config = replace(from_saved(about["config"]), compiled=False, recorded=False, context_parallel=1)
+        about["cost"]["steps"]
+    if config.mask not in NAMES and config.mask != mask:
+        raise ValueError(
+            f"{path} must be allowed to run code: its settings name the function {config.mask!r}, which makes its "
+            f"mask. If you trust it, pass --mask {config.mask}"
+        )
     if device.type == "cpu":  # bf16 is slower there
         config = replace(config, precision="fp32")
     if config.objective != "classify":
         raise ValueError(f"{path} must hold a model that classifies; it was trained with objective={config.objective}")
-    model = build_model(config, TASKS[config.task], mask_of(config).to(device))
-    assert isinstance(model, Classifier)
-    model.load_state_dict(found)
-    return model, config, about
+    tensor_files.check_length(path, config.shape.length, config.block)
+    with reading(path, "a model whose mask its own settings describe"):
+        of_run = mask_of(config).to(device)
+
+    def made() -> Classifier:
+        model = made_model(config, TASKS[config.task], of_run)
+        assert isinstance(model, Classifier)
+        return model
+
+    return tensor_files.filled(path, found, made, config.depth).to(device), config, about
 
 
 def evaluate(

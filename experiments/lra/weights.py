@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from experiments.lra.config import DEFAULTS, Config, as_dict
 from experiments.training import tensor_files
 from experiments.training.fingerprint import check_disjoint, sha256
+from experiments.training.reading import reading
 
 FILE = "model.safetensors"
 KIND = "experiments.lra model"
@@ -48,7 +49,7 @@ def begin_from(model: nn.Module, path: Path, config: Config, data: dict[str, str
     for, on which data, and at what cost. Raises FileNotFoundError if a file is missing, and ValueError if it is of
     another kind, has another encoder, or was trained on another split of the run's data.
     """
-    found, about = tensor_files.read(path, KIND)
+    found, about = tensor_files.read(path, KIND, "config", "cost")
     own = model.state_dict()
     encoder, others = ({name for name in names if not name.startswith(_HEADS)} for names in (own, found))
     differing = sorted(encoder ^ others) or sorted(name for name in encoder if own[name].shape != found[name].shape)
@@ -57,16 +58,18 @@ def begin_from(model: nn.Module, path: Path, config: Config, data: dict[str, str
             f"{path} must hold an encoder of this run's depth, width, heads, mlp, positions and vocabulary; "
             f"{described(differing[0], own, found)}"
         )
-    check_alike(path, {**DEFAULTS, **about["config"]}, as_dict(config))
+    with reading(path, f"a file of an {KIND} with its settings and its cost"):
+        before, cost = {**DEFAULTS, **about["config"]}, {**about["cost"]}
+    check_alike(path, before, as_dict(config))
     check_disjoint(path, about.get("seen"), data)
     same = {name: tensor for name, tensor in found.items() if name in own and own[name].shape == tensor.shape}
     model.load_state_dict({**own, **same})
     return {
         "sha256": sha256(*tensor_files.files(path)),
-        "task": about["config"]["task"],
+        "task": before["task"],
         "seen": about.get("seen"),
-        "objective": about["config"]["objective"],
-        **about["cost"],
+        "objective": before["objective"],
+        **cost,
     }
 
 

@@ -54,6 +54,11 @@ class Parameters:
             raise ValueError(f"thickness must be a multiple of half a pixel; got {self.thickness}")
         if self.size > 65536:
             raise ValueError(f"size must be at most 65536 pixels; got {self.size}")
+        extent = self.dash_length + max(self.margins) + self.marker_radius + self.thickness
+        if extent > 128:  # the tables take memory like its third power
+            raise ValueError(
+                f"dash_length, margin, marker_radius and thickness must be at most 128 pixels together; got {extent:g}"
+            )
         if self.contour_length < 2:
             raise ValueError(f"contour_length must be at least 2 dashes; got {self.contour_length}")
         # The first target begins in a square twice the seed_distance from the border, but for the length of a dash.
@@ -87,6 +92,8 @@ class Parameters:
     def from_json(cls, text: str) -> Parameters:
         """Raises ValueError for names or values that are not parameters."""
         values: dict[str, Any] = json.loads(text)
+        if not isinstance(values, dict):
+            raise ValueError(f"parameters must be an object of JSON; got a {type(values).__name__}")
         names = {field.name for field in fields(cls)}
         if values.keys() != names:
             raise ValueError(f"parameters must be {', '.join(sorted(names))}; got {', '.join(sorted(values))}")

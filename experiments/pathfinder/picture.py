@@ -8,9 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 
+from experiments.pathfinder.released import grey_png
 from experiments.pathfinder.render import render
 from experiments.pathfinder.vectors import Vectors
-from experiments.training.reading import reading
 
 GAP = 2  # white pixels around every tile, as in the strips of real ones
 LINE = 16  # height of a line of text
@@ -36,10 +36,7 @@ def picture(vectors: Vectors, path: Path, *, real: Path | None = None, tiles: in
     ours = strip(np.concatenate([connected, apart]))
     rows = [(f"generated, {vectors.parameters.name}, seed {vectors.seed}: {len(connected)} connected, rest not", ours)]
     if real is not None:
-        with reading(real, "a picture of eight real tiles"), Image.open(real) as file:
-            theirs = np.asarray(file.convert("L"))
-        if theirs.shape != ours.shape:
-            raise ValueError(f"{real} must be {ours.shape[1]} x {ours.shape[0]} pixels, as ours; got {theirs.shape}")
+        theirs = grey_png(real, ours.shape[1], ours.shape[0])
         rows.append(("released images of the Long Range Arena, their labels unknown here", theirs))
     height, width = ours.shape
     page = Image.new("L", (enlarge * width, len(rows) * (enlarge * height + LINE)), 255)

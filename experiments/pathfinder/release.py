@@ -19,6 +19,7 @@ from experiments.pathfinder.parameters import FOLDS, LABEL, UNFINISHED, Paramete
 from experiments.pathfinder.render import render
 from experiments.pathfinder.vectors import Vectors
 from experiments.training.atomic_files import write_json
+from experiments.training.reading import read_json
 
 IMAGES_PER_BATCH = 1000
 
@@ -47,7 +48,7 @@ def export(vectors: Vectors, parent: Path, *, progress: Callable[[int], None] = 
         "parameters": json.loads(vectors.parameters.to_json()),
     }
     if (folder / LABEL).exists():
-        if json.loads((folder / LABEL).read_text()) != label:
+        if read_json(folder / LABEL, "what generated images were drawn with") != label:
             raise FileExistsError(f"{folder} holds generated images of other settings; choose another folder")
         (folder / UNFINISHED).unlink(missing_ok=True)
         return folder

@@ -6,15 +6,17 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 
 from experiments.pathfinder.parameters import LABEL, UNFINISHED
+from experiments.training.reading import reading
 
 SHUFFLE_SEED = 42  # of S4, and of others who use its loader
 RELEASE = Path("lra_release")  # the folder in the arena's archive, which contains another of the same name
@@ -79,11 +81,11 @@ def read_metadata(path: Path, place: Path) -> Iterator[Sample]:
     with open(path, "rb") as file:
         is_array = file.read(6) == b"\x93NUMPY"
     if is_array:
-        try:
-            # NumPy under Python 2 wrote byte strings.
-            lines = [" ".join(row) for row in np.load(path, allow_pickle=False).astype(str)]
-        except ValueError as error:
-            raise ValueError(f"{path} must be an array of strings: {error}") from None
+        with reading(path, "an array of strings [images, columns]"):
+            array = np.load(path, mmap_mode="r", allow_pickle=False)  # mapped: a header may state any size
+            if array.ndim != 2 or array.dtype.kind not in "US":
+                raise ValueError(f"{array.dtype} {list(array.shape)}")
+            lines = [" ".join(row) for row in array.astype(str)]  # NumPy under Python 2 wrote byte strings
     else:
         lines = path.read_text(errors="replace").splitlines()
     for number, line in enumerate(lines, start=1):
@@ -131,13 +133,19 @@ def split_rows(images: int, *, shuffled: bool = True) -> tuple[NDArray[np.int64]
 
 
 def grey_pixels(path: Path, pixels: int) -> NDArray[np.uint8]:
-    """An 8-bit grey image in rows, uint8 `[pixels]`."""
-    try:
-        with Image.open(path) as image:
-            grey = np.asarray(image)
-    except (UnidentifiedImageError, OSError, SyntaxError) as error:
-        raise ValueError(f"{path} is not a readable image: {error}") from None
+    """An 8-bit grey PNG image in rows, uint8 `[pixels]`."""
     side = int(pixels**0.5)
-    if grey.dtype != np.uint8 or grey.shape != (side, side):
-        raise ValueError(f"{path} must be an 8-bit grey image of {side} x {side}; got {grey.dtype} {list(grey.shape)}")
-    return grey.reshape(-1)
+    return grey_png(path, side, side).reshape(-1)
+
+
+def grey_png(path: Path, width: int, height: int) -> NDArray[np.uint8]:
+    """An 8-bit grey PNG image of this size, uint8 `[height, width]`; raises ValueError for any other file."""
+    wanted = f"{path} must be an 8-bit grey PNG image of {width} x {height}"
+    try:
+        with Image.open(path, formats=["PNG"]) as image:
+            # Before the pixels are read: a file of a few bytes can hold as many as fill the memory.
+            if image.mode != "L" or image.size != (width, height):
+                raise ValueError(f"{wanted}; got {image.mode} {list(image.size)}")
+            return np.asarray(image)
+    except (OSError, SyntaxError, Image.DecompressionBombError, struct.error) as error:
+        raise ValueError(f"{wanted}; got {type(error).__name__}: {error}") from None

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from experiments.pathfinder.parameters import parameters_of
 from experiments.pathfinder.seeds import TEST_SEED
 from experiments.training.atomic_files import write_json
 from experiments.training.fingerprint import sha256
+from experiments.training.reading import read_json
 
 IMAGES = 20_000
 HASHES = Path(__file__).parent / "testsets.json"
@@ -55,7 +55,7 @@ def test_set(
     """
     settings = settings_of(size, contour)
     path = generate(settings, folder, workers=workers, progress=progress)
-    known: dict[str, str] = json.loads(hashes.read_text()) if hashes.is_file() else {}
+    known: dict[str, str] = read_json(hashes, "the hashes of test sets") if hashes.is_file() else {}
     found = sha256(path)
     if settings.name not in known and record:
         write_json(hashes, dict(sorted({**known, settings.name: found}.items())))

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from experiments.pathfinder.draw import Drawing
 from experiments.pathfinder.parameters import Parameters
 from experiments.pathfinder.tables import digest, tables
+from experiments.training.reading import checked, reading
+from experiments.training.tensor_files import contents
 
 KIND = "generated Pathfinder images as vectors"
 FORMAT = 1  # increase it when the meaning of the arrays changes
@@ -138,17 +139,16 @@ def load(path: Path) -> Vectors:
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}; `python -m experiments.pathfinder generate` writes one")
-    try:
-        with safe_open(path, framework="numpy") as file:
-            about = json.loads((file.metadata() or {}).get("about", "{}"))
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dictionary
-    except SafetensorError as error:
-        raise ValueError(f"{path} is damaged or no safetensors file: {error}") from None
+    arrays, about = contents(path, f"a file of {KIND}", framework="numpy")
     if about.get("kind") != KIND:
-        raise ValueError(f"{path} must hold {KIND}; got {about.get('kind')!r}")
+        raise ValueError(f"{path} must hold {KIND}; got {repr(about.get('kind'))[:60]}")
+    checked(path, f"a file of {KIND}", about, "format", "parameters", "seed", "stamps")
     if about["format"] != FORMAT:
         raise ValueError(f"{path} must have format {FORMAT}, the one this version reads; got {about['format']}")
-    parameters = Parameters.from_json(about["parameters"])
+    with reading(path, f"a file of {KIND}"):
+        parameters = Parameters.from_json(about["parameters"])
+        if type(about["seed"]) is not int:
+            raise ValueError(f"the seed {about['seed']!r}")
     if about["stamps"] != digest(parameters):
         raise ValueError(
             f"{path} was drawn with stamps {about['stamps']}, and these are {digest(parameters)}: with this version "

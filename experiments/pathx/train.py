@@ -27,6 +27,7 @@ from experiments.training.distributed import find_device
 from experiments.training.environment import device_name, versions
 from experiments.training.fingerprint import sha256
 from experiments.training.optimizer import adamw
+from experiments.training.reading import checked, reading
 from experiments.training.run_folder import SETTINGS, settings_as
 from experiments.training.run_log import Record
 from experiments.training.trainer import Cadence, Pause, State, Trainer, never
@@ -93,6 +94,7 @@ class Run(Trainer[Packed]):
 
     def begin_from(self, path: Path) -> dict[str, Any]:
         model, earlier, about = weights.load(path)
+        checked(path, "weights to begin with", about, "initial", "cost")
         if earlier.model != self.config.model:
             raise ValueError(f"{path} must hold the weights of model {self.config.model}; got {earlier.model}")
         if earlier.positions != self.config.positions:
@@ -124,7 +126,11 @@ class Run(Trainer[Packed]):
         return {name: value for name, value in values.items() if name not in ("step", "seconds")}
 
     def restored(self, progress: checkpoint.Progress) -> StagedState:
-        return StagedState(progress.step, progress.seconds, **progress.details)
+        with reading(self.folder, "the folder of a run with the state of a curriculum in its checkpoint"):
+            state = StagedState(progress.step, progress.seconds, **progress.details)
+            if not 0 <= state.stage <= len(self.config.curriculum):
+                raise ValueError(f"the stage {state.stage}")
+        return state
 
     def remedy(self) -> str:
         return f"lower the stage's lr, {self.plan.lr:g}"

@@ -20,7 +20,7 @@ from experiments.pathx.model.unet import UNet
 from experiments.training import tensor_files
 from experiments.training.atomic_files import write_json
 from experiments.training.fingerprint import sha256
-from experiments.training.reading import read_json
+from experiments.training.reading import read_json, reading
 
 KIND = "experiments.pathx model"
 
@@ -78,11 +78,11 @@ def load(path: Path, expected: str | None = None) -> tuple[Model, Config, dict[s
     found = sha256(path)
     if found != expected:
         raise ValueError(f"{path} must have the SHA-256 {expected}; got {found}: it is another file, or damaged")
-    tensors, about = tensor_files.read(path, KIND)
-    config = from_dict(about["config"])
-    model = build(config)
-    model.load_state_dict(tensors)
-    return model, config, about
+    tensors, about = tensor_files.read(path, KIND, "config")
+    with reading(path, f"a file of an {KIND} with its settings"):
+        config = from_dict(about["config"])
+        layers = len(parse_layers(config.layers)) if config.model == "attention" else 0
+    return tensor_files.filled(path, tensors, lambda: build(config), layers), config, about
 
 
 def is_whole(path: Path) -> bool:

@@ -12,7 +12,6 @@ file; it is then ignored.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
@@ -22,13 +21,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from experiments.training.atomic_files import write_json
 from experiments.training.best_weights import BestWeights
+from experiments.training.reading import read_json, reading
 from experiments.training.sharding import divided_like, whole
-from experiments.training.tensor_files import PART_BYTES, split
+from experiments.training.tensor_files import PART_BYTES, check_alike, contents, split
 from experiments.training.weight_average import WeightAverage
 
 FORMAT = 1
@@ -107,25 +107,34 @@ def load(
 
     A process that the run did not have before gets new random states, different from those with which it would have
     begun.
-    Raises ValueError if the checkpoint lacks a file, or the state of a parameter or of a process.
+    Raises ValueError if the checkpoint lacks a file, or the state of a parameter or of a process, is damaged, or is of
+    another model.
     """
     lacking = missing(checkpoint)
     if lacking:
         raise ValueError(f"{checkpoint} must be whole; it lacks {', '.join(lacking)}")
-    state = json.loads((checkpoint / "state.json").read_text())
+    what = "a checkpoint of this run"
+    state = read_json(checkpoint / "state.json", "the state of a checkpoint", "format", "step", "seconds")
     if state.pop("format") != FORMAT:
         raise ValueError(f"{checkpoint} must have the checkpoint format {FORMAT}; written by another version")
     of_best = state.pop("best", None)
     processes = state.pop("processes", 1)  # missing in older checkpoints
     tensors: dict[str, Tensor] = {}
     for part in sorted(checkpoint.glob("part-*.safetensors")):
-        tensors |= load_file(part)
+        tensors |= contents(part, "a part of a checkpoint")[0]
+    with reading(checkpoint / "state.json", "the state of a checkpoint"):
+        progress = Progress(**state)
+        if type(progress.step) is not int or type(processes) is not int or not isinstance(progress.details, dict):
+            raise ValueError(f"step {progress.step!r}, processes {processes!r} and details {progress.details!r}")
     places = model.state_dict()
-    model.load_state_dict({name: divided_like(each, places[name]) for name, each in under("model", tensors).items()})
-    if average is not None:
-        average.load(under("average", tensors))
-    if best is not None:
-        best.load(of_best, under("best", tensors))
+    weights = under("model", tensors)
+    check_alike(checkpoint, what, weights, places)
+    with reading(checkpoint, what):
+        model.load_state_dict({name: divided_like(each, places[name]) for name, each in weights.items()})
+        if average is not None:
+            average.load(under("average", tensors))
+        if best is not None:
+            best.load(of_best, under("best", tensors))
     names = parameter_names(model, optimizer)
     optimizer_state = {index: under(f"optimizer.{name}", tensors) for index, name in names.items()}
     kept = set().union(*optimizer_state.values())
@@ -136,20 +145,28 @@ def load(
     parameters = dict(model.named_parameters())
     for index, name in names.items():
         state_of = optimizer_state[index]
+        for key, each in state_of.items():
+            if each.shape not in (parameters[name].shape, torch.Size([])):
+                raise ValueError(
+                    f"{checkpoint} must be {what}; {key} of {name} is {list(each.shape)} in the file and must be "
+                    f"{list(parameters[name].shape)}"
+                )
         optimizer_state[index] = {key: divided_like(each, parameters[name]) for key, each in state_of.items()}
     groups = optimizer.state_dict()["param_groups"]
     optimizer.load_state_dict({"state": optimizer_state, "param_groups": groups})
     random = under(f"random.{rank}" if rank else "random", tensors)
     device = next(model.parameters()).device
     if "cpu" in random:
-        torch.set_rng_state(random["cpu"])
+        with reading(checkpoint, what):
+            torch.set_rng_state(random["cpu"])
     elif rank < processes:
         raise ValueError(f"{checkpoint} must have the random state of process {rank}; it has none")
     else:
-        torch.manual_seed(torch.initial_seed() + state["step"])
+        torch.manual_seed(torch.initial_seed() + progress.step)
     if "cuda" in random and device.type == "cuda":
-        torch.cuda.set_rng_state(random["cuda"], device)
-    return Progress(**state)
+        with reading(checkpoint, what):
+            torch.cuda.set_rng_state(random["cuda"], device)
+    return progress
 
 
 def random_state(device: torch.device) -> RandomState:

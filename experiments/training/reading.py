@@ -8,6 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+# RuntimeError: RecursionError, of contents nested too deeply, and PyTorch's errors. MemoryError: of sizes that a header
+# states. ArithmeticError: of numbers too large.
+_OF_CONTENTS = (
+    OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, MemoryError, ArithmeticError,
+)  # fmt: skip
+
 
 @contextmanager
 def reading(path: Path, what: str) -> Iterator[None]:
@@ -26,14 +32,20 @@ def reading(path: Path, what: str) -> Iterator[None]:
         raise ValueError(f"{path} must be {what}; there is no such file") from error
     except IsADirectoryError as error:
         raise ValueError(f"{path} must be {what}; it is a folder") from error
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} must be {what}; got {type(error).__name__}: {error}") from error
+    except _OF_CONTENTS as error:
+        first, *_ = str(error).splitlines() or [""]
+        raise ValueError(f"{path} must be {what}; got {type(error).__name__}: {first}") from error
 
 
 def read_json(path: Path, what: str, *names: str) -> dict[str, Any]:
     """The object of a JSON file, which must have these names; raises ValueError."""
     with reading(path, what):
         values = json.loads(path.read_text(encoding="utf-8"))
+    return checked(path, what, values, *names)
+
+
+def checked(path: Path, what: str, values: Any, *names: str) -> dict[str, Any]:
+    """The values that a file holds, if they are an object of JSON with these names; raises ValueError otherwise."""
     if not isinstance(values, dict):
         raise ValueError(f"{path} must be {what}; it is no JSON object")
     if missing := [name for name in names if name not in values]:

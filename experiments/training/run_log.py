@@ -44,11 +44,12 @@ def read(path: Path) -> list[Record]:
     """The records of a log, without a last line that was cut short when the process was killed."""
     if not path.exists():
         return []
-    with reading(path, "the log of a run, a JSON object with its kind a line"):
+    with reading(path, "the log of a run, a JSON object with its kind and step a line"):
         lines = path.read_text().split("\n")[:-1]  # what follows the last line break is incomplete
         records: list[Record] = [json.loads(line) for line in lines]
         for record in records:
-            record["kind"]
+            if not isinstance(record["step"], int) or not isinstance(record["kind"], str):
+                raise ValueError(f"the kind {record['kind']!r} and the step {record['step']!r}")
     return records
 
 

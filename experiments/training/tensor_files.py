@@ -8,18 +8,25 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+
+from experiments.training.reading import checked, reading
 
 SUFFIX = ".safetensors"
 # Below the limit of 16 MiB that some stores set for a file. A larger tensor gets a file of its own.
 PART_BYTES = 15 * 2**20
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})")
+
+MOST_BLOCKS = 2**14  # of a mask along one side: a dense one has 2^28 tiles
+
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def write(
@@ -46,26 +53,72 @@ def write(
     remove(path, but=paths)
 
 
-def read(path: Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def read(path: Path, kind: str, *names: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of a model, and the plain values written with them. path: as in `files`.
 
-    Raises FileNotFoundError if a file is missing, and ValueError if one holds no tensors, tensors of another kind, or
-    tensors of another model than the first.
+    names: values that must be among them. Raises FileNotFoundError if a file is missing, and ValueError if one holds no
+    tensors, tensors of another kind, or tensors of another model than the first, or lacks a value.
     """
     tensors: dict[str, Tensor] = {}
     headers: list[dict[str, Any]] = []
     for each in files(path):
-        try:
-            with safe_open(each, framework="pt") as file:
-                headers.append(json.loads((file.metadata() or {}).get("about", "{}")))
-                tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dictionary
-        except (SafetensorError, ValueError) as error:
-            raise ValueError(f"{each} must hold an {kind}: {error}") from None
-        if headers[-1].get("kind") != kind:
-            raise ValueError(f"{each} must hold an {kind}; got {headers[-1].get('kind')!r}")
+        found, about = contents(each, f"a file of an {kind}")
+        tensors |= found
+        headers.append(about)
+        if about.get("kind") != kind:
+            raise ValueError(f"{each} must hold an {kind}; got {repr(about.get('kind'))[:60]}")
         if headers[-1] != headers[0]:
             raise ValueError(f"{each} must be a part of the same model as the first part; got one of another run")
-    return tensors, headers[0]
+    return tensors, checked(path, f"a file of an {kind}", headers[0], *names)
+
+
+def contents(path: Path, what: str, framework: str = "pt") -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tensors of one file, and the plain values written with them, if there are any.
+
+    framework: "pt" for tensors, "numpy" for arrays. Raises ValueError, "path must be `what`", whatever the file holds.
+    """
+    with reading(path, what):
+        try:
+            with safe_open(path, framework=framework) as file:
+                about = json.loads((file.metadata() or {}).get("about", "{}"))
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dictionary
+        except SafetensorError as error:
+            raise ValueError(error) from None
+    return tensors, checked(path, what, about)
+
+
+def filled(path: Path, tensors: Mapping[str, Tensor], made: Callable[[], Model], layers: int) -> Model:
+    """The model that `made` makes from the settings in a file, with the tensors of that file.
+
+    layers: of the model. The settings could ask for any size, so they are compared with the tensors, on a device
+    without memory, before the model is made. Raises ValueError if they do not belong together.
+    """
+    what = "a model with the sizes of its own settings"
+    if layers > len(tensors):
+        raise ValueError(f"{path} must be {what}; got {len(tensors)} tensors for {layers} layers")
+    with reading(path, what), torch.device("meta"):
+        wanted = made().state_dict()
+    check_alike(path, what, tensors, wanted)
+    with reading(path, what):
+        model = made()
+        model.load_state_dict(dict(tensors))
+    return model
+
+
+def check_length(path: Path, length: int, block: int) -> None:
+    """Raises ValueError if settings in a file ask for a mask with too many blocks, which no tensor would show."""
+    if length > MOST_BLOCKS * block:
+        raise ValueError(
+            f"{path} must ask for a mask of at most {MOST_BLOCKS} blocks of its {block} tokens; got {length} tokens"
+        )
+
+
+def check_alike(path: Path, what: str, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
+    """Raises ValueError, "path must be `what`", if tensors differ in name or shape from those that are wanted."""
+    for name in sorted(found.keys() | wanted.keys()):
+        shapes = [list(each[name].shape) if name in each else "missing" for each in (found, wanted)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(f"{path} must be {what}; {name} is {shapes[0]} in the file and must be {shapes[1]}")
 
 
 def files(path: Path) -> list[Path]:

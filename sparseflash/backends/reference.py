@@ -1,10 +1,13 @@
 """The definition: masked softmax attention on whole matrices, in plain PyTorch.
 
-It defines what every other backend must compute. In fp64 it is the truth of the tests; in a lower precision it is the
-plain implementation whose error bounds theirs. Memory grows with `Nq * Nk`.
+It defines what every other backend must compute. In fp64 it is the truth of the tests. fp16 and bf16 are computed in
+fp32 and rounded at the end, because scores above 65,504 have no place in fp16. `plain_attention` rounds every step to
+its inputs' dtype instead; its error bounds those of the other backends. Memory grows with `Nq * Nk`.
 """
 
 from __future__ import annotations
+
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -23,6 +26,21 @@ def attention(
     A query without a live key has `out = 0` and `lse = -inf`, and passes on no gradient. `lse` is fp32 for inputs of
     lower precision, as in the other backends. changes: those of the scores, prepared for these sizes.
     """
+    wide = _lse_dtype(q)
+    if wide == q.dtype:
+        return plain_attention(q, k, v, mask, scale, dropout, changes)
+    kind = q.device.type
+    has_autocast = kind != "meta" and torch.is_autocast_enabled(kind)  # it would round the products
+    with torch.autocast(kind, enabled=False) if has_autocast else nullcontext():
+        out, lse = plain_attention(q.to(wide), k.to(wide), v.to(wide), mask, scale, dropout, changes)
+    return out.to(q.dtype), lse
+
+
+def plain_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, scale: float, dropout: Dropout | None = None,
+    changes: Scores | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`attention` with every step in the inputs' own dtype."""
     live = None if mask is None else mask.to_dense()
     return attention_of_live(q, k, v, live, scale, dropout, changes)
 

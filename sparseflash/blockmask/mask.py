@@ -25,6 +25,7 @@ from sparseflash.blockmask.constructors import of_dense, of_layout, of_tiles
 from sparseflash.blockmask.csr import columns_of, may_vary_in_size, stored_tiles
 from sparseflash.blockmask.dynamic import canonical_arrays_of
 from sparseflash.blockmask.lengths import Lengths, lengths_of
+from sparseflash.blockmask.remedies import no_attribute, refuse
 from sparseflash.blockmask.rules import Candidates, Live, tiles_of_rule
 from sparseflash.blockmask.stats import live_scores, live_tokens, pattern_count
 from sparseflash.blockmask.summary import summary
@@ -489,6 +490,24 @@ class BlockMask:
             "mask is not None to ask whether there is one, mask.density > 0 whether anything is live."
         )
 
+    if not TYPE_CHECKING:  # for a type checker a class with this method has every attribute
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise no_attribute(name)
+
+    def __getitem__(self, index: object) -> NoReturn:
+        refuse("index")
+
+    def __len__(self) -> NoReturn:
+        refuse("len")
+
+    def __iter__(self) -> NoReturn:
+        refuse("iterate")
+
+    def __array__(self, *_: object, **__: object) -> NoReturn:
+        # Without this NumPy would make an array of one object, and its functions would return it unchanged.
+        refuse("array")
+
     @property
     def digest(self) -> str:
         """Sixteen hexadecimal digits of the contents: equal for equal masks, on any device and in any process.
@@ -737,6 +756,12 @@ class BlockMask:
         from sparseflash.blockmask.ops.boolean import intersection
 
         return intersection(self, checked_mask(other))
+
+    def __rand__(self, other: object) -> BlockMask:
+        return checked_mask(other)  # which raises: Python asks here only if the left operand is no mask
+
+    __ror__ = __rxor__ = __rsub__ = __rand__
+    __array_ufunc__ = None  # so that an array of NumPy leaves `array & mask` to us
 
     @constant_when_compiled
     def __or__(self, other: BlockMask) -> BlockMask:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ import numpy as np
 import torch
 
 from sparseflash import BlockMask, interop
+from sparseflash.cli import archives
 
 _KIND = "sparseflash.convert"
 Fields = dict[str, Any]
@@ -109,6 +109,9 @@ def write(mask: BlockMask, path: Path, name: str, *, batch: int | None = None, h
         from scipy import sparse
 
         matrix = interop.to_scipy(mask)
+        if matrix.nnz > archives.MOST_ENTRIES or _bytes(matrix) > archives.MOST_INFLATED:
+            said = archives.too_large(f"a matrix of {matrix.nnz} entries and {_bytes(matrix)} bytes")
+            raise ValueError(f"--to scipy must be given a mask that can be read again; got {said}")
         with path.open("wb") as file:  # given a name, SciPy would add a suffix
             sparse.save_npz(file, matrix)
     elif name == "dense":
@@ -128,12 +131,16 @@ def read(path: Path, *, block: tuple[int, int] = (128, 128)) -> BlockMask:
     holds no mask, whatever it holds, and OSError for one that cannot be read.
     """
     if path.suffix == ".npy":
-        return _made_of(path, lambda: BlockMask.from_dense(np.load(path), block=block))
-    members = _members(path)
+        return _made_of(path, lambda: BlockMask.from_dense(_dense(path), block=block))
+    members = archives.members(path)
     if path.suffix == ".npz" and "numbers.npy" not in members:  # which a file of BlockMask.save has
         from scipy import sparse
 
-        return _made_of(path, lambda: interop.from_scipy(sparse.load_npz(path), block=block))
+        def made() -> BlockMask:
+            archives.check_npz(path)
+            return interop.from_scipy(sparse.load_npz(path), block=block)
+
+        return _made_of(path, made)
     if not any(name.endswith("/data.pkl") for name in members):
         return BlockMask.load(path)
     return _made_of(path, lambda: _stored(path))
@@ -141,9 +148,11 @@ def read(path: Path, *, block: tuple[int, int] = (128, 128)) -> BlockMask:
 
 def _stored(path: Path) -> BlockMask:
     """The mask of a file of `torch.save`."""
+    archives.check_pt(path)
     stored = torch.load(path, weights_only=True)
     if not isinstance(stored, dict) or stored.get("kind") != _KIND or stored.get("format") not in FORMATS:
         raise ValueError("another one of torch.save")
+    archives.check_views(stored["fields"])
     return FORMATS[stored["format"]].mask(stored["fields"], tuple(stored["block"]))
 
 
@@ -160,12 +169,10 @@ def _made_of(path: Path, made: Callable[[], BlockMask]) -> BlockMask:
         raise ValueError(f"{path} must be a file that convert wrote; got {reason}") from None
 
 
-def _members(path: Path) -> list[str]:
-    """The names in a zip file, as which NumPy and PyTorch store; none, if it is not one or is damaged."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return archive.namelist()
-    except OSError:
-        raise
-    except Exception:  # besides BadZipFile it raises NotImplementedError, struct.error, UnicodeDecodeError, ...
-        return []
+def _dense(path: Path) -> np.ndarray[Any, Any]:
+    """The array of a .npy file. Mapped first: a header may state a size that the file does not have."""
+    return np.array(np.load(path, mmap_mode="r", allow_pickle=False))
+
+
+def _bytes(matrix: Any) -> int:
+    return sum(array.nbytes for array in (matrix.data, matrix.indices, matrix.indptr))

@@ -222,7 +222,8 @@ class ShardPlan:
         """The cheapest of `estimates`, the first if several are."""
         if self.strategy == "heads" and self.heads_refused(shape):
             raise ValueError(
-                f"strategy must be 'keys' or 'auto' if heads cannot be shared out; {self.heads_refused(shape)}."
+                f"strategy must be 'keys', 'queries' or 'auto' for this call, as heads cannot be shared out: "
+                f"{self.heads_refused(shape)}; got 'heads'. Pass it to distributed.shard(mask, strategy='auto')."
             )
         return self._once((shape, machine), lambda: min(self.estimates(shape, machine), key=lambda each: each.total))
 

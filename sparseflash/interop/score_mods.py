@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sparseflash import scores
 from sparseflash.interop.distances import affine, by_distance
+from sparseflash.interop.indexed import Indexed
 from sparseflash.scores.change import Change, Scores
 from sparseflash.scores.expression import Node
 from sparseflash.scores.relative import Bucket
@@ -45,6 +46,8 @@ def from_score_mod(
       such as `table[h, k - q + Nq - 1]`, or read by it, such as `table[h, bucket[q - k + Nk - 1]]`, or by `[q, k]` from
       a matrix that is constant along its diagonals. The buckets are computed here, once;
     - entries of tensors at different ones of b, h, q and k (`bias`, `key_bias`).
+
+    A tensor that is read at b or h may have entries for more batch elements or heads than the attention has.
 
     Anything else becomes `scores.function(score_mod)`, which says what the kernels take of it: `slopes[h] * (k - q)`,
     for example, is ALiBi only where a mask leaves no key after its query, and stays a function; so does
@@ -119,7 +122,7 @@ def _decay(found: Recorded, factor: float, others: Sequence[int], lengths: tuple
             if nodes[other].op == "log1p":
                 other, decay = _as_integer(nodes, nodes[other].inputs[0]), scores.log_decay
             if _is_distance(found, other, lengths):
-                return decay(-factor * found.tensors[int(nodes[one].value)])
+                return Indexed(decay(-factor * found.tensors[int(nodes[one].value)]), "h")
     return None
 
 
@@ -148,7 +151,7 @@ def _relative(found: Recorded, at: int, sign: float, lengths: tuple[int, int]) -
     buckets = torch.where(buckets < 0, buckets + table.shape[1], buckets)  # as indices of tensors
     if not 0 <= int(buckets.min()) <= int(buckets.max()) < table.shape[1]:
         return None
-    return scores.relative(sign * table, _bucket(buckets, lengths))
+    return Indexed(scores.relative(sign * table, _bucket(buckets, lengths)), "h")
 
 
 def _bucket(buckets: Tensor, lengths: tuple[int, int]) -> Bucket:
@@ -170,7 +173,8 @@ def _bias(found: Recorded, at: int, sign: float, lengths: tuple[int, int]) -> Ch
     x = None if not places else _in_order(found, at, places, "bhqk", lengths)
     if x is None:
         return None
-    return scores.key_bias(sign * x[:, :, 0]) if "k" in places and "q" not in places else scores.bias(sign * x)
+    of_keys = "k" in places and "q" not in places
+    return Indexed(scores.key_bias(sign * x[:, :, 0]) if of_keys else scores.bias(sign * x), _read(places))
 
 
 def _temperature(found: Recorded, at: int, lengths: tuple[int, int]) -> Change | None:
@@ -179,7 +183,7 @@ def _temperature(found: Recorded, at: int, lengths: tuple[int, int]) -> Change |
         return None
     places = _entry(found.expression.nodes, node.inputs[1])
     x = None if not places or "k" in places else _in_order(found, node.inputs[1], places, "bhq", lengths)
-    return None if x is None else scores.temperature(x)
+    return None if x is None else Indexed(scores.temperature(x), _read(places))
 
 
 def _entry(nodes: Sequence[Node], at: int) -> str:
@@ -189,6 +193,11 @@ def _entry(nodes: Sequence[Node], at: int) -> str:
         return ""
     places = [nodes[each].op for each in node.inputs]
     return "".join(places) if len(set(places)) == len(places) and set(places) <= set("bhqk") else ""
+
+
+def _read(places: str) -> str:
+    """Which of b and h index a tensor with dimensions `[B or 1, Hq or 1, ...]`."""
+    return "".join(place if place in places else "-" for place in "bh")
 
 
 def _in_order(found: Recorded, at: int, places: str, order: str, lengths: tuple[int, int]) -> Tensor | None:

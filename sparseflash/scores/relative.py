@@ -72,6 +72,8 @@ class Relative(Change):
         if made is None:
             with torch.inference_mode(False):  # or a later training step could not use them
                 made = self._codes(sizes)
+                if made[0].is_meta and not isinstance(made[0], FakeTensor):
+                    made = self._as_on_a_gpu(sizes, made)
             if isinstance(made[0], FakeTensor):  # no other call could use it
                 return Codes(self.table, *made)
             if len(made[0]) and have_contents(made[0]):
@@ -79,6 +81,20 @@ class Relative(Change):
                 made = (*made[:3], self._runs(*made[::3]))
             self._made[key] = made
         return Codes(self.table, *made)
+
+    def _as_on_a_gpu(self, sizes: Sizes, made: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The arrays without contents, of the sizes that they have where there are contents: kernels are chosen by
+        them. A bucket that reads tensors of the meta device has no contents anywhere.
+        """
+        here = sizes._replace(device=torch.device("cpu"))
+        try:
+            codes = self._codes(here)
+        except (RuntimeError, ValueError):  # what it returns may be on the meta device
+            return made
+        if not len(codes[0]) or not have_contents(codes[0]):
+            return made
+        self._check_range(codes[0])
+        return tuple(x.to(sizes.device) for x in (*codes[:3], self._runs(*codes[::3])))
 
     def _codes(self, sizes: Sizes) -> tuple[Tensor, ...]:
         q_len, k_len, device = sizes.q_len, sizes.k_len, sizes.device

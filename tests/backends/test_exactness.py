@@ -30,6 +30,7 @@ from exactness import (
     time_for_examples,
 )
 from experiments.benchmarks.speed.precision import products_in_tf32
+from sparseflash import attention, masks
 from sparseflash.backends.triton.configs import Config
 from sparseflash.backends.triton.overrides import override
 from sparseflash.testing import error_of, plain_errors
@@ -281,3 +282,28 @@ def test_the_kernel_is_exact_on_the_gpu(arithmetic, dims, way):
             check(problem, "triton", "cuda", arithmetic)
 
     with_examples(run, _FOUND_ON_A_GPU, dims, dtype)()
+
+
+@pytest.mark.parametrize("backend", ["reference", "blockwise"])
+@pytest.mark.parametrize("dtype", HALF, ids=["fp16", "bf16"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_scores_that_fp16_cannot_hold_are_no_matter(backend, dtype, autocast):
+    """The largest is 16 * 200 * 200 * scale = 640,000 and then 160,000, and the differences of scores decide."""
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randint(-200, 201, (1, 2, 40, 16), generator=generator).to(dtype) for _ in range(2))
+    q[:, :, 20], k[:, :, 3], k[:, :, 4], k[:, :, 4, 0] = 200.0, 200.0, 200.0, 199.0
+    v, dout = (torch.randn(1, 2, 40, 16, generator=generator).to(dtype) for _ in range(2))
+    for scale in (1.0, None):
+        wide = [x.double().requires_grad_() for x in (q, k, v)]
+        want, want_lse = attention(*wide, masks.causal(40, block=16), scale=scale, return_lse=True, backend="reference")
+        assert want_lse.max() > 65_504
+        leaves = [(x.float() if autocast else x).requires_grad_() for x in (q, k, v)]
+        with torch.autocast("cpu", dtype, enabled=autocast):
+            out, lse = attention(*leaves, masks.causal(40, block=16), scale=scale, return_lse=True, backend=backend)
+        assert out.dtype == dtype and lse.dtype == torch.float32
+        torch.testing.assert_close(out.double(), want, rtol=4 * torch.finfo(dtype).eps, atol=1e-3)
+        torch.testing.assert_close(lse.double(), want_lse, rtol=1e-6, atol=0)
+        expected = torch.autograd.grad((want * dout).sum(), wide)
+        for a, b in zip(torch.autograd.grad((out * dout).sum(), leaves), expected, strict=True):
+            assert a.isfinite().all()
+            torch.testing.assert_close(a.double(), b, rtol=0, atol=0.02 * b.abs().max().item() + 1e-4)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cutting import chunks_of
-from exactness import HALF, loads, new_memory_is_nan
+from exactness import HALF, loads, new_memory_is_nan, plain
 from scored import FUNCTIONS, KINDS, Scored, check, results, scored
 from sparseflash import BlockMask, attention, masks, scores, testing
 from sparseflash.backends import problem as backends_problem
@@ -84,8 +84,9 @@ def test_tiles_whose_distances_share_a_bucket_are_exact(dtype):
     smallest = torch.arange(160, 300, 16)
     shared = codes.until[smallest] >= smallest + 30
     assert shared.any() and not shared.all()  # tiles of 16 x 16 of both kinds
-    truth, plain = results_in("reference", torch.float64), results_in("reference", dtype)
-    found = testing.compare_results(results_in("triton", dtype), truth, plain)
+    with plain():
+        of_plain = results_in("reference", dtype)
+    found = testing.compare_results(results_in("triton", dtype), results_in("reference", torch.float64), of_plain)
     assert found.exact, str(found)
 
 

@@ -1,10 +1,13 @@
 """The command line: `sparseflash show | check | bench | convert | patterns | info`."""
 
 import dataclasses
+import io
 import json
 import os
 import re
 import sys
+import tracemalloc
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -624,6 +627,128 @@ def test_a_zip_file_that_cannot_be_read_is_told_in_a_line(tmp_path):
     contents[entry + 6] = 109  # zipfile raises NotImplementedError for a format that is made for later versions
     file.write_bytes(contents)
     assert "must be a sparseflash mask file, whole and undamaged" in run("show", str(file), code=2)
+
+
+def npz_of(path, compression=zipfile.ZIP_DEFLATED, **arrays):
+    """A file of arrays, each given whole or as its header (dtype and shape) and its contents."""
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        for name, array in arrays.items():
+            npy = io.BytesIO()
+            if isinstance(array, tuple):
+                dtype, shape, contents = array
+                header = {"descr": dtype, "fortran_order": False, "shape": shape}
+                np.lib.format.write_array_header_1_0(npy, header)
+                npy.write(contents)
+            else:
+                np.lib.format.write_array(npy, np.asarray(array), allow_pickle=True)
+            archive.writestr(f"{name}.npy", npy.getvalue())
+
+
+CSR = {
+    "format": b"csr",
+    "shape": [4, 4],
+    "indptr": np.arange(5, dtype=np.int32),
+    "indices": np.arange(4, dtype=np.int32),
+}
+
+
+@pytest.mark.parametrize(
+    ("arrays", "said"),
+    [
+        ({"data": ("|b1", (2**40,), b"\1" * 4)}, r"a member 'data.npy' of bool \[1099511627776\] with 4 bytes"),
+        ({"data": ("|b1", (4,), b"\1" * 5)}, r"a member 'data.npy' of bool \[4\] with 5 bytes"),
+        ({"data": np.ones(4, object)}, "a member 'data.npy' of object"),
+        ({"data": np.ones(4, bool), "indptr": np.zeros(2, np.int32)}, "must be a file that convert wrote; got "),
+        ({"data": np.ones(4, bool), "indices": np.full(4, 9, np.int32)}, "must be a file that convert wrote; got "),
+        ({"data": np.ones(4, bool), "shape": [2**40, 2**40]}, "must be a file that convert wrote; got "),
+        ({"data": np.ones(4, bool), "format": b"numpy"}, "must be a file that convert wrote; got "),
+    ],
+    ids=["no values", "more values", "objects", "few rows", "columns outside", "shape", "format"],
+)
+def test_a_matrix_that_is_not_what_its_file_says_is_refused_before_it_is_read(tmp_path, arrays, said):
+    npz_of(tmp_path / "m.npz", **{**CSR, "data": np.ones(4, bool)})
+    assert mask_of(str(tmp_path / "m.npz")).to_dense().squeeze().equal(torch.eye(4, dtype=torch.bool))
+    npz_of(tmp_path / "m.npz", **{**CSR, **arrays})
+    tracemalloc.start()
+    assert re.search(said, run("show", str(tmp_path / "m.npz"), code=2))
+    assert tracemalloc.get_traced_memory()[1] < 2**25
+    tracemalloc.stop()
+
+
+def test_an_archive_that_inflates_to_gigabytes_is_refused_by_its_list(tmp_path):
+    file = tmp_path / "m.npz"
+    npz_of(file, **{**CSR, "data": np.ones(4, bool)})
+    contents = bytearray(file.read_bytes())
+    entry = contents.index(b"PK\1\2", contents.index(b"PK\1\2") + 1)  # of the second member
+    contents[entry + 24 : entry + 28] = (2**32 - 2).to_bytes(4, "little")  # its size when it is inflated
+    file.write_bytes(contents)
+    said = run("show", str(file), code=2)
+    assert re.search(
+        r"m.npz must be a file that convert wrote; got arrays that are \d+ bytes larger than their file", said
+    )
+    assert "Store the mask as .mask (BlockMask.save), or in Python call interop.from_scipy(" in said
+
+
+def test_members_that_are_no_plain_arrays_are_refused(tmp_path):
+    file = tmp_path / "m.npz"
+    npz_of(file, zipfile.ZIP_BZIP2, **{**CSR, "data": np.ones(4, bool)})
+    assert "a member 'format.npy' that NumPy did not compress" in run("show", str(file), code=2)
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("data.npy", b"\x93NUMPY\2\0" + (2**32 - 1).to_bytes(4, "little"))
+    assert "a member 'data.npy' that is not a plain NumPy array" in run("show", str(file), code=2)
+
+
+def test_a_matrix_that_could_not_be_read_again_is_not_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(convert.archives, "MOST_ENTRIES", 100)
+    masks.causal(64).save(tmp_path / "in.mask")
+    npz_of(tmp_path / "many.npz", **{**CSR, "data": np.ones(101, bool)})
+    assert "got 101 stored entries, of at most 2147483648 bytes and 100 entries" in run(
+        "show", str(tmp_path / "many.npz"), code=2
+    )
+    said = run("convert", str(tmp_path / "in.mask"), str(tmp_path / "m.npz"), code=2)
+    assert re.search(
+        "--to scipy must be given a mask that can be read again; got a matrix of 2080 entries and 19240", said
+    )
+    assert not (tmp_path / "m.npz").exists()
+
+
+def test_an_array_that_is_smaller_than_its_header_says_is_refused(tmp_path):
+    for shape in ((2**20, 2**20), (2**40,), (8, 8)):
+        file = tmp_path / "m.npy"
+        with file.open("wb") as npy:
+            np.lib.format.write_array_header_1_0(npy, {"descr": "|b1", "fortran_order": False, "shape": shape})
+            npy.write(b"\1" * 16)
+        tracemalloc.start()
+        assert "m.npy must be a file that convert wrote; got " in run("show", str(file), code=2)
+        assert tracemalloc.get_traced_memory()[1] < 2**25
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("name", ["sdpa", "torch-sparse"])
+def test_tensors_that_repeat_the_elements_of_their_file_are_refused(tmp_path, name):
+    one = torch.ones(1, dtype=torch.bool)
+    fields = {"attn_mask": one.expand(2**20, 2**20)}
+    if name == "torch-sparse":
+        indices = torch.zeros(2, 1, dtype=torch.int64).expand(2, 2**40)
+        fields = {"matrix": torch.sparse_coo_tensor(indices, one.expand(2**40), (4, 4), check_invariants=False)}
+    torch.save(CONVERTED | {"format": name, "fields": fields}, tmp_path / "m.pt")
+    assert re.search(
+        r"m.pt must be a file that convert wrote; got a tensor of shape \[.*\] that repeats the elements of its file",
+        run("show", str(tmp_path / "m.pt"), code=2),
+    )
+
+
+def test_a_compressed_file_of_tensors_is_refused(tmp_path):
+    torch.save(CONVERTED, tmp_path / "m.pt")
+    with (
+        zipfile.ZipFile(tmp_path / "m.pt") as whole,
+        zipfile.ZipFile(tmp_path / "n.pt", "w", zipfile.ZIP_DEFLATED) as n,
+    ):
+        for member in whole.namelist():
+            n.writestr(member, whole.read(member) + bytes(1000))
+    assert "n.pt must be a file that convert wrote; got a compressed member '" in run(
+        "show", str(tmp_path / "n.pt"), code=2
+    )
 
 
 # JSON, pages, certificates, completion

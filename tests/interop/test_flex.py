@@ -273,7 +273,8 @@ def of_other_heads():
         (lambda: with_lists([1, 3], [[0, 0], [0, 1]]), ValueError,
          "counts of partial blocks must lie in 0..2, the width of their lists; got 1..3."),
         (lambda: with_lists([1, -1], [[0, 0], [0, 1]]), ValueError, "got -1..1."),
-        (lambda: with_lists([1, 1], [[0, 0], [5, 1]]), ValueError, "cols must lie in 0..1; got 0..5."),
+        (lambda: with_lists([1, 1], [[0, 0], [5, 1]]), ValueError,
+         "block_mask must list blocks of its 32 keys, 0 to 1; got 5."),
         (lambda: with_lists([1, 2], [[0, 0], [1, 1]]), ValueError, "a tile must not be listed twice."),
         (doubled, ValueError, "a tile must not be listed twice."),
         (of_other_heads, ValueError, "the lists of full and of partial blocks must have one shape [B, H, M]; got"),
@@ -327,3 +328,28 @@ def test_an_exported_mask_comes_back_from_the_gpu():
     mask = FIVE["heads and batch"]().to("cuda")
     back = from_flex(to_flex(mask))
     assert back == mask and back.device.type == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("lengths", "said"),
+    [
+        (
+            (384, 256),
+            r"block_mask must list blocks of its 256 keys, 0 to 1; got 2. _adjust to fewer keys .*crop",
+        ),
+        (
+            (600, 384),
+            r"lists for all 600 queries; got 3 block rows of 128. .*_adjust to longer ones adds no lists",
+        ),
+    ],
+)
+def test_lists_that_adjust_has_left_too_long_or_too_short_are_refused(lengths, said):
+    whole = create_block_mask(lambda b, h, q, k: k <= q, None, None, 384, 384, device="cpu")
+    with pytest.raises(ValueError, match=said):
+        from_flex(whole._adjust(*lengths))
+
+
+def test_lists_that_adjust_has_cut_are_those_of_the_part():
+    whole = create_block_mask(lambda b, h, q, k: k <= q, None, None, 384, 384, device="cpu")
+    for q_len, k_len in ((128, 128), (256, 384), (200, 100), (100, 384)):
+        assert from_flex(whole._adjust(q_len, k_len)) == from_flex(whole).crop(q=(0, q_len), k=(0, k_len))

@@ -197,4 +197,47 @@ def test_what_is_recognised_has_the_values_and_gradients_of_the_function(data, q
         out, lse = attention(q, k, v, scores=changes, return_lse=True, backend="reference")
         results.append([out, lse, *torch.autograd.grad((out.square().sum(), lse.sum()), [q, k, v, *learned])])
     for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+# Rules whose tensors x have entries for three batch elements and five heads, and what indexes their dimensions.
+MORE = {
+    "slopes": ((5,), lambda x: lambda s, b, h, q, k: s - x[h] * (q - k).abs()),
+    "log": ((5,), lambda x: lambda s, b, h, q, k: s - x[h] * torch.log1p((q - k).abs())),
+    "table": ((5, 41), lambda x: lambda s, b, h, q, k: s + x[h, k - q + 20]),
+    "table, heads last": ((41, 5), lambda x: lambda s, b, h, q, k: s + x[k - q + 20, h]),
+    "bias of heads": ((5, 20, 20), lambda x: lambda s, b, h, q, k: s + x[h, q, k]),
+    "bias": ((3, 5, 20, 20), lambda x: lambda s, b, h, q, k: s + x[b, h, q, k]),
+    "bias, another order": ((20, 5, 3), lambda x: lambda s, b, h, q, k: s - x[q, h, b]),
+    "bias of batch elements": ((3,), lambda x: lambda s, b, h, q, k: s + x[b]),
+    "bias of keys": ((3, 20), lambda x: lambda s, b, h, q, k: s + x[b, k]),
+    "temperature": ((5,), lambda x: lambda s, b, h, q, k: s / x[h]),
+    "temperature of queries": ((3, 5, 20), lambda x: lambda s, b, h, q, k: s / x[b, h, q]),
+}
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_tensors_with_entries_for_more_heads_are_read_as_indices_read_them(name):
+    shape, rule = MORE[name]
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 2, 20, 16, dtype=torch.float64) for _ in range(3))
+    x = (torch.rand(shape, dtype=torch.float64) + 1).requires_grad_()
+    changes = from_score_mod(rule(x), 20)
+    assert changes.kinds != ("function",)
+    out = attention(q, k, v, scores=changes, backend="reference")
+    places = torch.meshgrid(*(torch.arange(n) for n in (2, 2, 20, 20)), indexing="ij")
+    want = rule(x)(q @ k.mT / 4, *places).softmax(-1) @ v
+    torch.testing.assert_close(out, want, rtol=1e-6, atol=1e-6)  # log1p of integers is fp32
+    wanted = torch.autograd.grad(want.square().sum(), x)
+    torch.testing.assert_close(torch.autograd.grad(out.square().sum(), x), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_tensors_with_entries_for_fewer_heads_are_refused():
+    q = torch.randn(2, 3, 20, 16)
+    for x, rule, said in (
+        (torch.ones(2), MORE["slopes"][1], "reads at h must have an entry for each query head, 3; got 2"),
+        (torch.ones(1), MORE["temperature"][1], "reads at h must have an entry for each query head, 3; got 1"),
+        (torch.ones(1, 20), MORE["bias of keys"][1], "reads at b must have an entry for each batch element, 2; got 1"),
+    ):
+        with pytest.raises(ValueError, match=f"a tensor that score_mod {said}"):
+            attention(q, q, q, scores=from_score_mod(rule(x), 20))

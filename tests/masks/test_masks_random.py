@@ -1,5 +1,6 @@
 """Random patterns: what the draw decides lies where it may, the rest is exact, and a seed is a mask."""
 
+import inspect
 import math
 
 import numpy as np
@@ -250,10 +251,35 @@ def test_random_patterns_refuse_what_is_none(build):
             build(1024, heads=heads, block=16)
 
 
+@pytest.mark.parametrize("n", [1, 2, 127, 128, 129, 256, 257, 384, 640, 896, 897, 1024, 1025])
+def test_the_defaults_make_a_mask_of_any_length(n):
+    blocks = -(-n // 128)
+    found = masks.bigbird(n)
+    assert found == masks.bigbird(n, random_blocks=min(3, max(0, blocks - 5)))
+    assert (found == masks.dense(n)) == (blocks <= 4)
+    assert masks.deepspeed_bigbird(n) == masks.deepspeed_bigbird(n, window_blocks=min(3, blocks))
+    assert masks.deepspeed_bigbird(n).density == 1 or blocks > 3
+
+
+WITHOUT_ARGUMENTS = [
+    name for name, found in vars(masks).items()
+    if callable(found) and name in masks.__all__ and [
+        each.name for each in inspect.signature(found).parameters.values() if each.default is each.empty
+    ] == ["q_len"] and name != "local"  # which must have a window
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WITHOUT_ARGUMENTS)
+def test_every_pattern_that_needs_no_more_takes_every_length(name):
+    assert {"bigbird", "butterfly", "causal", "deepspeed_bigbird"} <= set(WITHOUT_ARGUMENTS)
+    for n in (*range(1, 2001, 37), 2000):
+        assert getattr(masks, name)(n).shape[-2:] == (n, n)
+
+
 @pytest.mark.parametrize(("blocks", "most"), [(1, 0), (4, 0), (5, 0), (6, 1), (12, 7)])
 def test_bigbird_refuses_more_random_blocks_than_there_are(blocks, most):
     masks.bigbird(16 * blocks, random_blocks=most, block=16)
-    message = f"random_blocks must not exceed {most} .* for {blocks} blocks of 16; got {most + 1}"
+    message = f"random_blocks must not exceed {most} .* for {blocks} blocks of 16; got {most + 1}. Leave it out, or"
     with pytest.raises(ValueError, match=message):
         masks.bigbird(16 * blocks, random_blocks=most + 1, block=16)
     with pytest.raises(ValueError, match="random_blocks must be at least 0 blocks; got -1"):
@@ -264,7 +290,9 @@ def test_bigbird_refuses_more_random_blocks_than_there_are(blocks, most):
 def test_deepspeed_bigbird_refuses_more_blocks_than_there_are(name):
     small = {"random_blocks": 0, "window_blocks": 0, "global_blocks": 0}
     masks.deepspeed_bigbird(64, **small | {name: 4}, block=16)
-    with pytest.raises(ValueError, match=f"{name} must not exceed the 4 blocks of 16 tokens; got 5"):
+    with pytest.raises(
+        ValueError, match=f"{name} must not exceed the 4 blocks of 16 tokens; got 5. Pass fewer, or choose a"
+    ):
         masks.deepspeed_bigbird(64, **small | {name: 5}, block=16)
     with pytest.raises(ValueError, match=f"{name} must be at least 0 blocks; got -1"):
         masks.deepspeed_bigbird(64, **small | {name: -1}, block=16)

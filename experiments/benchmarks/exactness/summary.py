@@ -42,8 +42,10 @@ def _rows(path: Path) -> Iterator[dict[str, object]]:
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # nested too deeply
             raise ValueError(f"{path}, line {number}: no JSON ({error}).") from error
+        if not isinstance(row, dict):
+            raise ValueError(f"{path}, line {number}: no object.")
         if missing := [name for name in _KEPT if name not in row]:
             raise ValueError(f"{path}, line {number}: no {', '.join(missing)}.")
         yield row

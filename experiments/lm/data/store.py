@@ -66,12 +66,21 @@ def opened(folder: Path) -> Store:
         raise FileNotFoundError(f"there are no tokens in {folder}")
     about = read_json(path, "what `corpus` writes about tokens", "dtype", "vocabulary")
     with reading(folder, "a folder of tokens that `corpus` has made"):
-        train, val = (Part(_mapped(folder, name, about), np.load(folder / f"{name}.starts.npy")) for name in PARTS)
+        if about["dtype"] not in ("uint16", "uint32") or type(about["vocabulary"]) is not int:
+            raise ValueError(f"tokens of type {about['dtype']!r} and a vocabulary of {about['vocabulary']!r}")
+        train, val = (_part(folder, name, about["dtype"]) for name in PARTS)
     return Store(folder, train, val, about)
 
 
-def _mapped(folder: Path, name: str, about: dict[str, Any]) -> np.ndarray:
-    return np.memmap(folder / f"{name}.bin", np.dtype(about["dtype"]), mode="r")
+def _part(folder: Path, name: str, dtype: str) -> Part:
+    tokens = np.memmap(folder / f"{name}.bin", np.dtype(dtype), mode="r")
+    # Mapped first: a header may state a size that the file does not have.
+    starts = np.array(np.load(folder / f"{name}.starts.npy", mmap_mode="r"))
+    if starts.dtype != np.int64 or starts.ndim != 1 or starts[0] != 0 or starts[-1] != len(tokens):
+        raise ValueError(f"{name}.starts.npy of {starts.dtype} {list(starts.shape)} for {len(tokens)} tokens")
+    if (np.diff(starts) < 0).any():
+        raise ValueError(f"{name}.starts.npy that does not ascend")
+    return Part(tokens, starts)
 
 
 def tokens_of(data: Path, vocabulary: int, say: Progress) -> Store:

@@ -75,7 +75,11 @@ class BytePairs:
 
     @classmethod
     def load(cls, path: Path) -> BytePairs:
-        return cls(library().Tokenizer.from_file(str(path)))
+        made = library().Tokenizer
+        try:
+            return cls(made.from_file(str(path)))
+        except Exception as error:  # the library raises no more exact type
+            raise ValueError(f"{path} must be a vocabulary of the package tokenizers; got {error}") from error
 
     def save(self, path: Path) -> None:
         self._made.save(str(path))

@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
 
+from experiments.training.reading import reading
+
 FORMAT = 2  # increase it when the symbols or the arrays change, so that old caches are not read
 
 # A class, and the symbols of each sequence: one sequence, or two for a task with two towers.
@@ -78,9 +80,16 @@ def cached(
     folder = place / "tokens" / f"{name}-{key}"
     if not folder.exists():
         _write(rows(), folder, name, total)
-    starts, labels = (np.load(folder / f"{array}.npy", mmap_mode="r") for array in ("starts", "labels"))
-    symbols = np.memmap(folder / "symbols.u8", np.uint8, mode="r")
-    towers = (len(starts) - 1) // len(labels)
+    with reading(folder, "a folder of examples that an earlier run has made; delete it to make it again"):
+        starts, labels = (np.load(folder / f"{array}.npy", mmap_mode="r") for array in ("starts", "labels"))
+        symbols = np.memmap(folder / "symbols.u8", np.uint8, mode="r")
+        if (starts.dtype, labels.dtype) != (np.int64, np.uint8) or starts.ndim != 1 or labels.ndim != 1:
+            raise ValueError(
+                f"starts {starts.dtype} {list(starts.shape)} and labels {labels.dtype} {list(labels.shape)}"
+            )
+        towers, rest = divmod(len(starts) - 1, len(labels))
+        if towers < 1 or rest or starts[0] != 0 or starts[-1] != len(symbols) or (np.diff(starts) < 1).any():
+            raise ValueError(f"{len(labels)} labels, {len(starts)} starts and {len(symbols)} symbols")
     return Examples(symbols, starts[:-1].reshape(-1, towers), starts[1:].reshape(-1, towers), labels, shift)
 
 

@@ -24,6 +24,11 @@ def mask_of(config: Config) -> BlockMask:
 
 def build_model(config: Config, task: Task, mask: BlockMask) -> Classifier | Denoiser:
     """The model of a run, with weights from the run's seed, on the mask's device."""
+    return made_model(config, task, mask).to(mask.device)
+
+
+def made_model(config: Config, task: Task, mask: BlockMask) -> Classifier | Denoiser:
+    """The same, on the default device."""
     torch.manual_seed(config.seed)
     layers = [mask] * config.depth
     sizes: dict[str, Any] = {
@@ -52,7 +57,7 @@ def build_model(config: Config, task: Task, mask: BlockMask) -> Classifier | Den
             model = Classifier(layers, **sizes)
     if config.compiled:
         model.compile_layers()
-    return model.to(mask.device)
+    return model
 
 
 def build_optimizer(config: Config, model: nn.Module) -> torch.optim.AdamW:

@@ -1,6 +1,6 @@
 """The tasks: one module each, which finds a task's files in a folder and reads them.
 
-May import `lra.data`, the names of `lra.model.positions`, and the images of `pathfinder`. For all of lra.
+May import `lra.data`, `training`, the names of `lra.model.positions`, and the images of `pathfinder`. For all of lra.
 """
 
 from __future__ import annotations

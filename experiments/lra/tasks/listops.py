@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from experiments.lra.data.listops.generator import LABEL, SPLITS
 from experiments.lra.data.listops.grammar import CLOSE, MIN
 from experiments.lra.model.positions import Brackets
 from experiments.lra.tasks.task import Data, Kinds, Task, has_all, need
+from experiments.training.reading import read_json
 
 # Ids are symbols of the grammar plus 1; see tokens.py.
 BRACKETS = Brackets(opening=tuple(range(1 + MIN, 1 + CLOSE)), closing=(1 + CLOSE,))
@@ -60,7 +60,7 @@ def root_groups(examples: Examples) -> NDArray[np.int64]:
 
 def origin_of(place: Path) -> str:
     """The draws that generated examples come from; overlapping bounds on lengths keep some of the same examples."""
-    return f"ListOps, generated, seed {json.loads((place / LABEL).read_text())['seed']}"
+    return f"ListOps, generated, seed {read_json(place / LABEL, 'the seed of generated data', 'seed')['seed']}"
 
 
 def find(folder: Path) -> tuple[Path, str]:

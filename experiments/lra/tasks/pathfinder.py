@@ -19,6 +19,7 @@ from experiments.lra.data.examples import Examples, Row, cached
 from experiments.lra.tasks.task import Data, Kinds, Options, Task
 from experiments.pathfinder.parameters import LABEL, MARKER_COUNTS, Parameters
 from experiments.pathfinder.released import Sample, find, grey_pixels, is_empty, number_of, samples_in, split_rows
+from experiments.training.reading import read_json, reading
 
 if TYPE_CHECKING:
     from experiments.pathfinder.vectors import Vectors
@@ -75,8 +76,10 @@ def load(task: Task, folder: Path, options: Options) -> Data:
         place, f"{task.name}-{fold}", metadata, lambda: rows_of(samples, task.longest), shift=1, total=len(samples)
     )  # fmt: skip
     if (place / LABEL).is_file():
-        about = json.loads((place / LABEL).read_text())
-        parameters, seed = Parameters.from_json(json.dumps(about["parameters"])), about["seed"]
+        what = "the parameters and the seed of generated images"
+        about = read_json(place / LABEL, what, "parameters", "seed")
+        with reading(place / LABEL, what):
+            parameters, seed = Parameters.from_json(json.dumps(about["parameters"])), about["seed"]
         return Data(task, place, generated_origin(parameters, seed), True, *split(everything, options, place))
     return Data(task, place, f"{task.name}, {fold}, released", False, *split(everything, options, place))
 

@@ -33,6 +33,8 @@ from experiments.pathx.masks.orders import BASE, ORDERS
 
 KINDS = {"dense": 0, "near": 1, "rows": 1, "columns": 1, "axial": 1, "butterfly": 1, "factor": 2, "tiles": 1}
 
+MOST_LAYERS = 1000
+
 Numbers = TypeVar("Numbers", Tensor, NDArray[np.int64])
 
 
@@ -113,5 +115,8 @@ def parse_layers(text: str) -> tuple[Relation, ...]:
         name, star, count = word.partition("*")
         if star and not (count.strip().isdecimal() and int(count) > 0):
             raise ValueError(f"layers must be masks with commas between them, near:16*4,dense say; got {text!r}")
-        layers += [parse(name)] * (int(count) if star else 1)
+        times = int(count) if star else 1
+        if len(layers) + times > MOST_LAYERS:
+            raise ValueError(f"a model must have at most {MOST_LAYERS} layers; got {text[:60]!r}")
+        layers += [parse(name)] * times
     return tuple(layers)

@@ -207,7 +207,7 @@ def test_other_files_are_refused(pretrained, tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no file"):
         begin(path)
     path.write_bytes(b"no weights")
-    with pytest.raises(ValueError, match=r"must hold an experiments\.lra model: "):
+    with pytest.raises(ValueError, match=r"must be a file of an experiments\.lra model; got ValueError: "):
         begin(path)
     save_file({"x": torch.zeros(1)}, path, metadata={"about": json.dumps({"kind": "another"})})
     with pytest.raises(ValueError, match="got 'another'"):

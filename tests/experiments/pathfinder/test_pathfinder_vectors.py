@@ -79,7 +79,9 @@ def test_missing_and_foreign_files_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"`python -m experiments\.pathfinder generate` writes one"):
         load(tmp_path / "none.safetensors")
     (tmp_path / "text").write_text("no vectors")
-    with pytest.raises(ValueError, match="text is damaged or no safetensors file"):
+    with pytest.raises(
+        ValueError, match="text must be a file of generated Pathfinder images as vectors; got ValueError: "
+    ):
         load(tmp_path / "text")
     save_file({"weights": np.zeros(3)}, tmp_path / "model")
     with pytest.raises(ValueError, match=f"model must hold {KIND}; got None"):
@@ -90,7 +92,9 @@ def test_cut_file_is_refused(vectors, tmp_path):
     path = tmp_path / "file"
     save(vectors, path)
     path.write_bytes(path.read_bytes()[:-10])
-    with pytest.raises(ValueError, match="file is damaged or no safetensors file"):
+    with pytest.raises(
+        ValueError, match="file must be a file of generated Pathfinder images as vectors; got ValueError: "
+    ):
         load(path)
 
 

@@ -6,7 +6,17 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-NOT_TEXT, NO_JSON, OTHER = b"\xff\xfe\x00\x90", b"{", b'{"a": 1}\n'
+CONTENTS = {
+    "not text": b"\xff\xfe\x00\x90",
+    "no JSON": b"{",
+    "other JSON": b'{"a": 1}\n',
+    "a list": b"[1, 2]",
+    "nothing": b"null",
+    "empty": b"",
+    "deep": b"[" * 100_000,
+    "deep objects": b'{"kind":' * 100_000,
+    "long number": b"[" + b"9" * 10_000 + b"]",
+}
 
 # The command, what it must be given, and which file of the folder it reads.
 COMMANDS = {
@@ -31,7 +41,7 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("contents", [NOT_TEXT, NO_JSON, OTHER], ids=["not text", "no JSON", "other JSON"])
+@pytest.mark.parametrize("contents", CONTENTS.values(), ids=CONTENTS)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_file_of_something_else_is_named_in_one_line(name, contents, tmp_path):
     module, words, file = COMMANDS[name]

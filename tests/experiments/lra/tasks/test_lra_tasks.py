@@ -1,8 +1,11 @@
 """The loaders on small files in exactly the released formats, each driven through training to a result and a resume."""
 
+import io
 import pickle
+import re
 import shutil
 import sys
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +16,7 @@ from PIL import Image
 
 from experiments.lra.config import Config
 from experiments.lra.data.batches import collate
-from experiments.lra.tasks import TASKS, Options, load
+from experiments.lra.tasks import TASKS, Options, image, load
 from experiments.lra.tasks.image import grey
 from experiments.lra.train import Run
 
@@ -159,30 +162,104 @@ def test_grey_is_the_weighted_sum_of_the_colours():
     assert grey(colours.transpose(1, 0, 2))[0].tolist() == [0, 255, 76, 149, 29, 141]
 
 
-def test_a_pickle_that_is_more_than_data_is_refused_unrun(tmp_path):
-    write_image(tmp_path, "py")
+class Bomb:
+    def __reduce__(self):
+        return (sys.exit, (3,))
 
-    class Bomb:
-        def __reduce__(self):
-            return (sys.exit, (3,))
 
-    (tmp_path / "cifar-10-batches-py" / "data_batch_3").write_bytes(pickle.dumps(Bomb()))
-    with pytest.raises(ValueError, match=r"data_batch_3 is not a CIFAR-10 batch: it asks for sys.exit"):
-        load("image", tmp_path)
+def with_batch(folder, content):
+    write_image(folder, "py")
+    (folder / "cifar-10-batches-py" / "data_batch_3").write_bytes(content)
+    return folder
 
 
 @pytest.mark.parametrize(
-    "content",
-    [b"\x80\xff\x00", b"cnumpy.nothing\ndtype\n.", b"\x80\x03X\x02\x00\x00\x00\xff\xfe.",
-     pickle.dumps({b"labels": [], b"data": np.zeros((0, 3072), np.uint8)}),
-     pickle.dumps({b"labels": 3, b"data": np.zeros((1, 3072), np.uint8)})],
-    ids=["protocol", "module", "text", "empty", "one label"],
-)  # fmt: skip
+    ("content", "asked"),
+    [
+        (pickle.dumps(Bomb()), "sys.exit"),
+        (b"cnumpy.f2py.__main__\ndtype\n.", "numpy.f2py.__main__.dtype"),
+        (b"cnumpy.nothing\nndarray\n.", "numpy.nothing.ndarray"),
+        (b"cnumpy.f2py.__main__\n_reconstruct\n.", "numpy.f2py.__main__._reconstruct"),
+        (b"cnumpy\n_reconstruct\n.", "numpy._reconstruct"),
+        (b"\x80\x04\x8c\x0bnumpy.tests\x8c\x05dtype\x93.", "numpy.tests.dtype"),
+    ],
+)
+def test_a_pickle_that_asks_for_code_is_refused_and_nothing_is_imported(content, asked, tmp_path):
+    before = set(sys.modules)
+    with pytest.raises(ValueError, match=f"data_batch_3 is not a CIFAR-10 batch: it asks for {re.escape(asked)}, "):
+        load("image", with_batch(tmp_path, content))
+    assert not {name for name in set(sys.modules) - before if name.startswith(("numpy.f2py", "numpy.tests"))}
+
+
+def nested(levels):
+    """A list of 2 ** levels elements in a file of a few bytes."""
+    made = [1]
+    for _ in range(levels):
+        made = [made, made]
+    return made
+
+
+PIXELS = np.zeros((1, 3072), np.uint8)
+NO_BATCHES = [
+    *(
+        b"\x80\xff\x00",
+        b"\x80\x03X\x02\x00\x00\x00\xff\xfe.",
+        b"",
+        b"\x80\x02",
+        b"\x80\x02}",
+        b"\x80\x02e.",
+        b"\x80\x02b.",
+    ),
+    *(b"\x80\x02h\x07.", b"\x80\x02]]s.", b"(" * 10**5 + b"t" * 10**5 + b".", b"\x80\x02}]" + b"\x85" * 10**5 + b"Ns."),
+    b"\x80\x04\x8d" + (2**40).to_bytes(8, "little"),  # a text of a TB
+    b"\x80\x02]r\xff\xff\xff\x7f.",  # room for two thousand million values
+    pickle.dumps({b"labels": [3], b"data": PIXELS})[:2000],
+    pickle.dumps({b"labels": [3], b"data": PIXELS.astype(np.int8)}),
+    pickle.dumps({b"labels": [3], b"data": np.asfortranarray(np.zeros((2, 3072), np.uint8))}),
+    pickle.dumps({b"labels": [], b"data": PIXELS[:0]}),
+    pickle.dumps({b"labels": [3, 4], b"data": PIXELS}),
+    pickle.dumps({b"labels": [3], b"data": nested(60)}),
+    pickle.dumps({b"labels": nested(60), b"data": PIXELS}),
+    pickle.dumps({b"labels": [10**400], b"data": PIXELS}),
+    pickle.dumps({b"labels": 3, b"data": PIXELS}),
+    pickle.dumps([b"labels", b"data"]),
+]
+
+
+@pytest.mark.parametrize("content", NO_BATCHES, ids=range(len(NO_BATCHES)))
 def test_a_pickle_that_is_no_batch_is_named(content, tmp_path):
-    write_image(tmp_path, "py")
-    (tmp_path / "cifar-10-batches-py" / "data_batch_3").write_bytes(content)
     with pytest.raises(ValueError, match=r"data_batch_3 (is not a CIFAR-10 batch|must hold uint8 images)"):
-        load("image", tmp_path)
+        load("image", with_batch(tmp_path, content))
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4])
+def test_batches_of_all_writers_are_read(protocol, tmp_path):
+    labels, data = cifar(300, 0)
+    batch = {
+        "batch_label": None,
+        b"labels": labels.tolist(),
+        b"data": data,
+        b"filenames": [b"%d.png" % i for i in range(300)],
+    }
+    (tmp_path / "batch").write_bytes(pickle.dumps(batch, protocol=protocol))
+    classes, colours = image.read_python(tmp_path / "batch")
+    assert classes.tolist() == labels.tolist() and np.array_equal(colours.reshape(300, -1), data)
+
+
+# As Python 2 and NumPy 1 wrote the files that are downloaded: strings of bytes, and names of an older NumPy.
+OF_PYTHON_2 = (
+    b"\x80\x02}q\x01(U\x0bbatch_labelq\x02U\x15training batch 1 of 5q\x03U\x06labelsq\x04]q\x05(K\x06K\teU\x04dataq\x06"
+    b"cnumpy.core.multiarray\n_reconstruct\nq\x07cnumpy\nndarray\nq\x08K\x00\x85U\x01b\x87Rq\t(K\x01K\x02M\x00\x0c\x86cnumpy\n"
+    b"dtype\nq\nU\x02u1K\x00K\x01\x87Rq\x0b(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb\x89T\x00\x18\x00\x00%btbU\tfilenames"
+    b"q\x0c]q\r(U\x05a.pngU\x05b.pngeu."
+)
+
+
+def test_a_file_of_python_2_is_read(tmp_path):
+    data = np.arange(2 * 3072).astype(np.uint8).reshape(2, 3072)
+    (tmp_path / "batch").write_bytes(OF_PYTHON_2 % data.tobytes())
+    classes, colours = image.read_python(tmp_path / "batch")
+    assert classes.tolist() == [6, 9] and np.array_equal(colours.reshape(2, -1), data)
 
 
 @pytest.mark.parametrize(
@@ -223,12 +300,49 @@ def test_the_empty_image_of_the_release_is_left_out(tmp_path):
     assert len(data.train) + len(data.val) + len(data.test) == 29
 
 
+def png_header(side):
+    """A grey image of so many pixels, without its pixels."""
+    header = b"IHDR" + side.to_bytes(4, "big") * 2 + b"\x08\0\0\0\0"
+    chunks = [(13).to_bytes(4, "big") + header + zlib.crc32(header).to_bytes(4, "big")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks) + bytes(4) + b"IDAT" + zlib.crc32(b"IDAT").to_bytes(4, "big")
+
+
+def npy_header(dtype, shape):
+    """An array without its values."""
+    file = io.BytesIO()
+    np.lib.format.write_array_header_1_0(file, {"descr": dtype, "fortran_order": False, "shape": shape})
+    return file.getvalue()
+
+
 @pytest.mark.parametrize(
     ("damage", "error", "message"),
     [
         (lambda fold: (fold / "imgs/2/sample_3.png").unlink(), FileNotFoundError, "sample_3.png, which does not exist"),
-        (lambda fold: (fold / "imgs/2/sample_3.png").write_bytes(b"no png"), ValueError, "not a readable image"),
-        (lambda fold: Image.new("L", (64, 64)).save(fold / "imgs/2/sample_3.png"), ValueError, "grey image of 32 x 32"),
+        (lambda fold: (fold / "imgs/2/sample_3.png").write_bytes(b"no png"), ValueError, "32 x 32; got Unident"),
+        (
+            lambda fold: Image.new("L", (64, 64)).save(fold / "imgs/2/sample_3.png"),
+            ValueError,
+            "PNG image of 32 x 32; got L",
+        ),
+        (
+            lambda fold: (fold / "imgs/2/sample_3.png").write_bytes(png_header(60_000)),
+            ValueError,
+            "32 x 32; got Decomp",
+        ),
+        (lambda fold: (fold / "imgs/2/sample_3.png").write_bytes(png_header(8_000)), ValueError, r"got L \[8000, 8000"),
+        (
+            lambda fold: (fold / "imgs/2/sample_3.png").write_bytes(png_header(32)),
+            ValueError,
+            "PNG image of 32 x 32; got",
+        ),
+        (
+            lambda fold: (fold / "imgs/2/sample_3.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n"),
+            ValueError,
+            "got Unident",
+        ),
+        (lambda fold: (fold / "metadata/2.npy").write_bytes(npy_header("<U4", (2**40, 11))), ValueError, "of strings"),
+        (lambda fold: (fold / "metadata/2.npy").write_bytes(npy_header("<f8", (0, 11))), ValueError, "of strings"),
+        (lambda fold: (fold / "metadata/2.npy").write_bytes(npy_header("<U4", ())), ValueError, "of strings"),
         (lambda fold: (fold / "metadata/2.npy").write_text("imgs/2 a.png 0 maybe\n"), ValueError, "line 1 of .*label"),
         (lambda fold: (fold / "metadata/2.npy").write_text("../../.. a.png 0 1\n"), ValueError, "names a file outside"),
         (lambda fold: (fold / "metadata/2.npy").write_text("/etc a.png 0 1\n"), ValueError, "names a file outside"),
@@ -240,6 +354,13 @@ def test_the_empty_image_of_the_release_is_left_out(tmp_path):
         "missing",
         "no image",
         "another size",
+        "bomb",
+        "large",
+        "no pixels",
+        "another format",
+        "no strings of many",
+        "numbers",
+        "one string",
         "no label",
         "outside",
         "absolute",

@@ -1,0 +1,51 @@
+"""What a mask answers to attributes and operations of tensors and of other libraries' masks: how to do it here."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+_MOVE = "masks are moved by mask.to('cuda') or mask.to('cpu')"
+_DENSE = "mask.to_dense() is the boolean tensor [B, H, Nq, Nk]"
+_PART = "part of a mask is mask.crop(q=(start, stop), k=(start, stop)), and some of its heads mask.select(heads=[0, 1])"
+_LISTS = "interop.to_flex(mask) makes FlexAttention's BlockMask"
+_NO_DTYPE = "masks have no dtype: they serve queries, keys and values of any"
+_SIZES = "mask.shape is (B, H, Nq, Nk), and mask.blocks the numbers of block rows and columns"
+_MASKS = "masks are combined by &, | and ~"
+
+ATTRIBUTES = {
+    **dict.fromkeys(("cuda", "cpu", "get_device", "is_cuda", "pin_memory"), _MOVE),
+    **dict.fromkeys(
+        ("dtype", "float", "half", "bfloat16", "long", "int", "double", "type", "requires_grad"), _NO_DTYPE
+    ),
+    **dict.fromkeys(("bool", "numpy", "tolist", "nonzero", "masked_fill", "item", "todense", "dense_mask"), _DENSE),
+    **dict.fromkeys(("ndim", "dim", "size", "numel", "stride"), _SIZES),
+    **dict.fromkeys(("narrow", "split", "chunk", "index_select", "take", "_adjust"), _PART),
+    **dict.fromkeys(("mT", "t"), "the transposed mask is mask.T"),
+    **dict.fromkeys(("sum", "any", "all", "mean", "sparsity"), "mask.density is the share of live scores"),
+    **dict.fromkeys(("clone", "detach", "contiguous", "copy"), "masks never change, so they need no copy"),
+    **dict.fromkeys(("expand", "repeat", "unsqueeze"), "a mask of one head or batch element serves any number of them"),
+    **dict.fromkeys(("logical_and", "logical_or", "logical_not", "union", "intersect", "intersection"), _MASKS),
+    **dict.fromkeys(("kv_num_blocks", "kv_indices", "mask_mod", "BLOCK_SIZE", "as_tuple", "seq_lengths"), _LISTS),
+}
+
+
+def no_attribute(name: str) -> AttributeError:
+    """The error for an attribute that masks do not have.
+
+    >>> no_attribute("cuda")
+    AttributeError("BlockMask has no attribute 'cuda': masks are moved by mask.to('cuda') or mask.to('cpu').")
+    """
+    remedy = f": {ATTRIBUTES[name]}." if name in ATTRIBUTES else ""
+    return AttributeError(f"BlockMask has no attribute {name!r}{remedy}")
+
+
+def refuse(what: str) -> NoReturn:
+    """Raises TypeError for an operation that masks do not have."""
+    remedies = {"index": _PART, "len": f"{_SIZES}; {_DENSE}", "iterate": f"{_PART}; {_DENSE}", "array": _DENSE}
+    said = {
+        "index": "indexed or sliced",
+        "len": "asked for its len",
+        "iterate": "iterated over",
+        "array": "taken as an array",
+    }
+    raise TypeError(f"a BlockMask must not be {said[what]}: {remedies[what]}.")
