@@ -14,6 +14,7 @@ from torch import Tensor
 from sparseflash.blockmask import bitmask
 from sparseflash.blockmask.arguments import boolean, check_block_count, integer
 from sparseflash.blockmask.build import SCORES_AT_ONCE, Part, tile_list
+from sparseflash.blockmask.compiled_rules import call_rules
 from sparseflash.blockmask.number import Number
 from sparseflash.blockmask.vectorize import vectorized
 
@@ -62,6 +63,14 @@ def tiles_of_rule(
                 number
             )
     return parts, numbers
+
+
+def call_rule(
+    cls: Any, live: Live, *_: Any, batch: Any = None, heads: Any = None, candidates: Any = None, **__: Any
+) -> None:
+    """Calls what `BlockMask.from_function` is given as it does, for torch.compile."""
+    call_rules(2 if batch is None and heads is None else 4, live)
+    call_rules(2, candidates)
 
 
 def takes_numbers(live: Any, batch: int | None, heads: int | None) -> bool:
@@ -172,7 +181,7 @@ def _answer(rule: Callable[[Tensor, Tensor], Tensor], name: str, q: Tensor, k: T
         return boolean(answer, f"what {name} returns")
 
     try:
-        return vectorized(rule, name, (q, k), checked)
+        return checked(vectorized(rule, name, (q, k), checked))  # vmap hides what kind of tensor it is
     except AttributeError as error:
         if not str(error).startswith("'int' object has no attribute"):
             raise

@@ -195,7 +195,7 @@ CAPTURED = torch.ones(3)
         (lambda s, b, h, q, k, g: s * torch.tensor([1.0, 2.0])[h], "a tensor made inside the function, of shape [2]"),
         (torch.no_grad()(lambda s, b, h, q, k, g: s * 2), "got torch.no_grad() or the like, in place of detach()"),
         (torch.inference_mode()(lambda s, b, h, q, k, g: s * 2), "got torch.no_grad() or the like, in place of"),
-        (lambda s, b, h, q, k, g: s.view(1)[:1] + s, "got slice of a computed tensor. With backend='blockwise'"),
+        (lambda s, b, h, q, k, g: (s.view(1)[:1] + s).view(()), "got view, which is none of them. With backend='bl"),
         (lambda s, b, h, q, k, g: s[0] + s, "it raised IndexError: invalid index of a 0-dim tensor"),
         (lambda s, b, h, q, k, g: s * g[0].item(), "a number that is read from a tensor"),
         (lambda s, b, h, q, k, g: s * 2 if CAPTURED[0] > 0 else s, "a number that is read from a tensor"),
