@@ -143,7 +143,8 @@ def python_rules(data):
 def spelled(draw, length, python=True):
     """A drawn rule: one of those above, or two of them joined. It is shown by its names and the seed of its data."""
     data = Data(draw(st.integers(0, 999)), length)
-    rules = data_rules(data) | (python_rules(data) if python else {})
+    mapped = data_rules(data)
+    rules = mapped | (python_rules(data) if python else {})
     name = draw(st.sampled_from(sorted(rules)))
     rule, others = rules[name], draw(st.sampled_from([None, None, *sorted(rules)]))
     how = draw(st.sampled_from(["and", "or", "by head"] if python else ["and", "or"]))
@@ -154,15 +155,16 @@ def spelled(draw, length, python=True):
             "or": lambda b, h, q, k: rule(b, h, q, k) | other(b, h, q, k),
             "by head": lambda b, h, q, k: rule(b, h, q, k) if h % 2 == 0 else other(b, h, q, k),
         }
-        return Spelled(f"{name} {how} {others} of {data}", joined[how])
-    return Spelled(f"{name} of {data}", rule)
+        is_mapped = name in mapped and others in mapped and how != "by head"
+        return Spelled(f"{name} {how} {others} of {data}", joined[how], is_mapped)
+    return Spelled(f"{name} of {data}", rule, name in mapped)
 
 
 class Spelled:
-    """A rule with a name."""
+    """A rule with a name. is_mapped: torch.vmap can call it for many b and h at once."""
 
-    def __init__(self, name, rule):
-        self.name, self.rule = name, rule
+    def __init__(self, name, rule, is_mapped):
+        self.name, self.rule, self.is_mapped = name, rule, is_mapped
 
     def __call__(self, b, h, q, k):
         return self.rule(b, h, q, k)
