@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import Block, checked_mask
+from sparseflash.blockmask.compiled_rules import call_rules, constant
 from sparseflash.blockmask.compiling import constant_when_compiled
 
 Pattern = Callable[..., Any]
@@ -23,7 +25,16 @@ def check_pattern(pattern: object) -> None:
         )
 
 
-@constant_when_compiled
+def _call(pattern: Pattern | None, q_len: int, k_len: int, **_: Any) -> None:
+    """Calls a pattern as `mask_of_lengths` does, for torch.compile."""
+    if callable(pattern):
+        if _is_rule(pattern):
+            call_rules(2, pattern)
+        else:
+            pattern(q_len) if q_len == k_len else pattern(q_len, k_len)
+
+
+@partial(constant_when_compiled, calls=_call)
 def mask_of_lengths(pattern: Pattern | None, q_len: int, k_len: int, *, block: Block = 128) -> BlockMask:
     """The mask of a pattern for these lengths, on the CPU.
 
@@ -65,3 +76,6 @@ def _is_rule(pattern: Pattern) -> bool:
             "lambda n: BlockMask.from_function(rule, n, heads=heads)."
         )
     return len(needed) == 2
+
+
+constant(_is_rule)

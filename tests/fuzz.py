@@ -25,10 +25,12 @@ import numpy as np
 import torch
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
+from torch.nn.attention.flex_attention import create_block_mask
 
 import sparseflash
 from minus_inf import KINDS as MINUS_INF
 from minus_inf import Case
+from rule_spellings import BATCH, HEADS, by_numbers, spelled
 from sparseflash import BlockMask, attention, decode, interop, masks, nn, scores
 
 ROOT = Path(sparseflash.__file__).resolve().parents[1]
@@ -761,7 +763,59 @@ def fuzz_strides(drawn, backend, grad):
     return kind
 
 
-FAMILIES = {name.removeprefix("fuzz_"): each for name, each in sorted(globals().items()) if name.startswith("fuzz_")}
+@draws(rule=spelled(20), sizes=st.tuples(*[st.integers(1, n) for n in (BATCH, HEADS, 20, 20)]),
+       block=mostly([16, (16, 32)], [3]),
+       use=st.sampled_from(["from_function", "from_flex", "to_flashmask", "function", "from_score_mod"]))  # fmt: skip
+def fuzz_rules(rule, sizes, block, use):
+    """Rules of b and h mean what they say of single numbers, wherever they are taken."""
+    batch, heads, *lengths = sizes
+    if use in ("function", "from_score_mod"):
+        return fuzz_conditions(rule, sizes, use)
+
+    def call():
+        if use == "from_flex":
+            made = create_block_mask(rule, batch, heads, *lengths, device="cpu", BLOCK_SIZE=block)
+            return interop.from_flex(made)
+        mask = BlockMask.from_function(rule, *lengths, batch=batch, heads=heads, block=block)
+        if use == "to_flashmask":
+            found = interop.to_flashmask(mask)
+            return interop.from_flashmask(*found[:1], causal=found.causal, q_len=lengths[0], block=block)
+        return mask
+
+    try:
+        kind, mask = outcome(call)
+    except AssertionError:
+        if use == "from_flex" and not rule.is_mapped:
+            return "refused"  # by FlexAttention
+        raise
+    if kind == "result":
+        assert torch.equal(mask.to_dense().expand(*sizes), by_numbers(rule, *sizes))
+    else:
+        assert block == 3 or use in ("to_flashmask", "from_flex"), mask
+    return kind
+
+
+def fuzz_conditions(rule, sizes, use):
+    """A score is changed where a rule says so."""
+    batch, heads, q_len, k_len = sizes
+    q, k, v = (torch.randn(batch, heads, n, 8, dtype=torch.float64) for n in (q_len, k_len, k_len))
+    change = lambda s, b, h, q, k: torch.where(rule(b, h, q, k), s, 0.5 - s)  # noqa: E731
+
+    def call():
+        made = scores.function(change) if use == "function" else interop.from_score_mod(change, q_len, k_len)
+        return attention(q, k, v, scores=made, backend="blockwise")
+
+    kind, found = outcome(call)
+    if kind == "result":
+        products = q @ k.mT / math.sqrt(8)
+        changed = torch.where(by_numbers(rule, *sizes), products, 0.5 - products)
+        torch.testing.assert_close(found, changed.softmax(-1) @ v)
+    else:
+        assert use == "from_score_mod" or not rule.is_mapped, found
+    return kind
+
+
+FAMILIES = {name.removeprefix("fuzz_"): each for name, each in sorted(globals().items()) if hasattr(each, "strategies")}
 
 
 def stop_if_device_failed(family, number, drawn):

@@ -533,7 +533,7 @@ def test_the_room_of_a_cache_needs_no_mask_of_padding():
     """Nor does a mask that names its tokens but pads none: the mask of the rule serves as it is, kept and planned."""
     tokens = torch.ones(2, 40, dtype=torch.bool)
     tokens[:, 30:] = False  # room after the 30 queries
-    asked = {"queries": (0, 30), "keys": (0, 40), "is_mapped": False, "may_cross": False, "block": 16}
+    asked = {"queries": (0, 30), "keys": (0, 40), "may_cross": False, "block": 16}
     once, again = (
         ModelMask(rules.causal_mask_function, 2, padding=tokens, device=torch.device("cpu"), **asked).within(
             None, torch.device("cpu")

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from sparseflash.blockmask.cache import cleared_with_caches
+from sparseflash.blockmask.compiled_rules import Trace, begin_trace, constant, guard_reads
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -65,12 +66,12 @@ def contents_when_faking() -> AbstractContextManager[None]:
     return _disable_current_modes() if is_faking() else nullcontext()
 
 
-def constant_when_compiled(build: Callable[P, T]) -> Callable[P, T]:
+def constant_when_compiled(build: Callable[P, T], calls: Callable[..., None] | None = None) -> Callable[P, T]:
     """Decorates a builder of masks: in compiled code its result is a constant, made at compile time.
 
     Arguments may then be numbers, strings, lists of these, functions and masks. A mask from outside the compiled
     function is guarded, so another one recompiles. Tensors are refused, because the constant would not follow their
-    contents.
+    contents. calls: takes the same arguments, and calls the functions among them, so that what they read is guarded.
     """
 
     @functools.wraps(build)
@@ -82,10 +83,14 @@ def constant_when_compiled(build: Callable[P, T]) -> Callable[P, T]:
             with _disable_current_modes():
                 return build(*args, **kwargs)
         # Dynamo traces everything below except `_build`.
+        begun = None
+        if calls is not None:
+            begun = begin_trace()
+            calls(*args, **kwargs)
         masks: list[Any] = []  # or their ids
         positional = [_described(value, masks) for value in args]
         named = {name: _described(value, masks) for name, value in kwargs.items()}
-        mask: T = getattr(_kept, _build(build, positional, named, *masks))
+        mask: T = getattr(_kept, _build(begun, build, positional, named, *masks))
         return mask
 
     return built
@@ -93,12 +98,12 @@ def constant_when_compiled(build: Callable[P, T]) -> Callable[P, T]:
 
 def constant_if_its_mask_is(method: Callable[P, T]) -> Callable[P, T]:
     """Decorates a traceable method of masks: its result is a constant in compiled code only if the mask is."""
-    constant = constant_when_compiled(method)
+    of_constant = constant_when_compiled(method)
 
     @functools.wraps(method)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
         if torch.compiler.is_dynamo_compiling() and hasattr(args[0], "_is_constant"):
-            return constant(*args, **kwargs)
+            return of_constant(*args, **kwargs)
         return method(*args, **kwargs)
 
     return called
@@ -135,8 +140,12 @@ def _described(value: Any, masks: list[Any]) -> tuple[str, Any]:
     return "constant", value
 
 
-def _build(build: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], *masks: Any) -> str:
+def _build(
+    begun: Trace | None, build: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], *masks: Any
+) -> str:  # fmt: skip
     """Builds and keeps the mask; returns the name of its attribute of `_kept`."""
+    if begun is not None:
+        guard_reads(begun, build.__qualname__)
     if _OBJECTS_AS_IDS:  # of objects that Dynamo holds, even of those that it only traces
         masks = tuple(ctypes.cast(address, ctypes.py_object).value for address in masks)
 
@@ -171,5 +180,4 @@ def _build(build: Callable[..., Any], args: list[Any], kwargs: dict[str, Any], *
     return name
 
 
-# Marks the function like `torch.compiler.assume_constant_result`, whose import takes a second.
-_build._dynamo_marked_constant = True  # type: ignore[attr-defined]
+constant(_build)

@@ -11,6 +11,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import torch
@@ -26,7 +27,7 @@ from sparseflash.blockmask.csr import columns_of, may_vary_in_size, stored_tiles
 from sparseflash.blockmask.dynamic import canonical_arrays_of
 from sparseflash.blockmask.lengths import Lengths, lengths_of
 from sparseflash.blockmask.remedies import no_attribute, refuse
-from sparseflash.blockmask.rules import Candidates, Live, tiles_of_rule
+from sparseflash.blockmask.rules import Candidates, Live, call_rule, tiles_of_rule
 from sparseflash.blockmask.stats import live_scores, live_tokens, pattern_count
 from sparseflash.blockmask.summary import summary
 from sparseflash.blockmask.transfer import to_device
@@ -176,7 +177,7 @@ class BlockMask:
         return cls._of(*of_layout(layout, block, q_len, k_len))
 
     @classmethod
-    @constant_when_compiled
+    @partial(constant_when_compiled, calls=call_rule)
     def from_function(
         cls,
         live: Live,
@@ -204,29 +205,32 @@ class BlockMask:
         BlockMask(256 x 256, blocks of 64, 26 tiles: 9 full + 17 partial (2 distinct), density 40 %,
         3 patterns for 1 x 4 (batch x heads))
 
-        `live` takes two broadcastable int64 tensors of token positions and returns a boolean tensor that broadcasts
-        with them. So write it with `&`, `|`, `~`, `torch.minimum`, `torch.maximum` and `torch.where`; `and`, `or`,
-        `not`, `min`, `max`, `if` and chained comparisons such as `0 <= q - k < 64` do not work on tensors. It is
-        evaluated on about 2 million scores at a time, never on the whole `N x N` matrix, so memory is bounded and time
-        is proportional to the number of tiles evaluated. `k_len` defaults to `q_len`.
+        `live` is written for single numbers: int64 tensors without dimensions, as a `mask_mod` of FlexAttention gets
+        them, so `table[q][k]`, `(labels[q] & labels[k]).any()` and `x, y = grid[q]` mean what they say. It returns one
+        bool. It is called for about 2 million pairs at a time, by `torch.vmap`, never for the whole `N x N` matrix, so
+        memory is bounded and time is proportional to the number of tiles evaluated. So write it with `&`, `|`, `~`,
+        `torch.minimum`, `torch.maximum` and `torch.where`; `and`, `or`, `not`, `min`, `max`, `if` and chained
+        comparisons such as `0 <= q - k < 64` of positions do not work. A rule that vmap cannot call gets broadcastable
+        tensors of many positions; it must answer for each as it does for one, of which a few are checked. `k_len`
+        defaults to `q_len`.
 
         `batch`, `heads`: the number of batch elements and heads to evaluate a four-argument rule for. The default 1
-        gives one mask for all of them. The rule gets b and h as int64 tensors without dimensions. It is evaluated for
-        each pair, or once for all heads if it does not use `h`, and likewise for `b`; equal patterns are stored once. A
-        rule that accepts two or four arguments (`*args`, or a C function, whose signature is unknown) gets four if
-        `batch` or `heads` is given. For a rule that does not broadcast use `interop.from_flex`.
+        gives one mask for all of them. b and h are single numbers too, which Python may read: `slopes[int(h)]`,
+        `if h == 3`. The rule is evaluated for each pair, or once for all heads if it never reads `h`, and likewise for
+        `b`; equal patterns are stored once. A rule that accepts two or four arguments (`*args`, or a C function, whose
+        signature is unknown) gets four if `batch` or `heads` is given.
 
-        `candidates` limits the tiles that are evaluated. It is a bool block layout `[Mq, Mk]`; or a function of
-        broadcastable block indices `(i, j)` that returns bools, called for every tile; or a list of tiles `(rows,
+        `candidates` limits the tiles that are evaluated. It is a bool block layout `[Mq, Mk]`; or a function of single
+        block indices `(i, j)` that returns a bool, called like `live` for every tile; or a list of tiles `(rows,
         cols)`, two int tensors `[E]` in any order without duplicates, which makes the time proportional to E. A tile
         that is not a candidate is dead, whatever `live` says. The candidates must cover every live score; this is not
         checked.
 
         `device`: where the positions are made, `live` runs and the mask is built; the CPU by default.
 
-        In code compiled by `torch.compile`, `live` may refer only to numbers that are the same at every call. A tensor,
-        or the size of one, fails with "failed to convert closure cell to Python constant"; pass a size through
-        `operator.index`.
+        In code compiled by `torch.compile` the mask is a constant. Numbers that `live` and `candidates` read, wherever
+        they are, are guarded: if one changes, the code is compiled again. Rules that read tensors, or that the compiler
+        cannot trace, are refused there; pass the size of a tensor through `operator.index`.
         """
         block_q, block_k = block_pair(block)
         q_len, k_len = token_counts(q_len, q_len if k_len is None else k_len)

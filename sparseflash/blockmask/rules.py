@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,18 +14,11 @@ from torch import Tensor
 from sparseflash.blockmask import bitmask
 from sparseflash.blockmask.arguments import boolean, check_block_count, integer
 from sparseflash.blockmask.build import SCORES_AT_ONCE, Part, tile_list
+from sparseflash.blockmask.compiled_rules import call_rules
+from sparseflash.blockmask.number import Number
+from sparseflash.blockmask.vectorize import vectorized
 
 _PAIRS_AT_ONCE = 1 << 22  # block pairs passed to a candidate function at a time
-
-# What PyTorch's errors say when Python needs a single number but gets a tensor of many.
-_ONE_NUMBER = (
-    "Boolean value of Tensor",
-    "cannot be converted to Scalar",
-    "only one element tensors can be converted",
-    "only integer tensors of a single element can be converted",
-    "only 0-dimensional arrays can be converted",
-    "only length-1 arrays can be converted",
-)
 
 Live = Callable[..., Tensor]  # takes (q_idx, k_idx) or (b, h, q_idx, k_idx)
 # A block layout, a function of block indices, or a list of tiles: block rows and block columns.
@@ -50,21 +44,33 @@ def tiles_of_rule(
         part = _tiles(live, q_len, k_len, block, candidates, device)
         return [part], torch.zeros(1, 1, dtype=torch.int64, device="cpu")
     batch, heads = (_at_least_one(n, name) for n, name in ((batch, "batch"), (heads, "heads")))
-    b, h = (torch.arange(n, device=device) for n in (batch, heads))
-    reads_b, reads_h = _reads(live, b, h)
     parts: list[Part] = []
     number_of: dict[bytes, int] = {}
-    numbers = torch.empty(batch if reads_b else 1, heads if reads_h else 1, dtype=torch.int64, device="cpu")
-    for i in range(numbers.shape[0]):
-        for j in range(numbers.shape[1]):
-            part = _tiles(_of(live, b[i], h[j]), q_len, k_len, block, candidates, device)
+    numbers = torch.full((batch, heads), -1, dtype=torch.int64, device="cpu")
+    for i in range(batch):
+        while len(left := (numbers[i] < 0).nonzero()):
+            j = int(left[0])
+            b, h = Number(i, device), Number(j, device)
+            part = _tiles(partial(live, b, h), q_len, k_len, block, candidates, device)
             digest = hashlib.blake2b(digest_size=16)  # recognises equal patterns, so that only one is kept
             for array in part:
                 digest.update(array.cpu().numpy().tobytes() + repr(array.shape).encode())
-            numbers[i, j] = number = number_of.setdefault(digest.digest(), len(parts))
+            number = number_of.setdefault(digest.digest(), len(parts))
             if number == len(parts):
                 parts.append(part)
-    return parts, numbers.expand(batch, heads)
+            # What did not read a number is the same for all of them.
+            numbers[slice(i, i + 1) if b.is_read else slice(None), slice(j, j + 1) if h.is_read else slice(None)] = (
+                number
+            )
+    return parts, numbers
+
+
+def call_rule(
+    cls: Any, live: Live, *_: Any, batch: Any = None, heads: Any = None, candidates: Any = None, **__: Any
+) -> None:
+    """Calls what `BlockMask.from_function` is given as it does, for torch.compile."""
+    call_rules(2 if batch is None and heads is None else 4, live)
+    call_rules(2, candidates)
 
 
 def takes_numbers(live: Any, batch: int | None, heads: int | None) -> bool:
@@ -113,34 +119,6 @@ def _at_least_one(value: int | None, name: str) -> int:
     if count < 1:
         raise ValueError(f"{name} must be at least 1; got {count}.")
     return count
-
-
-def _of(live: Any, b: Tensor, h: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """The rule for one batch element and head, whose numbers it gets as tensors without dimensions, as in
-    FlexAttention.
-    """
-
-    def of_positions(q: Tensor, k: Tensor) -> Tensor:
-        answer: Tensor = live(b, h, q, k)
-        return answer
-
-    return of_positions
-
-
-def _reads(live: Any, b: Tensor, h: Tensor) -> tuple[bool, bool]:
-    """Whether the rule's answer may depend on the batch element, and on the head.
-
-    The rule is called once with two of each: if it ignores one of them, its answer has size 1 there.
-    """
-    if len(b) == len(h) == 1:
-        return True, True
-    place = b.new_zeros(1, 1, 1)
-    try:
-        answer = live(b[:2].view(-1, 1, 1, 1, 1), h[:2].view(-1, 1, 1, 1), place, place)
-        shape = (1,) * (5 - answer.ndim) + tuple(answer.shape)
-    except Exception:  # the rule takes one number at a time; any other error will be raised when it is evaluated
-        return True, True
-    return shape[0] > 1, shape[1] > 1
 
 
 def _tiles(
@@ -196,17 +174,14 @@ def _candidate_pairs(
 
 def _answer(rule: Callable[[Tensor, Tensor], Tensor], name: str, q: Tensor, k: Tensor) -> Tensor:
     """Calls a rule for many pairs at once."""
+
+    def checked(answer: Any) -> Tensor:
+        if answer is None:
+            raise TypeError(f"{name} must return bools, True where a score is live; got None: is a `return` missing?")
+        return boolean(answer, f"what {name} returns")
+
     try:
-        answer = rule(q, k)
-    except (RuntimeError, TypeError, ValueError) as error:
-        if not any(words in str(error) for words in _ONE_NUMBER):
-            raise
-        raise TypeError(
-            f"{name} must answer for many pairs at once. Use &, | and ~ instead of and, or and not, "
-            "(0 <= q - k) & (q - k < 64) instead of 0 <= q - k < 64, torch.minimum, torch.maximum and torch.where "
-            "instead of min, max and if, functions of torch instead of int, .item() and math, and tensors instead of "
-            f"lists that are indexed; got a tensor where Python needs one number ({error})."
-        ) from error
+        return checked(vectorized(rule, name, (q, k), checked))  # vmap hides what kind of tensor it is
     except AttributeError as error:
         if not str(error).startswith("'int' object has no attribute"):
             raise
@@ -215,9 +190,6 @@ def _answer(rule: Callable[[Tensor, Tensor], Tensor], name: str, q: Tensor, k: T
             "like need tensors. Pass the mask_mod itself, from_function(mask_mod, q_len, batch=1, heads=1); "
             f"got {error}."
         ) from error
-    if answer is None:
-        raise TypeError(f"{name} must return bools, True where a score is live; got None: is a `return` missing?")
-    return boolean(answer, f"what {name} returns")
 
 
 def _evaluate(
@@ -230,13 +202,7 @@ def _evaluate(
     k = cols[:, None, None] * block_k + torch.arange(block_k, device=device)[None, None, :]
     # A predicate that looks something up (a document number, say) must not get a position past the end.
     answer = _answer(live, "live", q.clamp(max=q_len - 1), k.clamp(max=k_len - 1))
-    shape = (len(rows), block_q, block_k)
-    if answer.ndim > 3 or any(n not in (1, m) for n, m in zip(answer.shape[::-1], shape[::-1], strict=False)):
-        raise ValueError(
-            f"what live returns must broadcast, as its arguments {list(q.shape)} and {list(k.shape)} do, to "
-            f"{list(shape)}; got {list(answer.shape)}."
-        )
-    words = bitmask.pack(answer.expand(shape) & (q < q_len) & (k < k_len))
+    words = bitmask.pack(answer.expand(len(rows), block_q, block_k) & (q < q_len) & (k < k_len))
     kind, distinct = bitmask.classify(lambda some: some, words, block_q, block_k)
     live_tiles = kind >= 0
     return rows[live_tiles], cols[live_tiles], kind[live_tiles], distinct

@@ -37,7 +37,6 @@ class ModelMask(FlexMask):
     queries: tuple[int, int]
     keys: tuple[int, int]
     padding: Tensor | None
-    is_mapped: bool  # the rule takes single numbers only
     may_cross: bool  # the keys may belong to another sequence
     block: Block
     device: torch.device
@@ -212,7 +211,6 @@ def mask_of_forward(
     mask_function: Rule | None = None,
     attention_mask: Tensor | None = None,
     device: torch.device | str = "cpu",
-    use_vmap: bool = False,
     *,
     block: Block,
     pattern: Any = None,
@@ -236,7 +234,7 @@ def mask_of_forward(
         attention_mask = nn.functional.pad(attention_mask, (0, missing))  # the rest of a preallocated cache
     made = ModelMask(
         unpacked(mask_function), batch_size, (q_start, q_start + q_length), (kv_offset, kv_offset + kv_length),
-        None if attention_mask is None else attention_mask.bool(), use_vmap, "allow_is_bidirectional_skip" in others,
+        None if attention_mask is None else attention_mask.bool(), "allow_is_bidirectional_skip" in others,
         block, torch.device("cpu" if torch.device(device).type == "meta" else device),
     )  # fmt: skip
     if not callable(pattern) and not may_be_decoded(q_length, kv_length):

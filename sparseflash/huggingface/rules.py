@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.blockmask.ops.stack import stack_batch
 
 if TYPE_CHECKING:
     from sparseflash.huggingface.model_mask import ModelMask
@@ -115,27 +114,11 @@ def rule_mask(asked: ModelMask, pattern: BlockMask | None) -> BlockMask:
     block = asked.block if pattern is None else (pattern.block_q, pattern.block_k)
     candidates = None if pattern is None else pattern.to_layout().any(1).any(0)
 
-    def of(batch: int) -> BlockMask:
-        def live(q: Tensor, k: Tensor) -> Tensor:
-            q, k = q + asked.queries[0], k + asked.keys[0]
-            if not asked.is_mapped:
-                return torch.as_tensor(asked.rule(batch, 0, q, k), device=q.device)
-            return mapped(asked.rule, q.new_tensor(batch), q, k)
-
-        return BlockMask.from_function(live, q_len, k_len, block=block, candidates=candidates, device=asked.device)
+    def live(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return torch.as_tensor(asked.rule(b, h, q + asked.queries[0], k + asked.keys[0]), device=q.device)
 
     # A rule made of numbers alone is the same for every row, so its mask can be reused for any batch size.
-    if asked.batch == 1 or fingerprint(asked.rule) is not None:
-        return of(0)
-    return stack_batch([of(number) for number in range(asked.batch)])
-
-
-def mapped(rule: Rule, batch: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Evaluates a rule of single positions at many; see Transformers' `sdpa_mask`."""
-    from transformers.masking_utils import TransformGetItemToIndex
-
-    q, k = torch.broadcast_tensors(q, k)
-    head = q.new_zeros(())
-    with TransformGetItemToIndex():  # lets the rule index tensors with vmap's numbers
-        live: Tensor = torch.vmap(lambda q, k: rule(batch, head, q, k))(q.flatten(), k.flatten())
-    return live.view(q.shape)
+    batch = 1 if fingerprint(asked.rule) is not None else asked.batch
+    return BlockMask.from_function(
+        live, q_len, k_len, batch=batch, block=block, candidates=candidates, device=asked.device
+    )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.blockmask.cache import BoundedDict
+from sparseflash.blockmask.vectorize import vectorized
 from sparseflash.scores.change import Change, Learned, Place, Sizes, on_device
 from sparseflash.scores.tracing import Recorded, recorded
 
@@ -58,11 +59,16 @@ class Function(Change):
         return self._of_each("the function", self.function, scores, at)
 
     def _of_each(self, name: str, function: Callable[..., Tensor], scores: Tensor, at: Place) -> Tensor:
-        found = function(scores, at.batch, at.head, at.query, at.key, *self.given)
-        if not isinstance(found, Tensor) or found.shape != scores.shape:
-            got = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
-            raise ValueError(f"{name} must return one score for each that it gets, {list(scores.shape)}; got {got}.")
-        return found.to(scores.dtype).contiguous()
+        def checked(found: Any) -> Tensor:
+            if not isinstance(found, Tensor):
+                raise ValueError(f"{name} must return a score, a tensor; got {type(found).__name__}.")
+            return found
+
+        def of_numbers(*numbers: Tensor) -> Any:
+            return function(*numbers, *self.given)
+
+        found = vectorized(of_numbers, name, (scores, *at[:4]), checked, "scores")
+        return found.to(scores.dtype).expand(scores.shape).contiguous()
 
     def gradient(self, gradient: Tensor, scores: Tensor, changed: Tensor, at: Place, learned: Learned) -> Tensor:
         with torch.enable_grad():

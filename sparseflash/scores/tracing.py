@@ -11,13 +11,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
+from sparseflash.blockmask.vectorize import NumbersAsIndices
 from sparseflash.scores.expression import PLACES, Expression, Kind
 from sparseflash.scores.operators import FILLED, RECORDED, SAME, Refused, in_kind
 
 _NUMBER = "a number that is read from a tensor, as by item(), if or an index, in place of torch.where"
 _NO_GRADIENTS = "torch.no_grad() or the like, in place of detach()"
 _READS = (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__)  # these call no operator
-_REMEDY = "With backend='blockwise' scores.function runs any function."
+_REMEDY = "With backend='blockwise' scores.function runs whatever torch.vmap does."
 
 
 class Recorded(NamedTuple):
@@ -67,30 +68,30 @@ def _recorded(
     function: Callable[..., Tensor], given: Sequence[Tensor], device: torch.device, into: Recorded | None,
     may_capture_learned: bool,
 ) -> Recorded:  # fmt: skip
-    # Five different sizes, so that a result of another shape is noticed. All positions are 0: only shapes matter.
-    batch, heads, queries, keys = 2, 3, 5, 7
-    shapes = (batch, 1, 1, 1), (heads, 1, 1), (queries, 1), (keys,)
-    places = [torch.zeros(shape, dtype=torch.int64, device=device) for shape in shapes]
-    score = torch.zeros(batch, heads, queries, keys, device=device)
-    calls = _Calls([score, *places, *(x.detach() for x in given)])
+    # Single numbers, as whoever writes the function thinks of them. Their values do not matter, because none is read.
+    places = [torch.zeros((), dtype=torch.int64, device=device) for _ in PLACES]
+    calls = _Calls([torch.zeros((), device=device), *places, *(x.detach() for x in given)])
     try:
-        with torch.no_grad(), torch.autocast(device.type, enabled=False), _Untraced(calls), calls:
+        with torch.no_grad(), torch.autocast(device.type, enabled=False), _Untraced(calls), NumbersAsIndices(), calls:
             result = function(*(each.result for each in calls.inputs))
     except Refused as error:
         raise _refusal(error) from None
     except Exception as error:
         raise ValueError(
-            "scores.function must be recorded for the kernels, by calling it on tensors that stand for all scores; it "
+            "scores.function must be recorded for the kernels, by calling it with numbers that stand for all; it "
             f"raised {type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}. {_REMEDY}"
         ) from error
     try:
-        return _Recorder(calls, given, device, into, may_capture_learned).run(result, score.shape)
+        return _Recorder(calls, given, device, into, may_capture_learned).run(result)
     except Refused as error:
         raise _refusal(error) from None
 
 
 def _refusal(error: Refused) -> ValueError:
-    return ValueError(f"scores.function must consist of elementwise operations for the kernels; got {error}. {_REMEDY}")
+    remedy = "" if str(error) == _NUMBER else f" {_REMEDY}"
+    return ValueError(
+        f"scores.function must consist of operations on single numbers for the kernels; got {error}.{remedy}"
+    )
 
 
 class _Untraced(TorchFunctionMode):
@@ -105,6 +106,9 @@ class _Untraced(TorchFunctionMode):
             raise Refused(_NO_GRADIENTS)
         if func in _READS and _is_computed(self._calls.of(args[0])):
             raise Refused(_NUMBER)
+        if func in (torch.unbind, torch.Tensor.unbind) and not kwargs:  # also if a tensor is unpacked
+            dim = args[1] if len(args) > 1 else 0
+            return tuple(args[0].select(dim, at) for at in range(args[0].shape[dim]))
         return func(*args, **(kwargs or {}))
 
 
@@ -167,12 +171,12 @@ class _Recorder:
         self._given = len(given)
         self._values: dict[_Call, int | _Entries] = {}
 
-    def run(self, result: Any, shape: Sequence[int]) -> Recorded:
+    def run(self, result: Any) -> Recorded:
         inputs = [self.made.score, *self.made.places, *map(self._whole, range(self._given))]
         self._values.update(zip(self._calls.inputs, inputs, strict=True))
-        if not isinstance(result, Tensor) or result.shape != torch.Size(shape):
-            got = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
-            raise Refused(f"a result that is not one score for each that it gets, {list(shape)}, but {got}")
+        if not isinstance(result, Tensor) or result.ndim > 0:
+            got = f"shape {list(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+            raise Refused(f"a result that is not one score, a tensor without dimensions, but {got}")
         last = self._calls.of(result)
         for call in self._calls.needed_for(last):
             # PyTorch's kind, which an operation of numbers may not have: a sum of bools is a bool.
@@ -267,10 +271,7 @@ class _Recorder:
                 if self.made.nodes[number].kind != "int":
                     raise Refused("an index that is no integer")
                 indices[at] = number
-        found = self._entry(_Entries(entries.tensor, tuple(indices)))
-        if isinstance(found, _Entries):
-            raise Refused(f"an index for only some dimensions of a tensor of shape {list(shape)}")
-        return found
+        return self._entry(_Entries(entries.tensor, tuple(indices)))
 
 
 def named_operations() -> list[str]:

@@ -109,7 +109,9 @@ def test_a_rule_that_returns_nothing_is_told_apart():
 
 def test_other_errors_of_a_rule_are_its_own():
     with pytest.raises(RuntimeError, match=r"^The size of tensor a"):
-        BlockMask.from_function(lambda q, k: q < torch.zeros(3, 5, 7), 256)
+        BlockMask.from_function(lambda q, k: torch.zeros(3) < torch.zeros(5), 256)
+    with pytest.raises(IndexError, match="index 300 is out of bounds"):
+        BlockMask.from_function(lambda q, k: torch.zeros(256)[q + 300] < k, 256)
 
 
 @pytest.mark.parametrize(("scores", "pairs"), [(1, 1), (16 * 32 * 3, 7), (10**6, 5), (16 * 32, 10**6)])
@@ -136,13 +138,11 @@ def test_a_predicate_over_many_tokens_takes_bounded_memory():
     asked = []
 
     def live(q, k):
-        answer = k <= q
-        asked.append(answer.numel())
-        return answer
+        asked.append(len(asked))
+        return k <= q
 
     with LargestTensor() as largest:
         mask = BlockMask.from_function(live, 8192)
-    assert sum(asked) == 8192**2
-    assert max(asked) <= rules.SCORES_AT_ONCE == 2**21  # a thirty-second of the matrix
+    assert len(asked) == 8192**2 // rules.SCORES_AT_ONCE == 32
     assert largest.nbytes <= rules.SCORES_AT_ONCE  # the answer
     assert_same(mask, masks.causal(8192))

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rule_spellings import Data, by_numbers
 from sparseflash import BlockMask, masks
 from sparseflash.interop import from_flashmask, to_flashmask
 from strategies import block_masks, blocks, lengths
@@ -207,3 +208,29 @@ def test_only_tiles_at_an_intervals_end_are_looked_at(monkeypatch):
 def test_errors_say_what_must_hold(call, error, message):
     with pytest.raises(error, match=re.escape(message)):
         call()
+
+
+DATA = Data(0, 20)
+DOCS, LENS, SOME, WIDTHS = DATA.docs.sort(1).values, DATA.lens, DATA.some, DATA.widths
+
+
+def between(b, h, q, k):
+    start, end = LENS[b].sort().values
+    return ((k < start) | (k >= end)) & (k <= q)
+
+
+RULES = {
+    "docs[b][q]": lambda b, h, q, k: (DOCS[b][q] == DOCS[b][k]) & (k <= q),
+    "docs[b].take(q)": lambda b, h, q, k: DOCS[b].take(q) == DOCS[b].take(k),
+    "lens[b].max()": lambda b, h, q, k: (k < LENS[b].max()) & (k <= q),
+    "start, end = lens[b]": between,
+    "(h == some).any()": lambda b, h, q, k: (h == SOME).any() | (k <= q),
+    "if h == 1": lambda b, h, q, k: k <= q if h == 1 else q - k < WIDTHS[h],
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_masks_of_rules_of_batch_element_and_head_go_out_and_come_back(name):
+    found = to_flashmask(BlockMask.from_function(RULES[name], 20, batch=3, heads=4, block=16))
+    back = from_flashmask(found.startend_row_indices, causal=found.causal, heads=4, block=16)
+    assert torch.equal(back.to_dense().expand(3, 4, -1, -1), by_numbers(RULES[name], 3, 4, 20, 20))

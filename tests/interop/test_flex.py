@@ -16,6 +16,7 @@ from torch.nn.attention.flex_attention import (
     or_masks,
 )
 
+from rule_spellings import Data, by_numbers, data_rules
 from sparseflash import BlockMask, attention, masks
 from sparseflash.interop import from_flex, to_flex
 from strategies import RULES, block_masks, lengths, rule
@@ -135,6 +136,17 @@ def test_a_mask_mod_of_the_batch_element_is_a_mask_for_each():
     each = [BlockMask.from_function(lambda q, k, b=b: mod(b, 0, q, k), 50, block=16) for b in range(2)]
     assert from_flex(flex) == masks.per_batch(each) == BlockMask.from_function(mod, 50, batch=2, block=16)
     assert each[0] != each[1]
+
+
+SPELLINGS = data_rules(Data(0, 20))
+
+
+@pytest.mark.parametrize("name", SPELLINGS)
+@pytest.mark.filterwarnings("ignore:There is a performance drop because:UserWarning")
+@pytest.mark.filterwarnings("ignore:torch.searchsorted:UserWarning")
+def test_a_mask_mod_means_what_it_says_of_single_numbers_however_it_is_written(name):
+    flex = create_block_mask(SPELLINGS[name], 3, 4, 18, 20, device="cpu", BLOCK_SIZE=16)
+    assert torch.equal(from_flex(flex).to_dense().expand(3, 4, -1, -1), by_numbers(SPELLINGS[name], 3, 4, 18, 20))
 
 
 WINDOWS = torch.tensor([30, 3])

@@ -84,7 +84,22 @@ def test_what_cannot_be_made(make, error, text):
             ValueError,
             "cells must have one number for each of the 10 tokens; got 6",
         ),
-        (scores.function(lambda s, b, h, q, k: s[0]), ValueError, "the function must return one score for each"),
+        (
+            scores.function(lambda s, b, h, q, k: s[0]),
+            TypeError,
+            "the function must be a function of single numbers, of operations that torch.vmap can call for many",
+        ),
+        (scores.function(lambda s, b, h, q, k: 1.0), ValueError, "must return a score, a tensor; got float"),
+        (
+            scores.function(lambda s, b, h, q, k: s + torch.zeros(2)),
+            ValueError,
+            "the function must return one answer for single numbers; got shape [2]",
+        ),
+        (
+            scores.function(lambda s, b, h, q, k: s if h > 0 else -s),
+            TypeError,
+            "the function must answer for many scores at once",
+        ),
     ],
 )
 def test_what_does_not_fit(change, error, text):

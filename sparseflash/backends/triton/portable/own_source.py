@@ -100,6 +100,8 @@ class Source:
                 entries[at] = len(more)
                 more.append(f"tl.zeros(score.shape, tl.int32) + {self._entry(made.nodes[at], loads[at])}")
         result = self._value(output)
+        if made.score not in made.reads(output):  # which alone has the shape of a tile for certain
+            result = f"tl.zeros(score.shape, tl.float32) + {result}"
         if self._outside:
             result = f"tl.where({' + '.join(self._outside)} == 0, {result}, float('nan'))"
         self._lines.append(f"return {result}, {self._value(by_score)}, {_tuple(more)}")

@@ -1,0 +1,212 @@
+"""Calls a function that is written for single numbers for many at once, as FlexAttention calls a `mask_mod`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from sparseflash.blockmask.number import Number
+
+Function = Callable[..., Any]
+
+_functorch: Any = torch._C._functorch
+
+# What PyTorch's errors say when Python needs a single number but gets a tensor of many.
+_ONE_NUMBER = (
+    "Boolean value of Tensor",
+    "cannot be converted to Scalar",
+    "only one element tensors can be converted",
+    "only integer tensors of a single element can be converted",
+    "only 0-dimensional arrays can be converted",
+    "only length-1 arrays can be converted",
+)
+_CHECKED = 16  # numbers for which an answer for many is compared with the answer for one
+
+
+def vectorized(
+    function: Function, name: str, arguments: Sequence[Tensor], single: Callable[[Any], Tensor], what: str = "pairs"
+) -> Tensor:
+    """`function` of single numbers, tensors without dimensions, for all places of arguments that broadcast.
+
+    >>> table = torch.tensor([[1, 2], [3, 4]])
+    >>> rows, columns = torch.arange(2)[:, None], torch.arange(2)
+    >>> vectorized(lambda q, k: table[q][k] + table[q].max(), "f", [rows, columns], lambda answer: answer).tolist()
+    [[3, 4], [7, 8]]
+
+    name: of the function in errors; what: of the places. single: checks one answer and returns it as a tensor. The
+    result has a dimension of size 1 wherever all arguments have.
+
+    The function is called through `torch.vmap`. One that vmap cannot call gets the arguments as they are, and must
+    then treat each place by itself: some of its answers are compared with those for single numbers.
+    """
+    try:
+        return _mapped(function, name, arguments, single)
+    except _WrongAnswer as error:
+        raise error.why from error.why.__cause__
+    except Warning:  # where warnings are errors
+        raise
+    except Exception as error:
+        return _of_arrays(function, name, arguments, single, what, error)
+
+
+class _WrongAnswer(Exception):
+    """Of a function that vmap can call."""
+
+    def __init__(self, why: Exception) -> None:
+        super().__init__()
+        self.why = why
+
+
+def _mapped(function: Function, name: str, arguments: Sequence[Tensor], single: Callable[[Any], Tensor]) -> Tensor:
+    def answered(*numbers: Tensor) -> Tensor:
+        found = function(*numbers)
+        try:
+            answer = single(found)
+        except (TypeError, ValueError) as error:
+            raise _WrongAnswer(error) from error
+        if answer.numel() != 1:
+            got = f"{name} must return one answer for single numbers; got shape {list(answer.shape)}."
+            raise _WrongAnswer(ValueError(got))
+        return answer.reshape(())
+
+    rank = max(x.ndim for x in arguments)
+    sizes = torch.broadcast_shapes(*(x.shape for x in arguments))
+    shapes = [(1,) * (rank - x.ndim) + tuple(x.shape) for x in arguments]
+    call: Function = answered
+    dims = [dim for dim in range(rank) if sizes[dim] != 1]
+    for dim in reversed(dims):
+        call = torch.vmap(call, tuple(0 if shape[dim] != 1 else None for shape in shapes))
+    with NumbersAsIndices(), _no_loops():
+        answer: Tensor = call(*(x.squeeze() for x in arguments))
+    return answer.view([size if dim in dims else 1 for dim, size in enumerate(sizes)])
+
+
+def _of_arrays(
+    function: Function, name: str, arguments: Sequence[Tensor], single: Callable[[Any], Tensor], what: str,
+    refused: Exception,
+) -> Tensor:  # fmt: skip
+    """The answer of a function that vmap refused, to arguments of many numbers."""
+    shape = torch.broadcast_shapes(*(x.shape for x in arguments))
+    fits = False
+    try:
+        found = function(*arguments)
+    except Exception as error:
+        if any(words in str(error) for words in _ONE_NUMBER):
+            raise TypeError(
+                f"{name} must answer for many {what} at once. Use &, | and ~ instead of and, or and not, "
+                "(0 <= q - k) & (q - k < 64) instead of 0 <= q - k < 64, torch.minimum, torch.maximum and torch.where "
+                "instead of min, max and if, functions of torch instead of int, .item() and math, and tensors instead "
+                f"of lists that are indexed; got a tensor where Python needs one number ({error})."
+            ) from error
+        function(*(x.flatten()[0] for x in arguments))  # if it takes no single numbers either, its error is its own
+    else:
+        answer = single(found)
+        fits = answer.ndim <= len(shape) and all(n in (1, m) for n, m in zip(answer.shape[::-1], shape[::-1]))
+    if fits:
+        wanted = answer.expand(shape)
+        try:
+            fits = all(
+                _agree(single(function(*(x.expand(shape)[place] for x in arguments))), wanted[place])
+                for place in _some(wanted)
+            )
+        except Exception:
+            fits = False
+    if not fits:
+        text = f"{type(refused).__name__}: {str(refused).partition(chr(10))[0].rstrip('.')}"
+        raise TypeError(
+            f"{name} must be a function of single numbers, of operations that torch.vmap can call for many {what} at "
+            f"once, or answer for arrays of numbers as it does for each; vmap raised {text}."
+        ) from refused
+    return answer.view((1,) * (len(shape) - answer.ndim) + tuple(answer.shape))
+
+
+def _some(answer: Tensor) -> list[tuple[int, ...]]:
+    """Places that are spread over an answer; of bools, over the true and over the false ones."""
+    flat = answer.reshape(-1)
+    every = torch.ones_like(flat, dtype=torch.bool)
+    chosen = []
+    for group in (flat, ~flat) if flat.dtype == torch.bool else (every,):
+        found = group.nonzero()[:, 0].cpu()
+        chosen.append(found[:: max(1, len(found) // _CHECKED)])
+    return list(zip(*(x.tolist() for x in torch.unravel_index(torch.cat(chosen), answer.shape))))
+
+
+def _agree(one: Tensor, other: Tensor) -> bool:
+    if one.dtype == torch.bool:
+        return one.numel() == 1 and bool(one) == bool(other)
+    # Loops over many numbers may round otherwise than single operations do.
+    tolerance = 1e-2 if other.dtype.itemsize == 2 else 1e-4
+    return one.numel() == 1 and torch.allclose(
+        one.reshape(()).double(), other.double(), tolerance, tolerance, equal_nan=True
+    )
+
+
+class NumbersAsIndices(TorchFunctionMode):
+    """Keeps a tensor without dimensions that is an index from being read as a Python number, which vmap forbids."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__getitem__:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(map(_is_number, index)) and all(_is_simple(each) for each in index):
+                return _entries(args[0], index)
+        if func in (torch.take, torch.Tensor.take) and not kwargs and _is_number(args[1]):
+            return _entries(args[0].flatten(), args[1:])
+        return func(*args, **(kwargs or {}))
+
+
+def _is_number(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.ndim == 0 and x.dtype not in (torch.bool, torch.uint8)
+
+
+def _is_simple(x: Any) -> bool:
+    return _is_number(x) or x is None or x is Ellipsis or (isinstance(x, (int, slice)) and not isinstance(x, bool))
+
+
+def _entries(x: Tensor, index: Sequence[Any]) -> Tensor:
+    """`x[index]`, whose tensors are all without dimensions."""
+    taken = sum(each is not None and each is not Ellipsis for each in index)
+    if Ellipsis in [each for each in index if not isinstance(each, Tensor)]:
+        at = next(place for place, each in enumerate(index) if each is Ellipsis)
+        index = (*index[:at], *[slice(None)] * (x.ndim - taken), *index[at + 1 :])
+    numbers: list[Tensor | None] = []
+    for each in index:
+        dim = len(numbers)
+        if isinstance(each, Number):  # known, so that nothing need be copied
+            each = int(each)
+        if isinstance(each, Tensor):
+            numbers.append(each)
+        elif isinstance(each, int):
+            x = x.select(dim, each)
+        else:
+            x = x.unsqueeze(dim) if each is None else x if each == slice(None) else x[(slice(None),) * dim + (each,)]
+            numbers.append(None)
+    return x if numbers.count(None) == len(numbers) else torch.ops.aten.index(x, numbers)
+
+
+_lock = threading.Lock()
+_inside = 0
+_allowed = True
+
+
+@contextmanager
+def _no_loops() -> Iterator[None]:
+    """Inside it vmap raises an error where it would call an operator for one number after another, a million times."""
+    global _inside, _allowed
+    with _lock:  # the setting is one for all threads
+        if _inside == 0:
+            _allowed = _functorch._is_vmap_fallback_enabled()
+            _functorch._set_vmap_fallback_enabled(False)
+        _inside += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _inside -= 1
+            if _inside == 0:
+                _functorch._set_vmap_fallback_enabled(_allowed)
