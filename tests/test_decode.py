@@ -193,6 +193,27 @@ def test_numbers_of_64_bits_are_what_they_are(backend, number):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_page_that_is_chosen_twice_counts_once(backend, dtype, paged):
+    q, (k, v) = torch.randn(2, 4, 1, 16, generator=generator(0)), torch.randn(2, 2, 2, 64, 16, generator=generator(1))
+    table, options = None, {"page": 16}
+    if paged:
+        (k, v), table = PLAIN.in_pages(k, v)
+        options = {}
+
+    def call(*pages):
+        chosen = torch.tensor(pages, dtype=dtype).expand(2, 2, -1)
+        return attention_with_cache(
+            q, k, v, torch.tensor([64, 50]), block_table=table, pages=chosen, backend=backend, **options
+        )
+
+    once = call(2, 0)
+    for pages in ((0, 2, 0), (0, 2, 0, 2, 2), (2, 2, 2, 0, 0)):
+        torch.testing.assert_close(call(*pages), once)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("number", [2**31 - 1, 2**31, 2**63, 2**70])
 def test_a_window_sinks_or_a_page_of_any_size_are_as_good_as_the_room(backend, number):
     """A kernel has them in 32 bits: one that was compiled for a small number is started with a large one, too."""

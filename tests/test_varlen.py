@@ -125,6 +125,19 @@ def test_a_mask_is_made_once_for_its_lengths_and_pattern():
     assert varlen_mask([0, 5, 15, 20], pattern=pattern) == first and made == [5, 10, 5, 10]
 
 
+@pytest.mark.parametrize("pattern", [None, window_rule])
+def test_masks_that_differ_in_anything_are_made_each(pattern):
+    first = varlen_mask([0, 100, 150], pattern=pattern, block=64)
+    assert (first.block_q, first.block_k) == (64, 64)
+    for block in (128, (64, 128), (128, 64)):
+        other = varlen_mask([0, 100, 150], pattern=pattern, block=block)
+        assert (other.block_q, other.block_k) == (block if isinstance(block, tuple) else (block, block))
+    assert varlen_mask([0, 100, 150], [0, 50, 150], pattern, block=64) != first
+    assert varlen_mask([0, 101, 150], pattern=pattern, block=64) != first
+    assert varlen_mask([0, 100, 150], pattern=pattern, block=64, device="meta").device.type == "meta"
+    assert varlen_mask([0, 100, 150], pattern=pattern, block=(64, 64)) is first
+
+
 def test_long_sequences_take_memory_by_their_tiles():
     lengths = [100_003] * 10
     mask = varlen_mask(sums(lengths), pattern=partial(masks.local, window=256, causal=True))

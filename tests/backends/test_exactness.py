@@ -30,6 +30,7 @@ from exactness import (
     time_for_examples,
 )
 from experiments.benchmarks.speed.precision import products_in_tf32
+from retiling import tilings_taken_by
 from sparseflash.backends.triton.configs import Config
 from sparseflash.backends.triton.overrides import override
 from sparseflash.testing import error_of, plain_errors
@@ -231,6 +232,21 @@ def test_dropout_is_exact_on_the_gpu(arithmetic, dims, way):
             check(problem, "triton", "cuda", arithmetic)
 
     with_examples(run, [_ONE_LIVE_SCORE_A_HEAD], dims, dtype)()
+
+
+@pytest.mark.parametrize(("q_len", "k_len"), [(16, 2400), (2400, 16)], ids=["rows", "columns"])
+@pytest.mark.parametrize("kinds", [["full"], ["lower", "upper"]], ids=["full", "partial"])
+def test_lengths_cut_lists_of_more_than_128_tiles(q_len, k_len, kinds):
+    """The kernels count the tiles inside a length 128 at a time."""
+    arguments = {
+        "q_len": q_len, "k_len": k_len, "block": (16, 16), "patterns": [kinds], "heads": [[0]], "holes": "none",
+        "seed": 0,
+    }  # fmt: skip
+    problem = Problem(
+        Recipe("from_dense", arguments, (2355,)), 1, 1, 1, q_len, k_len, 16, 16, torch.float16, None, "contiguous", 0
+    )
+    with chunks_of(None), tilings_taken_by("own"):
+        check(problem, "triton")
 
 
 @pytest.mark.parametrize("k_len", [1500, 6007])

@@ -1,5 +1,6 @@
 """The forward for Hopper, run from its own source by our interpreter: exact, and no interleaving makes it hang."""
 
+import math
 from dataclasses import replace
 from functools import partial
 from unittest import mock
@@ -81,6 +82,32 @@ def test_a_sequence_has_the_same_bits_alone_as_in_a_batch(rule):
             with mock.patch.object(hopper_problems, "inputs", lambda problem, values=values: values):
                 got = run(alone, rule=rule)
             assert all(torch.equal(x[0, 0], y[b, h]) for x, y in zip(got, whole, strict=True))
+
+
+NO_CHANGES = {
+    "plain": (),
+    "bias": (scores.bias(torch.zeros(1, 1, 128, 384).half()),),
+    "decay": (scores.key_bias(torch.zeros(1, 1, 384).half()), scores.alibi(torch.zeros(1))),
+}
+
+
+@pytest.mark.parametrize(("dim", "block"), [(64, 64), (64, 128), (128, 128)])
+@pytest.mark.parametrize("changed", NO_CHANGES)
+@pytest.mark.parametrize("grows", [7.5, 8.5, 15.0, 17.0, 19.5])
+def test_a_maximum_that_grows_from_tile_to_tile_overflows_nothing_in_fp16(grows, changed, dim, block):
+    """By so many powers of 2 at a tile: relative to the first maximum a weight would be above 65,504, fp16's most."""
+    tokens, keys = 128, 384
+    g = torch.Generator().manual_seed(0)
+    q, k, v = torch.zeros(1, 1, tokens, dim), torch.zeros(1, 1, keys, dim), torch.randn(1, 1, keys, dim, generator=g)
+    q[..., 0] = 1.0
+    k[..., 0] = torch.arange(keys) // 128 * grows + torch.rand(keys, generator=g) / 8
+    q, k, v = q.half(), k.half(), v.half()
+    mask = BlockMask.dense(tokens, keys, block=block)
+    changes = NO_CHANGES[changed]
+    got = interpreted(mask, q, k, v, math.log(2.0), changes=Scores(changes) if changes else None)
+    true = reference.attention(*(x.double() for x in (q, k, v)), mask, math.log(2.0))
+    torch.testing.assert_close(got[0].double(), true[0], rtol=0, atol=2e-3)
+    torch.testing.assert_close(got[1].double(), true[1], rtol=0, atol=1e-5)
 
 
 def test_a_scale_of_zero_takes_the_mean():
