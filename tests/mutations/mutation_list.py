@@ -1,0 +1,104 @@
+"""Small faults that a test must notice: each is a text of a file, what stands in its place, and the test."""
+
+from typing import NamedTuple
+
+
+class Mutation(NamedTuple):
+    """One of them."""
+
+    name: str
+    file: str
+    old: str  # once in the file
+    new: str
+    test: str  # as pytest names it
+
+
+PORTABLE, HOPPER = "sparseflash/backends/triton/portable", "sparseflash/backends/triton/hopper"
+
+MUTATIONS = [
+    Mutation(
+        "portable lengths: only 128 tiles are counted",
+        f"{PORTABLE}/walk.py",
+        "for first in range(start, stop, CHUNK):",
+        "for first in range(start, start + 1, CHUNK):",
+        "tests/backends/test_exactness.py::test_lengths_cut_lists_of_more_than_128_tiles",
+    ),
+    Mutation(
+        "decode: a repeated page counts twice",
+        "sparseflash/decode.py",
+        "return pages.masked_fill(again, -1)",
+        "return pages",
+        "tests/test_decode.py::test_a_page_that_is_chosen_twice_counts_once",
+    ),
+    Mutation(
+        "dropout: the seed's upper half from bit 31 on",
+        "sparseflash/dropout.py",
+        "(seed >> 32) & _WORD",
+        "(seed >> 31) & _WORD",
+        "tests/backends/test_dropout.py::test_what_is_kept_is_what_keep_mask_says",
+    ),
+    Mutation(
+        "Hopper forward: the maximum lags behind by 2^20",
+        f"{HOPPER}/forward.py",
+        "SLACK = gl.constexpr(8.0)",
+        "SLACK = gl.constexpr(20.0)",
+        "tests/backends/triton/hopper/test_hopper_forward.py::"
+        "test_a_maximum_that_grows_from_tile_to_tile_overflows_nothing_in_fp16",
+    ),
+    Mutation(
+        "sums of fp32 without their compensation",
+        f"{PORTABLE}/softmax.py",
+        "number -= lost",
+        "number -= 0 * lost",
+        "tests/backends/triton/test_softmax.py::test_sums_of_many_terms_are_rounded_once",
+    ),
+    Mutation(
+        "exp2 of fp32 without its highest term",
+        f"{PORTABLE}/softmax.py",
+        "series = 1.5252733804e-05",
+        "series = 0.0",
+        "tests/backends/triton/test_softmax.py::test_powers_of_two_are_right_to_within_an_ulp",
+    ),
+    Mutation(
+        "relative: a bucket may be the number of columns",
+        "sparseflash/scores/relative.py",
+        "<= int(buckets.max()) < most:",
+        "<= int(buckets.max()) <= most:",
+        "tests/scores/test_scores_errors.py::test_what_does_not_fit",
+    ),
+    Mutation(
+        "varlen: one mask for all blocks",
+        "sparseflash/varlen.py",
+        "key = q_sums, k_sums, pattern, block_pair(block), checked_device(device)",
+        "key = q_sums, k_sums, pattern, checked_device(device)",
+        "tests/test_varlen.py::test_masks_that_differ_in_anything_are_made_each",
+    ),
+    Mutation(
+        "with_lengths: negative lengths stay negative",
+        "sparseflash/blockmask/lengths.py",
+        "lengths = lengths.clamp(0, mask.q_len).to(torch.int32)",
+        "lengths = lengths.clamp(max=mask.q_len).to(torch.int32)",
+        "tests/blockmask/test_with_lengths.py::test_lengths_are_clamped_to_what_there_is",
+    ),
+    Mutation(
+        "load: members may be longer than the file",
+        "sparseflash/blockmask/serialization.py",
+        "if total > size:",
+        "if False:",
+        "tests/blockmask/test_serialization.py::test_members_that_are_longer_than_the_file_are_refused_before_any_is_read",
+    ),
+    Mutation(
+        "selected_attention: groups of 256 are refused",
+        "sparseflash/grouped.py",
+        "if group > BLOCKS[-1]:",
+        "if group >= BLOCKS[-1]:",
+        "tests/test_grouped.py::test_a_group_has_up_to_256_heads",
+    ),
+    Mutation(
+        "work items: number 2^31 is let through",
+        "sparseflash/backends/triton/schedule/worklists.py",
+        "if batch * heads * tiles >= 2**31:",
+        "if batch * heads * tiles > 2**31:",
+        "tests/backends/triton/test_plan.py::test_items_are_numbered_in_31_bits",
+    ),
+]
