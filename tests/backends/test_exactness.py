@@ -31,6 +31,7 @@ from exactness import (
 )
 from experiments.benchmarks.speed.precision import products_in_tf32
 from retiling import tilings_taken_by
+from sparseflash.backends import blockwise_tiles
 from sparseflash.backends.triton.configs import Config
 from sparseflash.backends.triton.overrides import override
 from sparseflash.testing import error_of, plain_errors
@@ -46,6 +47,15 @@ from tensor_cores import summed_as_by_tensor_cores
 @example(Problem(None, 2, 2, 1, 78, 78, 1, 1, torch.float32, None, "contiguous", seed=391778659, dropout_p=0.3))
 def test_blockwise_is_exact(problem):
     check(problem, "blockwise")
+
+
+@pytest.mark.parametrize("most", [16 * 16 * 5, 16 * 16 * 40], ids=["a row at a time", "several rows or heads"])
+@given(problems(most_tokens=120, head_dims=(16,), value_dims=(16,), blocks=(16,), dtypes=(torch.float32,),
+                dropouts=(0.0, 0.3)))  # fmt: skip
+@settings(max_examples=max(1, settings().max_examples // 5))
+def test_blockwise_is_exact_a_few_scores_at_a_time(most, problem):
+    with mock.patch.object(blockwise_tiles, "_SCORES_AT_ONCE", most):
+        check(problem, "blockwise")
 
 
 @pytest.mark.parametrize("way", ["pointers", "descriptors"])

@@ -3,7 +3,8 @@
 import pytest
 
 from forked import python
-from sparseflash import BlockMask, interop
+from portions import assert_same_in_portions
+from sparseflash import BlockMask, interop, masks
 
 
 def test_every_function_is_public_and_documented():
@@ -56,3 +57,25 @@ WHOLE = BlockMask.dense(256)
 def test_numbers_and_flags_are_checked(call, error, words):
     with pytest.raises(error, match=words):
         call()
+
+
+def two_heads():
+    return masks.per_head([masks.documents([20, 50, 30], causal=True, block=16), masks.local(100, window=9, block=16)])
+
+
+def runs_of_keys():
+    return interop.from_flashmask(interop.to_flashmask(two_heads()).startend_row_indices, causal=False, block=16)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "make"),
+    [
+        ("dead_runs", "SCORES_AT_ONCE", lambda: interop.to_flashmask(two_heads()).startend_row_indices.tolist()),
+        ("interval_tiles", "SCORES_AT_ONCE", runs_of_keys),
+        ("lists", "SCORES_AT_ONCE", lambda: interop.from_flex(interop.to_flex(two_heads()))),
+        ("scores", "SCORES_AT_ONCE", lambda: interop.to_scipy(two_heads(), head=1).toarray().tolist()),
+    ],
+    ids=["dead_runs", "interval_tiles", "lists", "scores"],
+)
+def test_what_is_converted_in_portions_is_the_same(module, name, make):
+    assert_same_in_portions(make, f"sparseflash.interop.{module}", name)
