@@ -5,6 +5,7 @@ interpreter on small shapes here, and with `-m gpu` compiled, on larger ones and
 """
 
 import contextlib
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -49,11 +50,13 @@ def test_blockwise_is_exact(problem):
     check(problem, "blockwise")
 
 
-@pytest.mark.parametrize("most", [16 * 16 * 5, 16 * 16 * 40], ids=["a row at a time", "several rows or heads"])
-@given(problems(most_tokens=120, head_dims=(16,), value_dims=(16,), blocks=(16,), dtypes=(torch.float32,),
-                dropouts=(0.0, 0.3)))  # fmt: skip
-@settings(max_examples=max(1, settings().max_examples // 5))
-def test_blockwise_is_exact_a_few_scores_at_a_time(most, problem):
+@pytest.mark.parametrize("most", [1, 16 * 16 * 6, 16 * 16 * 20], ids=["a row", "some rows", "some heads"])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_blockwise_is_exact_a_few_scores_at_a_time(most, dropout_p):
+    """Of sequences that end in the same block, too, whose rows are listed together."""
+    problem = replace(
+        spread_out(16, torch.float32, tokens=72, lengths=(70, 66, 69, 41), block=16), dropout_p=dropout_p
+    )  # fmt: skip
     with mock.patch.object(blockwise_tiles, "_SCORES_AT_ONCE", most):
         check(problem, "blockwise")
 

@@ -62,6 +62,23 @@ def test_lengths_cut_a_list_anywhere(length, rule):
     torch.testing.assert_close(got[1].double(), true[1], rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["full", "partial"])
+def test_lengths_cut_lists_of_more_than_128_tiles(kind):
+    """The kernel counts the tiles inside a length 128 at a time."""
+    tokens, keys, length = 128, 140 * 64, 137 * 64 + 5
+    mask = BlockMask.dense(tokens, keys, block=64)
+    if kind == "partial":
+        mask = BlockMask.from_function(lambda q, k: (q + k) % 64 != 0, tokens, keys, block=64)
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, n, 64, generator=g).half() for n in (tokens, keys, keys))
+    lengths = torch.tensor([[tokens], [length]], dtype=torch.int32)
+    got = interpreted(mask, q, k, v, 0.125, lengths=lengths)
+    cut = mask.with_lengths(q_lengths=[tokens], k_lengths=[length])
+    true = reference.attention(*(x.double() for x in (q, k, v)), cut, 0.125)
+    torch.testing.assert_close(got[0].double(), true[0], rtol=0, atol=2e-4)
+    torch.testing.assert_close(got[1].double(), true[1], rtol=0, atol=1e-5)
+
+
 @settings(max_examples=settings().max_examples // 3)
 @given(SEEDS, st.integers(1, 16), st.integers(2, 4))
 def test_the_bits_depend_on_no_interleaving_and_on_no_number_of_programs(seed, programs, stages):
