@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import sparseflash
-from sparseflash import BlockMask, attention_varlen, masks, testing
+from sparseflash import BlockMask, attention_varlen, masks, testing, varlen
 from sparseflash.blockmask.ops.place import place
 from sparseflash.varlen import varlen_mask
 from strategies import SEEDS
@@ -230,6 +230,27 @@ def test_on_a_gpu_only_the_first_layer_waits_for_the_lengths():
     torch.testing.assert_close(out.cpu().double(), want, rtol=2e-3, atol=2e-3)
     for got, expected in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(got.cpu().double(), expected, rtol=1e-2, atol=1e-2)
+
+
+class Elsewhere(torch.Tensor):
+    """Says that it lies on a GPU."""
+
+    device = property(lambda self: torch.device("cuda"))
+
+
+def test_running_sums_that_are_written_to_are_read_again():
+    """Those of tensors on GPUs are read once, for as long as they stay what they were."""
+    sums = torch.tensor([0, 30, 100]).as_subclass(Elsewhere)
+    reads = []
+    with pytest.MonkeyPatch.context() as patch:
+        read = varlen.integers
+        patch.setattr(varlen, "integers", lambda values, name: (reads.append(name), read(values, name))[1])
+        for _ in range(2):
+            assert varlen_mask(sums, block=16) == masks.documents([30, 70], block=16)
+        assert len(reads) == 1
+        sums[1] = 50
+        assert varlen_mask(sums, block=16) == masks.documents([50, 50], block=16)
+    assert len(reads) == 2
 
 
 def test_sequences_of_which_none_has_both_a_query_and_a_key_give_zeros():
