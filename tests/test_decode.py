@@ -193,6 +193,27 @@ def test_numbers_of_64_bits_are_what_they_are(backend, number):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("paged", [False, True])
+def test_a_page_that_is_chosen_twice_counts_once(backend, dtype, paged):
+    q, (k, v) = torch.randn(2, 4, 1, 16, generator=generator(0)), torch.randn(2, 2, 2, 64, 16, generator=generator(1))
+    table, options = None, {"page": 16}
+    if paged:
+        (k, v), table = PLAIN.in_pages(k, v)
+        options = {}
+
+    def call(*pages):
+        chosen = torch.tensor(pages, dtype=dtype).expand(2, 2, -1)
+        return attention_with_cache(
+            q, k, v, torch.tensor([64, 50]), block_table=table, pages=chosen, backend=backend, **options
+        )
+
+    once = call(2, 0)
+    for pages in ((0, 2, 0), (0, 2, 0, 2, 2), (2, 2, 2, 0, 0)):
+        torch.testing.assert_close(call(*pages), once)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("number", [2**31 - 1, 2**31, 2**63, 2**70])
 def test_a_window_sinks_or_a_page_of_any_size_are_as_good_as_the_room(backend, number):
     """A kernel has them in 32 bits: one that was compiled for a small number is started with a large one, too."""
@@ -320,6 +341,59 @@ def test_calls_of_one_layout_are_prepared_once_and_read_what_each_is_given(monke
     monkeypatch.setattr(api.Call, "__init__", lambda self, *given: (prepared.append(self), prepare(self, *given))[1])
     assert all(torch.equal(decoded(seed), expected[seed]) for seed in range(3))
     assert len(prepared) == made
+
+
+def beside_alignment(x):
+    """The same numbers, not at a multiple of 16 bytes."""
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+
+def test_calls_that_differ_in_anything_are_prepared_each(monkeypatch):
+    g = generator(0)
+    q, (k, v) = torch.randn(2, 4, 1, 16, generator=g).half(), torch.randn(2, 2, 2, 64, 16, generator=g).half()
+    common = {
+        "q": q, "k_cache": k, "v_cache": v, "lengths": torch.tensor([40, 64]), "starts": torch.tensor([3, 5]),
+        "window": 20, "sinks": 2, "scale": 0.25, "splits": 2, "backend": "triton", "return_lse": True,
+    }  # fmt: skip
+    table = torch.tensor([[1], [0]])
+    variants = [
+        {}, {"scale": 0.5}, {"scale": None}, {"window": 10}, {"window": None, "sinks": 0}, {"sinks": 9},
+        {"splits": 1}, {"splits": None}, {"starts": None}, {"starts": torch.tensor([3, 5], dtype=torch.int32)},
+        {"starts": torch.tensor([[3, 0], [5, 0]])[:, 0]}, {"lengths": torch.tensor([40, 64], dtype=torch.int32)},
+        {"lengths": torch.tensor([[40, 0], [64, 0]])[:, 0]}, {"q": q[:, :2]}, {"q": q.expand(2, 4, 3, 16)},
+        {"q": beside_alignment(q)}, {"k_cache": beside_alignment(k)}, {"v_cache": beside_alignment(v)},
+        {"k_cache": k.transpose(1, 2).contiguous().transpose(1, 2)},
+        {"v_cache": v.transpose(1, 2).contiguous().transpose(1, 2)}, {"v_cache": v[..., :8].contiguous()},
+        {"k_cache": k[:, :, :32], "v_cache": v[:, :, :32]}, {"block_table": table}, {"block_table": table.int()},
+    ]  # fmt: skip
+    expected = []
+    for variant in variants:
+        clear_caches()
+        expected.append(attention_with_cache(**common | variant))
+    clear_caches()
+    prepared, prepare = [], api.Call.__init__
+    monkeypatch.setattr(api.Call, "__init__", lambda self, *given: (prepared.append(self), prepare(self, *given))[1])
+    for number, (variant, wanted) in enumerate(zip(variants, expected, strict=True), 1):
+        for _ in range(2):
+            assert all(map(torch.equal, attention_with_cache(**common | variant), wanted)), variant
+        assert len(prepared) == number, variant
+    # A table with gaps is copied first, so a call with one must not be taken for a prepared one.
+    gaps = torch.tensor([[1, 7], [0, 7]])[:, :1]
+    clear_caches()
+    for _ in range(2):
+        found = attention_with_cache(**common | {"block_table": gaps})
+        assert all(map(torch.equal, found, attention_with_cache(**common | {"block_table": table})))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_negative_scale_is_that_of_negative_queries(backend, dtype):
+    g = generator(0)
+    q, k = torch.randn(1, 4, 3, 16, generator=g).to(dtype), 8 * torch.randn(1, 2, 64, 16, generator=g).to(dtype)
+    lengths = torch.tensor([50])
+    found, found_lse = attention_with_cache(q, k, k, lengths, scale=-1.0, backend=backend, return_lse=True)
+    out, lse = attention_with_cache(-q, k, k, lengths, scale=1.0, backend=backend, return_lse=True)
+    assert out.isfinite().all() and torch.equal(found, out) and torch.equal(found_lse, lse)
 
 
 Q, K = torch.zeros(2, 4, 1, 16), torch.zeros(2, 2, 64, 16)

@@ -51,6 +51,17 @@ def test_attention_over_the_lists_of_queries_is_exact_with_its_gradients(
     testing.assert_exact(selected, q, k, v, mask)
 
 
+@pytest.mark.parametrize("group", [255, 256])
+def test_a_group_has_up_to_256_heads(group):
+    g = generator(0)
+    q, k, v = (torch.randn(1, heads, n, 16, generator=g) for heads, n in ((group, 3), (1, 40), (1, 40)))
+    index = torch.tensor([[[2], [0], [1]]])
+    mask = BlockMask.from_dense(live_of(index[None], group, 16, 40, False), block=16)
+    testing.assert_exact(
+        lambda q, k, v: selected_attention(q, k, v, index, span=16, causal=False, return_lse=True), q, k, v, mask
+    )
+
+
 @given(st.integers(1, 70), st.integers(0, 30), st.sampled_from([16, 32]), st.booleans(), SEEDS)
 def test_the_mask_has_a_block_row_for_each_query(q_len, cache, span, causal, seed):
     k_len = q_len + cache

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import sparseflash
-from sparseflash import BlockMask, attention_varlen, masks, testing
+from sparseflash import BlockMask, attention_varlen, masks, testing, varlen
 from sparseflash.blockmask.ops.place import place
 from sparseflash.varlen import varlen_mask
 from strategies import SEEDS
@@ -125,6 +125,19 @@ def test_a_mask_is_made_once_for_its_lengths_and_pattern():
     assert varlen_mask([0, 5, 15, 20], pattern=pattern) == first and made == [5, 10, 5, 10]
 
 
+@pytest.mark.parametrize("pattern", [None, window_rule])
+def test_masks_that_differ_in_anything_are_made_each(pattern):
+    first = varlen_mask([0, 100, 150], pattern=pattern, block=64)
+    assert (first.block_q, first.block_k) == (64, 64)
+    for block in (128, (64, 128), (128, 64)):
+        other = varlen_mask([0, 100, 150], pattern=pattern, block=block)
+        assert (other.block_q, other.block_k) == (block if isinstance(block, tuple) else (block, block))
+    assert varlen_mask([0, 100, 150], [0, 50, 150], pattern, block=64) != first
+    assert varlen_mask([0, 101, 150], pattern=pattern, block=64) != first
+    assert varlen_mask([0, 100, 150], pattern=pattern, block=64, device="meta").device.type == "meta"
+    assert varlen_mask([0, 100, 150], pattern=pattern, block=(64, 64)) is first
+
+
 def test_long_sequences_take_memory_by_their_tiles():
     lengths = [100_003] * 10
     mask = varlen_mask(sums(lengths), pattern=partial(masks.local, window=256, causal=True))
@@ -217,6 +230,27 @@ def test_on_a_gpu_only_the_first_layer_waits_for_the_lengths():
     torch.testing.assert_close(out.cpu().double(), want, rtol=2e-3, atol=2e-3)
     for got, expected in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(got.cpu().double(), expected, rtol=1e-2, atol=1e-2)
+
+
+class Elsewhere(torch.Tensor):
+    """Says that it lies on a GPU."""
+
+    device = property(lambda self: torch.device("cuda"))
+
+
+def test_running_sums_that_are_written_to_are_read_again():
+    """Those of tensors on GPUs are read once, for as long as they stay what they were."""
+    sums = torch.tensor([0, 30, 100]).as_subclass(Elsewhere)
+    reads = []
+    with pytest.MonkeyPatch.context() as patch:
+        read = varlen.integers
+        patch.setattr(varlen, "integers", lambda values, name: (reads.append(name), read(values, name))[1])
+        for _ in range(2):
+            assert varlen_mask(sums, block=16) == masks.documents([30, 70], block=16)
+        assert len(reads) == 1
+        sums[1] = 50
+        assert varlen_mask(sums, block=16) == masks.documents([50, 50], block=16)
+    assert len(reads) == 2
 
 
 def test_sequences_of_which_none_has_both_a_query_and_a_key_give_zeros():

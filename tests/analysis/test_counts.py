@@ -5,8 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from portions import assert_same_in_portions
 from sparseflash import BlockMask, masks
-from sparseflash.analysis import balance, bytes_moved, coarsening, density, flops
+from sparseflash.analysis import balance, bytes_moved, coarsening, density, flops, lint, reach
+from sparseflash.analysis.order import live_tiles_in_order
 from sparseflash.blockmask.stats import live_tokens
 from strategies import block_masks, blocks
 
@@ -261,3 +263,35 @@ def test_coarsening_of_its_own_block_is_the_mask():
     assert [entry.block_q for entry in coarsening(mask)] == [16, 32, 64, 128, 256]
     with pytest.raises(ValueError, match="block must be one of 16, 32, 64, 128, 256"):
         coarsening(mask, [48])
+
+
+def random_mask(block=(16, 16), length=130):
+    """Full, partial and dead tiles, of two heads and two lengths."""
+    generator = torch.Generator().manual_seed(0)
+    live = torch.rand(1, 2, length, length, generator=generator) < 0.02
+    live[:, :, :64, :32] = True
+    live |= torch.eye(length, dtype=torch.bool).roll(1, 0)
+    return BlockMask.from_dense(live, block=block).with_lengths([length, length - 30])
+
+
+SHUFFLED = torch.randperm(130, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "make"),
+    [
+        ("coarsening", "SCORES_AT_ONCE", lambda: coarsening(random_mask())),
+        ("composition", "SCORES_AT_ONCE", lambda: reach(random_mask(), 3)),
+        ("composition", "TARGETS_AT_ONCE", lambda: reach(random_mask(), 3)),
+        ("composition", "_BITS_AT_ONCE", lambda: reach(random_mask(), 3)),
+        ("connectivity", "SCORES_AT_ONCE", lambda: list(map(str, lint(random_mask(), causal=True)))),
+        ("order", "SCORES_AT_ONCE", lambda: live_tiles_in_order(random_mask(), SHUFFLED)),
+        ("relation", "SCORES_AT_ONCE", lambda: reach(random_mask((32, 64)), 2)),
+        ("relation", "TARGETS_AT_ONCE", lambda: reach(random_mask((32, 64)), 2)),
+        ("tokens", "SCORES_AT_ONCE", lambda: list(map(str, lint(random_mask(), causal=True)))),
+        ("tokens", "_TILES_AT_ONCE", lambda: list(map(str, lint(random_mask(), causal=True)))),
+    ],
+    ids=lambda given: None if callable(given) else given,
+)
+def test_counts_are_the_same_in_portions(module, name, make):
+    assert_same_in_portions(make, f"sparseflash.analysis.{module}", name)

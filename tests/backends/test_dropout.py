@@ -38,6 +38,20 @@ def test_philox_gives_the_known_answers(rounds, word, want):
     assert [x.item() for x in dropout.philox(seed, counter, rounds)] == want
 
 
+@pytest.mark.parametrize(
+    ("rounds", "want"),
+    [
+        (7, [0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A]),
+        (10, [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1]),
+    ],
+)
+def test_philox_gives_the_known_answers_of_words_that_all_differ(rounds, want):
+    """The digits of pi, of the same list: words and halves of the seed that change places are noticed."""
+    counter = [torch.tensor([word]) for word in (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)]
+    seed = torch.tensor([(0x299F31D0 << 32) + 0xA4093822])
+    assert [x.item() for x in dropout.philox(seed, counter, rounds)] == want
+
+
 @given(
     seed=st.integers(-(2**63), 2**63 - 1), p=st.floats(0.01, 0.99), at=st.integers(0, 2**31 - 300),
     row=st.integers(0, 2**31 - 1),
@@ -62,13 +76,14 @@ def test_seeds_heads_queries_and_keys_are_dropped_independently_of_each_other():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_is_kept_is_what_keep_mask_says(backend):
+@pytest.mark.parametrize("seed", [7, 0x123456789ABCDEF1, -(2**63) + 2**31])
+def test_what_is_kept_is_what_keep_mask_says(backend, seed):
     q, k, _ = tensors(batch=2, tokens=40)
     v = torch.eye(40).expand(2, 2, 40, 40).contiguous()  # the output is the weights themselves
     mask = masks.local(40, window=25, block=16)
-    weights = attention(q, k, v, mask, dropout_p=0.5, seed=7, backend=backend)
+    weights = attention(q, k, v, mask, dropout_p=0.5, seed=seed, backend=backend)
     plain = attention(q, k, v, mask, backend=backend)
-    keep = dropout.keep_mask(7, 0.5, 2, 2, 40, 40)
+    keep = dropout.keep_mask(seed, 0.5, 2, 2, 40, 40)
     torch.testing.assert_close(weights, torch.where(keep, 2 * plain, 0.0))
 
 

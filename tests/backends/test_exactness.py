@@ -5,6 +5,7 @@ interpreter on small shapes here, and with `-m gpu` compiled, on larger ones and
 """
 
 import contextlib
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -30,7 +31,9 @@ from exactness import (
     time_for_examples,
 )
 from experiments.benchmarks.speed.precision import products_in_tf32
+from retiling import tilings_taken_by
 from sparseflash import attention, masks
+from sparseflash.backends import blockwise_tiles
 from sparseflash.backends.triton.configs import Config
 from sparseflash.backends.triton.overrides import override
 from sparseflash.testing import error_of, plain_errors
@@ -46,6 +49,17 @@ from tensor_cores import summed_as_by_tensor_cores
 @example(Problem(None, 2, 2, 1, 78, 78, 1, 1, torch.float32, None, "contiguous", seed=391778659, dropout_p=0.3))
 def test_blockwise_is_exact(problem):
     check(problem, "blockwise")
+
+
+@pytest.mark.parametrize("most", [1, 16 * 16 * 6, 16 * 16 * 20], ids=["a row", "some rows", "some heads"])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+def test_blockwise_is_exact_a_few_scores_at_a_time(most, dropout_p):
+    """Of sequences that end in the same block, too, whose rows are listed together."""
+    problem = replace(
+        spread_out(16, torch.float32, tokens=72, lengths=(70, 66, 69, 41), block=16), dropout_p=dropout_p
+    )  # fmt: skip
+    with mock.patch.object(blockwise_tiles, "_SCORES_AT_ONCE", most):
+        check(problem, "blockwise")
 
 
 @pytest.mark.parametrize("way", ["pointers", "descriptors"])
@@ -232,6 +246,21 @@ def test_dropout_is_exact_on_the_gpu(arithmetic, dims, way):
             check(problem, "triton", "cuda", arithmetic)
 
     with_examples(run, [_ONE_LIVE_SCORE_A_HEAD], dims, dtype)()
+
+
+@pytest.mark.parametrize(("q_len", "k_len"), [(16, 2400), (2400, 16)], ids=["rows", "columns"])
+@pytest.mark.parametrize("kinds", [["full"], ["lower", "upper"]], ids=["full", "partial"])
+def test_lengths_cut_lists_of_more_than_128_tiles(q_len, k_len, kinds):
+    """The kernels count the tiles inside a length 128 at a time."""
+    arguments = {
+        "q_len": q_len, "k_len": k_len, "block": (16, 16), "patterns": [kinds], "heads": [[0]], "holes": "none",
+        "seed": 0,
+    }  # fmt: skip
+    problem = Problem(
+        Recipe("from_dense", arguments, (2355,)), 1, 1, 1, q_len, k_len, 16, 16, torch.float16, None, "contiguous", 0
+    )
+    with chunks_of(None), tilings_taken_by("own"):
+        check(problem, "triton")
 
 
 @pytest.mark.parametrize("k_len", [1500, 6007])

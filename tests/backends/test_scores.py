@@ -251,6 +251,25 @@ def test_nor_does_so_low_a_bias_in_half_precision(device, dtype, dead, lowest):
         torch.testing.assert_close(found, wanted.to(dtype), rtol=eps, atol=eps)
 
 
+@pytest.mark.parametrize(("device", "dtype"), [
+    ("cpu", torch.float16), ("cpu", torch.float32),
+    *(pytest.param("cuda", each, marks=pytest.mark.gpu) for each in (*HALF, torch.float32)),
+])  # fmt: skip
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")  # in the interpreter; also past the ends
+def test_weights_of_rows_with_only_very_low_biases_are_finite_and_the_least_low_wins(device, dtype):
+    """lse is rounded at the magnitude of the bias, so that the exponent of a recomputed weight may be any number."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 80, 16, generator=generator).to(device, dtype).requires_grad_() for _ in range(3))
+    low = -(10.0 ** (28 + 10 * torch.rand(80, generator=generator)))  # of each query
+    values = (low[:, None].expand(80, 80) * 2).clone().to(device)
+    chosen = torch.arange(80, device=device) * 7 % 80
+    values[torch.arange(80), chosen] /= 2
+    out = attention(q, k, v, scores=scores.bias(values[None, None]), backend="triton")
+    torch.testing.assert_close(out, v[:, :, chosen], rtol=0, atol=0)
+    for gradient in torch.autograd.grad(out, (q, k, v), torch.zeros_like(out)):
+        assert (gradient == 0).all()
+
+
 def test_the_rows_of_a_bias_lie_near_enough_for_offsets_of_32_bits():
     """Tiles of queries would span 2^31 numbers in a layout `[Nq, Hq, Nk]` of many heads and keys."""
     values = torch.empty_strided((1, 1, 2, 16), (2**24, 2**24, 2**23, 1), dtype=torch.float16).zero_()

@@ -113,6 +113,19 @@ def test_columns_hold_what_the_rows_hold(mask, seed):
     assert torch.equal(dense[dynamic.pattern.long()], dataclasses.replace(dynamic, lengths=None).to_dense())
 
 
+@pytest.mark.parametrize("col_blocks", [16_383, 16_384, 20_000, 32_767, 32_768, 70_000])
+def test_columns_are_right_however_wide_the_mask(col_blocks):
+    """They are sorted in 16 bits if these hold all numbers, those of the room, too."""
+    used = [0, 5, col_blocks - 2, col_blocks - 1]
+    indptr, indices = torch.tensor([0, len(used)]), torch.tensor([*used, col_blocks - 1, 3])
+    tile = torch.tensor([1, 0, 0, 1, 1, 0])
+    arrays = [x.to(torch.int32) for x in (indptr, indices, tile, torch.ones(1, 16, 1), torch.zeros(1, 1))]
+    mask = BlockMask(16, col_blocks * 16, 16, 16, *arrays, dynamic=True)
+    starts, rows, kinds = mask.columns
+    assert starts.diff().nonzero()[:, 0].tolist() == used and int(starts[-1]) == len(used)
+    assert kinds.tolist() == [1, 0, 0, 1, 0, 0] and rows[: len(used)].tolist() == [0] * len(used)
+
+
 @given(block_masks(MOST, batch=2, heads=2), SEEDS)
 def test_plans_list_what_the_rows_hold_full_tiles_first(mask, seed):
     dynamic = made_dynamic(mask, seed)

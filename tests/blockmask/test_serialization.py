@@ -379,6 +379,17 @@ def test_overlapping_members_are_refused(tmp_path):
         refused(path)
 
 
+def test_members_that_are_longer_than_the_file_are_refused_before_any_is_read(tmp_path, monkeypatch):
+    path = tmp_path / "mask"
+    example().save(path)
+    whole = bytearray(path.read_bytes())
+    entry = whole.index(b"indices.npy", whole.index(b"PK\x01\x02")) - 46
+    whole[entry + 20 : entry + 28] = (2**31 - 1).to_bytes(4, "little") * 2  # compressed and uncompressed size
+    path.write_bytes(whole)
+    monkeypatch.setattr(zipfile.ZipFile, "read", lambda *_: pytest.fail("a member was read"))
+    refused(path, rf"members of \d{{10}} bytes in a file of {len(whole)}")
+
+
 def test_an_encrypted_member_is_refused(tmp_path):
     path = tmp_path / "mask"
     example().save(path)

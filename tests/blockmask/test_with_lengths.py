@@ -72,6 +72,8 @@ def test_lengths_are_clamped_to_what_there_is():
     mask = BlockMask.dense(40, 60, block=16).with_lengths(torch.tensor([-5, 0, 50, 60, 61, 2**40]))
     assert mask.q_lengths.tolist() == [0, 0, 40, 40, 40, 40]
     assert mask.k_lengths.tolist() == [0, 0, 50, 60, 60, 60]
+    square = BlockMask.dense(40, block=16).with_lengths(torch.tensor([-5, 0, 39, 41, 2**40]))
+    assert square.lengths.tolist() == [[0, 0, 39, 40, 40]] * 2
 
 
 def test_a_mask_with_lengths_shares_the_other_arrays():

@@ -1,9 +1,12 @@
 """What holds for all neighbours: names, documentation, and what `import` needs."""
 
 import pytest
+import torch
 
 from forked import python
-from sparseflash import BlockMask, interop
+from portions import assert_same_in_portions
+from sparseflash import BlockMask, interop, masks
+from sparseflash.interop.dead_runs import dead_runs
 
 
 def test_every_function_is_public_and_documented():
@@ -56,3 +59,31 @@ WHOLE = BlockMask.dense(256)
 def test_numbers_and_flags_are_checked(call, error, words):
     with pytest.raises(error, match=words):
         call()
+
+
+def two_heads():
+    return masks.per_head([masks.documents([20, 50, 30], causal=True, block=16), masks.local(100, window=9, block=16)])
+
+
+def runs_until_there_are_too_many():
+    """Keys from 70 on have more live runs than FlashMask can say."""
+    mask = BlockMask.from_function(lambda q, k: (k < 70) | (q % 20 < 5), 100, block=16)
+    return [x.tolist() if isinstance(x, torch.Tensor) else x for x in dead_runs(mask, 0)]
+
+
+def runs_of_keys():
+    return interop.from_flashmask(interop.to_flashmask(two_heads()).startend_row_indices, causal=False, block=16)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "make"),
+    [
+        ("dead_runs", "SCORES_AT_ONCE", runs_until_there_are_too_many),
+        ("interval_tiles", "SCORES_AT_ONCE", runs_of_keys),
+        ("lists", "SCORES_AT_ONCE", lambda: interop.from_flex(interop.to_flex(two_heads()))),
+        ("scores", "SCORES_AT_ONCE", lambda: interop.to_scipy(two_heads(), head=1).toarray().tolist()),
+    ],
+    ids=["dead_runs", "interval_tiles", "lists", "scores"],
+)
+def test_what_is_converted_in_portions_is_the_same(module, name, make):
+    assert_same_in_portions(make, f"sparseflash.interop.{module}", name)

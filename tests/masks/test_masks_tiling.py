@@ -1,13 +1,15 @@
 """What patterns over sequences are made of: runs, diagonals and kinds of tiles."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mask_rules import BLOCKS, assert_keeps, grid
+from portions import assert_same_in_portions
 from sequence_sizes import MOST, sizes, square
-from sparseflash import BlockMask
+from sparseflash import BlockMask, masks
 from sparseflash.masks.tiling.diagonals import diagonals
 from sparseflash.masks.tiling.kinds import by_kind
 from sparseflash.masks.tiling.spans import spans
@@ -87,3 +89,21 @@ def tokens_of_tiles(rows, cols, block):
     return rows[:, None, None] * block[0] + torch.arange(block[0])[:, None], (
         cols[:, None, None] * block[1] + torch.arange(block[1])
     )
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "make"),
+    [
+        ("tiling.kinds", "SCORES_AT_ONCE", lambda: masks.neighborhood((9, 11), window=5, block=16)),
+        ("tiling.ranges", "_BOXES_AT_ONCE", lambda: masks.neighborhood((9, 11), window=3, dilation=2, block=16)),
+        ("tiling.spans", "WORDS_AT_ONCE", lambda: masks.documents([5, 40, 17, 60, 33], causal=True, block=16)),
+        (
+            "vertical_slash",
+            "WORDS_AT_ONCE",
+            lambda: masks.vertical_slash(150, vertical=[3, 40, 99], slash=[0, 7, 50], block=16),
+        ),
+    ],
+    ids=["kinds", "ranges", "spans", "vertical_slash"],
+)
+def test_a_mask_is_the_same_made_in_portions(module, name, make):
+    assert_same_in_portions(make, f"sparseflash.masks.{module}", name)

@@ -65,6 +65,16 @@ def test_what_cannot_be_made(make, error, text):
         ),
         (scores.temperature(torch.ones(3, 1, 1)), ValueError, "temperature must have shape [B, Hq, Nq]"),
         (scores.relative(torch.ones(2, 3), scores.clipped(2)), ValueError, "bucket must return numbers from 0 to 2"),
+        (
+            scores.relative(torch.ones(2, 4), scores.clipped(2)),
+            ValueError,
+            "from 0 to 3, the table's columns; got 0 to 4",
+        ),
+        (
+            scores.relative(torch.ones(2, 3), lambda x: x.clamp(-1, 2)),
+            ValueError,
+            "from 0 to 2, the table's columns; got -1 to 2",
+        ),
         (scores.relative(torch.ones(2, 3), lambda x: x[:1]), ValueError, "one integer for each of the 19 offsets"),
         (
             scores.relative(torch.ones(2, 3), lambda x: x > 0),

@@ -3,7 +3,10 @@
 import pytest
 import torch
 
-from sparseflash import attention, scores
+from cutting import chunks_of
+from retiling import tilings_taken_by
+from sparseflash import BlockMask, attention, scores
+from sparseflash.scores.change import Sizes
 from sparseflash.scores.relative import Relative
 
 
@@ -39,3 +42,22 @@ def test_another_thread_may_replace_the_codes_at_any_time():
     q, k, v = (torch.randn(1, 2, 20, 16) for _ in range(3))
     want = attention(q, k, v, scores=scores.relative(table.table, table.bucket))
     assert torch.equal(attention(q, k, v, scores=table), want)
+
+
+def test_buckets_may_begin_anywhere_in_a_tile():
+    """A tile whose codes all have one bucket takes a shorter way, and one code more has another."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 64, 16, generator=g) for _ in range(3))
+    table = 3 * torch.randn(1, 4, generator=g)
+    mask = BlockMask.dense(64, block=16)
+    for place in range(17):  # of the ends of the first and the second of three runs
+        results = []
+        for backend in ("triton", "reference"):
+            learned = table.clone().requires_grad_()
+            change = scores.relative(learned, lambda x, place=place: 2 * (x >= 34 - place) + (x >= place - 30).long())
+            assert change.prepared(Sizes(1, 1, 64, 64, q.device, mask)).until.numel()
+            with chunks_of(None), tilings_taken_by("own"):
+                out, lse = attention(q, k, v, mask, scores=change, return_lse=True, backend=backend)
+                results.append((out, lse, *torch.autograd.grad(out.square().sum(), [learned])))
+        for found, wanted in zip(*results, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparseflash import attention, attention_varlen, clear_caches, masks
 from sparseflash.backends import blockwise
+from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton import api, call_cache
 from strategies import SEEDS
 
@@ -87,6 +88,54 @@ def test_calls_of_any_order_do_not_disturb_one_another(calls):
         with mock.patch.object(call_cache, "place_of", return_value=None):
             expected = run(*tensors(**layout), mask if each["masked"] else None, scale=each["scale"])
         assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(got, expected, strict=True))
+
+
+def test_calls_that_differ_in_anything_have_keys_of_their_own():
+    """Also in what Triton's interpreter does not notice, such as alignment."""
+    base, mask = [x[..., :16] for x in tensors(tokens=48, dim=24)], mask_of()
+
+    def others(x):
+        beside = torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape).as_strided(x.shape, x.contiguous().stride())
+        return x[:, :, :40], x[..., :8], x[:, :1], x.contiguous(), beside, x.bfloat16(), x.transpose(2, 3)
+
+    given = [(base, None), *((base, scale) for scale in (0.1, 0.5, -0.5))]
+    for number, x in enumerate(base):
+        given += [([*base[:number], other, *base[number + 1 :]], None) for other in others(x)]
+    for same_mask in (mask, None):
+        places = [call_cache.place_of(*each, same_mask, scale, "", on_gpu_only=False) for each, scale in given]
+        places += [
+            call_cache.place_of(*base, same_mask, None, name, on_gpu_only=False) for name in ("portable", "hopper")
+        ]
+        assert all(calls is places[0][0] for calls, _ in places)
+        keys = [key for _, key in places]
+        assert len(set(keys)) == len(keys)
+        assert call_cache.place_of(*base, same_mask, None, "", on_gpu_only=False)[1] == keys[0]
+    padded = call_cache.place_of(*base, mask.with_lengths([30]), None, "", on_gpu_only=False)
+    assert padded[1] not in keys and padded[0] is call_cache.place_of(*base, mask, None, "", on_gpu_only=False)[0]
+
+
+def test_launches_that_differ_in_anything_have_keys_of_their_own():
+    q, k, v = tensors()
+    problem = Problem.of(mask_of(), scale=0.25)
+    setting = api.setting_of(q, k, problem, (9, 0))
+    beside = torch.cat([k.new_zeros(1), k.flatten()])[1:].view(k.shape)
+    keys = [
+        api._key(setting._replace(**changed), problem._replace(**other), *given)
+        for changed, other, given in [
+            ({}, {}, (q, k, v)),
+            *[({name: not getattr(setting, name)}, {}, (q, k, v)) for name in ("tf32", "lengths", "dropout")],
+            ({"capability": (8, 0)}, {}, (q, k, v)),
+            ({"block": (16, 32)}, {}, (q, k, v)),
+            ({"coordinates": ("rows",)}, {}, (q, k, v)),
+            ({}, {"scale": 0.5}, (q, k, v)),
+            ({}, {"dropped": 3}, (q, k, v)),
+            ({}, {}, (q.bfloat16(), k, v)),
+            ({}, {}, (q[:, :, :8], k, v)),
+            ({}, {}, (q, beside, v)),
+            ({}, {}, (q, k.transpose(1, 2).contiguous().transpose(1, 2), v)),
+        ]
+    ]  # fmt: skip
+    assert len(set(keys)) == len(keys)
 
 
 class Watching(TorchDispatchMode):

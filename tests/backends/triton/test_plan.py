@@ -91,6 +91,14 @@ def test_work_is_sorted_over_all_heads_longest_first(mask):
         assert (lengths.diff() <= 0).all()
 
 
+def test_items_are_numbered_in_31_bits():
+    worklists.check_number_of_items(1, 1, 2**31 - 1)
+    for sizes in ((1, 1, 2**31), (2, 2**10, 2**20), (2**16, 2**16, 1)):
+        shown = " x ".join(map(str, sizes))
+        with pytest.raises(ValueError, match=rf"batch x heads x tiles must be below 2\^31; got {shown}"):
+            worklists.check_number_of_items(*sizes)
+
+
 def test_work_of_equal_length_stays_in_the_order_of_heads():
     work = plan(masks.causal(64, block=16), 1, 3, 3).worklist(0, 16).work
     assert work[:, 0, 0].tolist() == [3, 7, 11, 2, 6, 10, 1, 5, 9, 0, 4, 8]

@@ -1,5 +1,6 @@
 """The forward for Hopper, run from its own source by our interpreter: exact, and no interleaving makes it hang."""
 
+import math
 from dataclasses import replace
 from functools import partial
 from unittest import mock
@@ -61,6 +62,23 @@ def test_lengths_cut_a_list_anywhere(length, rule):
     torch.testing.assert_close(got[1].double(), true[1], rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["full", "partial"])
+def test_lengths_cut_lists_of_more_than_128_tiles(kind):
+    """The kernel counts the tiles inside a length 128 at a time."""
+    tokens, keys, length = 128, 140 * 64, 137 * 64 + 5
+    mask = BlockMask.dense(tokens, keys, block=64)
+    if kind == "partial":
+        mask = BlockMask.from_function(lambda q, k: (q + k) % 64 != 0, tokens, keys, block=64)
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, n, 64, generator=g).half() for n in (tokens, keys, keys))
+    lengths = torch.tensor([[tokens], [length]], dtype=torch.int32)
+    got = interpreted(mask, q, k, v, 0.125, lengths=lengths)
+    cut = mask.with_lengths(q_lengths=[tokens], k_lengths=[length])
+    true = reference.attention(*(x.double() for x in (q, k, v)), cut, 0.125)
+    torch.testing.assert_close(got[0].double(), true[0], rtol=0, atol=2e-4)
+    torch.testing.assert_close(got[1].double(), true[1], rtol=0, atol=1e-5)
+
+
 @settings(max_examples=settings().max_examples // 3)
 @given(SEEDS, st.integers(1, 16), st.integers(2, 4))
 def test_the_bits_depend_on_no_interleaving_and_on_no_number_of_programs(seed, programs, stages):
@@ -81,6 +99,32 @@ def test_a_sequence_has_the_same_bits_alone_as_in_a_batch(rule):
             with mock.patch.object(hopper_problems, "inputs", lambda problem, values=values: values):
                 got = run(alone, rule=rule)
             assert all(torch.equal(x[0, 0], y[b, h]) for x, y in zip(got, whole, strict=True))
+
+
+NO_CHANGES = {
+    "plain": (),
+    "bias": (scores.bias(torch.zeros(1, 1, 128, 384).half()),),
+    "decay": (scores.key_bias(torch.zeros(1, 1, 384).half()), scores.alibi(torch.zeros(1))),
+}
+
+
+@pytest.mark.parametrize(("dim", "block"), [(64, 64), (64, 128), (128, 128)])
+@pytest.mark.parametrize("changed", NO_CHANGES)
+@pytest.mark.parametrize("grows", [7.5, 8.5, 15.0, 17.0, 19.5])
+def test_a_maximum_that_grows_from_tile_to_tile_overflows_nothing_in_fp16(grows, changed, dim, block):
+    """By so many powers of 2 at a tile: relative to the first maximum a weight would be above 65,504, fp16's most."""
+    tokens, keys = 128, 384
+    g = torch.Generator().manual_seed(0)
+    q, k, v = torch.zeros(1, 1, tokens, dim), torch.zeros(1, 1, keys, dim), torch.randn(1, 1, keys, dim, generator=g)
+    q[..., 0] = 1.0
+    k[..., 0] = torch.arange(keys) // 128 * grows + torch.rand(keys, generator=g) / 8
+    q, k, v = q.half(), k.half(), v.half()
+    mask = BlockMask.dense(tokens, keys, block=block)
+    changes = NO_CHANGES[changed]
+    got = interpreted(mask, q, k, v, math.log(2.0), changes=Scores(changes) if changes else None)
+    true = reference.attention(*(x.double() for x in (q, k, v)), mask, math.log(2.0))
+    torch.testing.assert_close(got[0].double(), true[0], rtol=0, atol=2e-3)
+    torch.testing.assert_close(got[1].double(), true[1], rtol=0, atol=1e-5)
 
 
 def test_a_scale_of_zero_takes_the_mean():

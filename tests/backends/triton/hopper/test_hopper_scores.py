@@ -612,6 +612,8 @@ def test_they_take_tables_by_distance_alone_or_with_a_sink():
     of_cells = scores.relative_2d(torch.rand(4, 5, 7, device="meta"), 3, 4, cells=torch.arange(8192) % 12)
     assert families_and_refusal(of_cells)[:2] == ("portable", "portable")
     assert families_and_refusal(of_cells)[2].startswith("of tables of relative positions they know those whose")
+    assert families_and_refusal(scores.relative(table(256), scores.clipped(127))) == ("hopper", "hopper", None)
+    assert families_and_refusal(scores.relative(table(257), scores.clipped(127)))[:2] == ("hopper", "portable")
     many = scores.relative(table(601), scores.clipped(300))
     reason = "they sum gradients of up to 256 entries of tables for the query heads that share keys; got 601"
     assert families_and_refusal(many) == ("hopper", "portable", reason)
