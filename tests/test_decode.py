@@ -165,6 +165,20 @@ def test_few_queries_are_exact_over_the_live_keys_of_a_cache(backend, case):
         )
 
 
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_windows_and_sinks_may_end_anywhere_in_a_tile(q_len):
+    """The kernel walks the tiles of the sinks and those of the window, which may be the same."""
+    g = generator(0)
+    q, (k, v) = torch.randn(4, 1, q_len, 16, generator=g), torch.randn(2, 4, 1, 96, 16, generator=g)
+    lengths, starts = torch.tensor([96, 95, 64, 67]), torch.tensor([0, 5, 31, 32])
+    for window in (1, 31, 32, 33, 64, 65, 96):
+        for sinks in (0, 1, 32, 33, 64):
+            options = {"starts": starts, "window": window, "sinks": sinks, "scale": 1.0, "return_lse": True}
+            found, wanted = (attention_with_cache(q, k, v, lengths, backend=each, **options) for each in BACKENDS)
+            for each, expected in zip(found, wanted, strict=True):
+                torch.testing.assert_close(each, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("options", [{}, {"window": 30, "sinks": 3}])
 def test_pages_are_the_same_as_a_contiguous_cache(backend, options):

@@ -242,4 +242,32 @@ MUTATIONS = [
         "tests/backends/test_scores.py::"
         "test_weights_of_rows_with_only_very_low_biases_are_finite_and_the_least_low_wins",
     ),
+    Mutation(
+        "decode: a window's first tile is one key late",
+        "sparseflash/backends/triton/decode/kernels.py",
+        "first = tl.maximum(length - q_len - window + 1, start) // BLOCK_N",
+        "first = tl.maximum(length - q_len - window + 2, start) // BLOCK_N",
+        "tests/test_decode.py::test_windows_and_sinks_may_end_anywhere_in_a_tile",
+    ),
+    Mutation(
+        "decode: tiles of sinks and of a window count twice",
+        "sparseflash/backends/triton/decode/kernels.py",
+        "tl.minimum(stop, first) - first_sink",
+        "stop - first_sink",
+        "tests/test_decode.py::test_windows_and_sinks_may_end_anywhere_in_a_tile",
+    ),
+    Mutation(
+        "relative: codes are kept for any number of keys",
+        "sparseflash/scores/relative.py",
+        "key = sizes.q_len, sizes.k_len, sizes.device",
+        "key = sizes.q_len, sizes.device",
+        "tests/scores/test_scores_relative.py::test_one_table_serves_any_lengths",
+    ),
+    Mutation(
+        "decode: a sink alone in its tile is lost",
+        "sparseflash/backends/triton/decode/kernels.py",
+        "stop = (start + sinks + BLOCK_N - 1) // BLOCK_N",
+        "stop = (start + sinks + BLOCK_N - 2) // BLOCK_N",
+        "tests/test_decode.py::test_windows_and_sinks_may_end_anywhere_in_a_tile",
+    ),
 ]

@@ -44,6 +44,16 @@ def test_another_thread_may_replace_the_codes_at_any_time():
     assert torch.equal(attention(q, k, v, scores=table), want)
 
 
+def test_one_table_serves_any_lengths():
+    change, g = scores.relative(torch.randn(1, 41), scores.clipped(20)), torch.Generator().manual_seed(0)
+    for q_len, k_len in ((20, 20), (20, 30), (10, 30), (10, 20), (30, 20)):
+        q, k, v = (torch.randn(1, 1, n, 16, generator=g) for n in (q_len, k_len, k_len))
+        offsets = torch.arange(k_len) - torch.arange(q_len)[:, None] - (k_len - q_len)
+        bias = change.table[:, change.bucket(offsets)]
+        wanted = attention(q, k, v, scores=scores.bias(bias[None]), backend="reference")
+        torch.testing.assert_close(attention(q, k, v, scores=change), wanted, rtol=1e-5, atol=1e-5)
+
+
 def test_buckets_may_begin_anywhere_in_a_tile():
     """A tile whose codes all have one bucket takes a shorter way, and one code more has another."""
     g = torch.Generator().manual_seed(0)
