@@ -114,10 +114,10 @@ def distances(
 
     Positions are counted from a token of the tile, as integers, before they become fp32: positions above 2^24 are no
     numbers of fp32, however near the tokens are. Then the subtraction in fp32, one operation a score, is as exact as
-    the distance is a number of fp32. No more than one of the two sides is gathered.
+    the distance is a number of fp32. The token is the first of what a program holds, which is never gathered.
     """
     q, k = token_numbers(first_q, TILE_M) + (k_len - q_len), token_numbers(first_k, TILE_N)
-    start = first_k if first_q.type.is_block() else first_q + (k_len - q_len)
+    start = first_k if TRANSPOSED else first_q + (k_len - q_len)
     query, key = (q - start).to(tl.float32), (k - start).to(tl.float32)
     apart = tl.abs(along_queries(query, TRANSPOSED) - along_keys(key, TRANSPOSED))
     if LOGARITHMIC & CHANGES:
