@@ -108,9 +108,9 @@ def function(
     change: a function of single numbers, tensors without dimensions, as a `score_mod` of FlexAttention: the score, and
     `b`, `h`, `q` and `k`, int64, the numbers of batch element, query head, query and key. So `bias[h][q, k]` means what
     it says. It is called for many scores at once, of live tiles only, by `torch.vmap`; b, h, q and k always lie inside
-    the tensors' lengths. Its result and its derivative must be finite there, also for dead scores. tensors: what it reads besides, in particular all that gradients are wanted
-    for. derivative: of the result by the score, a function of the same arguments; without it `change` is
-    differentiated.
+    the tensors' lengths. Its result and its derivative must be finite there, also for dead scores. tensors: what it
+    reads besides, in particular all that gradients are wanted for. derivative: of the result by the score, a function
+    of the same arguments; without it `change` is differentiated.
 
     The reference and the blockwise backend call it, and differentiate it by autograd. The Triton kernels are compiled
     with it, once for all masks. It is recorded by one call the first time, with numbers that stand for all, so
