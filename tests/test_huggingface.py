@@ -622,7 +622,7 @@ def test_a_rule_may_ask_for_the_row_in_any_way(asks):
     def rule(batch, head, q, k):
         return (k <= q) | torch.as_tensor(asks(batch)).bool()
 
-    asked = ModelMask(rule, 2, (0, 40), (0, 40), None, False, False, 16, torch.device("cpu"))
+    asked = ModelMask(rule, 2, (0, 40), (0, 40), None, False, 16, torch.device("cpu"))
     live = asked.within(None, torch.device("cpu")).to_dense()
     assert torch.equal(live[0, 0], torch.ones(40, 40).tril().bool()) and live[1].all()
 
@@ -653,7 +653,7 @@ def test_what_is_kept_serves_batches_of_any_size():
     """Also where Transformers' own rules are asked about single positions, as those are that a model adds."""
     rule = rules.and_masks(rules.bidirectional_mask_function, rules.sliding_window_bidirectional_overlay(5))
     for batch in (3, 2, 1):
-        asked = ModelMask(rule, batch, (0, 40), (0, 40), None, True, False, 16, torch.device("cpu"))
+        asked = ModelMask(rule, batch, (0, 40), (0, 40), None, False, 16, torch.device("cpu"))
         live = asked.within(None, torch.device("cpu")).to_dense()
         assert torch.equal(live, masks.local(40, window=11, block=16).to_dense()), batch
 
@@ -671,15 +671,13 @@ def test_images_with_a_pattern_make_it_once():
 def test_what_is_kept_is_bounded():
     model_mask._masks.clear()
     for length in range(1, 3 * model_mask._KEPT):
-        asked = ModelMask(
-            rules.causal_mask_function, 1, (0, length), (0, length), None, False, False, 16, torch.device("cpu")
-        )
+        asked = ModelMask(rules.causal_mask_function, 1, (0, length), (0, length), None, False, 16, torch.device("cpu"))
         asked.within(None, torch.device("cpu"))
         assert len(model_mask._masks) <= model_mask._KEPT
 
 
 def test_what_is_kept_is_freed_by_clear_caches():
-    asked = ModelMask(rules.causal_mask_function, 1, (0, 40), (0, 40), None, False, False, 16, torch.device("cpu"))
+    asked = ModelMask(rules.causal_mask_function, 1, (0, 40), (0, 40), None, False, 16, torch.device("cpu"))
     kept = weakref.ref(asked.within(None, torch.device("cpu")))
     del asked
     assert kept() is not None
@@ -796,7 +794,7 @@ def test_a_finished_mask_of_other_sizes_is_refused(shape):
 
 
 def test_masks_that_a_model_computes_with_are_told():
-    asked = ModelMask(rules.causal_mask_function, 1, (0, 9), (0, 9), None, False, False, 16, torch.device("cpu"))
+    asked = ModelMask(rules.causal_mask_function, 1, (0, 9), (0, 9), None, False, 16, torch.device("cpu"))
     for call in (lambda: asked + 1, lambda: torch.ones(()) + asked, lambda: asked[0], lambda: asked[:, :, ::2, :]):
         with pytest.raises(TypeError, match="this model computes with its masks"):
             call()

@@ -21,7 +21,7 @@ class Number(Tensor):
 
     >>> head = Number(3)
     >>> head.new_ones(()), head.device, head.is_read
-    (tensor(1.), device(type='cpu'), False)
+    (tensor(1), device(type='cpu'), False)
     >>> head < 5, head.is_read
     (tensor(True), True)
 

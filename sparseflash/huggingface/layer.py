@@ -149,7 +149,7 @@ class Attention:
         from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
         rule = causal_mask_function if is_causal else bidirectional_mask_function
-        asked = ModelMask(rule, 1, (0, q_len), (0, k_len), None, False, False, self.block, query.device)
+        asked = ModelMask(rule, 1, (0, q_len), (0, k_len), None, False, self.block, query.device)
         return asked.within(pattern, query.device)
 
 
