@@ -6,7 +6,9 @@ import shutil
 import stat
 import subprocess
 import sys
+import tarfile
 import zipfile
+from email import message_from_bytes
 from pathlib import Path
 
 import pytest
@@ -40,7 +42,7 @@ def names_in(wheel):
 def source(tmp_path_factory):
     """A copy of the checkout: setuptools writes into the tree it builds, and reuses what it finds."""
     copy = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, copy)
     for name in ("sparseflash", "masks", "tests", "experiments"):
         ignored = shutil.ignore_patterns("__pycache__", *(["data", "runs"] if name == "experiments" else []))
@@ -125,9 +127,32 @@ def test_the_changelog_and_the_citation_name_the_version():
     assert newest.groups() == (VERSION, citation["date-released"]) and citation["version"] == VERSION
 
 
+def test_the_package_page_has_the_readme_without_links_to_files(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = message_from_bytes(archive.read(f"sparseflash-{VERSION}.dist-info/METADATA"))
+    assert metadata["Author"] == "The sparseflash authors" and metadata["Description-Content-Type"] == "text/markdown"
+    assert metadata["Author"] in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    page, readme = metadata.get_payload(), (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "Tutorial" in page and "from sparseflash import" in page and len(page) > len(readme) / 2
+    links = re.findall(r"\]\(([^)]*)\)", page)
+    assert links == [each for each in re.findall(r"\]\(([^)]*)\)", readme) if re.match("https?://|#", each)]
+
+
+def test_the_workflows_take_actions_by_their_commit_and_packages_from_one_index():
+    for path in (ROOT / ".github/workflows").glob("*.yml"):
+        text = path.read_text(encoding="utf-8")
+        used = re.findall(r"uses: (.*)", text)
+        assert used and all(re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", each) for each in used)
+        assert "INDEX_URL" not in text and "index-url" not in text
+
+
 def test_sdist_builds_the_same_wheel(source, wheel, tmp_path):
     succeed("-m", "build", "--no-isolation", "--sdist", "--outdir", tmp_path, source, cwd=tmp_path)
     sdist = tmp_path / f"sparseflash-{VERSION}.tar.gz"
+    with tarfile.open(sdist) as archive:
+        inside = {Path(name).parts[1] for name in archive.getnames() if len(Path(name).parts) > 1}
+    # No tests without the modules beside them, which they import.
+    assert {"tests", "experiments", "docs"} & inside == set() and {"sparseflash", "masks", "setup.py"} <= inside
     succeed("-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", tmp_path, sdist, cwd=tmp_path)
     (rebuilt,) = tmp_path.glob("*.whl")
     assert names_in(rebuilt) == names_in(wheel)
