@@ -358,7 +358,13 @@ MAY_IMPORT = {
         *PUBLIC,
     ),
     f"{_BENCHMARKS}/distributed": (f"{_BENCHMARKS}/distributed", "experiments/training", *PUBLIC),
-    f"{_BENCHMARKS}/exactness": (_INTERPRETER, f"{_BENCHMARKS}/timing.py", "experiments/training", *PUBLIC),
+    f"{_BENCHMARKS}/exactness": (
+        _INTERPRETER,
+        f"{_BENCHMARKS}/timing.py",
+        "experiments/training",
+        f"{_BACKENDS}/reference.py",
+        *PUBLIC,
+    ),
     f"{_BENCHMARKS}/selection": (
         f"{_BENCHMARKS}/speed",
         f"{_BENCHMARKS}/timing.py",

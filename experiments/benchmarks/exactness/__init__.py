@@ -2,5 +2,5 @@
 are run here.
 
 Commands: ``python -m experiments.benchmarks.exactness drawn`` and ``large``. May import `training`, `timing`,
-`interpreter`, and the library as any user does.
+`interpreter`, the library as any user does, and `backends/reference.py`, the plain implementation.
 """

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from sparseflash import BlockMask, attention, decode, masks, scores
+from sparseflash.backends.reference import plain_attention
+from sparseflash.scores.change import Sizes, scores_of
 from sparseflash.testing.yardstick import error_of, largest_error
 
 Added = Callable[[int, Tensor, Tensor], Tensor]  # of head, queries [n, 1] and keys [m]: what changes add, fp64 [n, m]
@@ -276,15 +278,16 @@ def _by_definition(case: Case, sample: Sample, dtype: torch.dtype) -> dict[str, 
     q, k, v = (x.to(dtype) for x in (case.q.detach()[here], *_keys(case, sample)))
     given = [x.requires_grad_() for x in (q, k, v)]
     rows, keys = (torch.arange(each.start, each.stop, device=q.device) for each in (sample.rows, sample.keys))
-    mask, change = None, None
+    mask, changes = None, None
     if case.live is not None:
         mask = BlockMask.from_dense(case.live(rows[:, None], keys).cpu(), block=16).to(q.device)
     if case.added is not None:
         added = case.added(sample.head, rows[:, None], keys).to(torch.promote_types(dtype, torch.float32))
-        change = scores.bias(added[None, None].requires_grad_())
-        given.append(change.values)
+        values = added[None, None].requires_grad_()
+        changes = scores_of(scores.bias(values)).prepared(Sizes(1, 1, len(rows), len(keys), q.device, mask))
+        given.append(values)
     with torch.set_grad_enabled(case.dout is not None):
-        out, lse = attention(*given[:3], mask, scores=change, backend="reference", return_lse=True)
+        out, lse = plain_attention(*given[:3], mask, q.shape[-1] ** -0.5, changes=changes)
     found = {"out": out.detach(), "lse": lse.detach()}
     if case.dout is None:
         return found
