@@ -500,13 +500,11 @@ class BlockMask:
             raise no_attribute(name)
 
     def __getitem__(self, index: object) -> NoReturn:
+        # Python iterates by it, too. With __iter__ a mask would be an Iterable, which several masks are.
         refuse("index")
 
     def __len__(self) -> NoReturn:
         refuse("len")
-
-    def __iter__(self) -> NoReturn:
-        refuse("iterate")
 
     def __array__(self, *_: object, **__: object) -> NoReturn:
         # Without this NumPy would make an array of one object, and its functions would return it unchanged.

@@ -41,11 +41,10 @@ def no_attribute(name: str) -> AttributeError:
 
 def refuse(what: str) -> NoReturn:
     """Raises TypeError for an operation that masks do not have."""
-    remedies = {"index": _PART, "len": f"{_SIZES}; {_DENSE}", "iterate": f"{_PART}; {_DENSE}", "array": _DENSE}
+    remedies = {"index": _PART, "len": f"{_SIZES}; {_DENSE}", "array": _DENSE}
     said = {
-        "index": "indexed or sliced",
+        "index": "indexed, sliced or iterated over",
         "len": "asked for its len",
-        "iterate": "iterated over",
         "array": "taken as an array",
     }
     raise TypeError(f"a BlockMask must not be {said[what]}: {remedies[what]}.")

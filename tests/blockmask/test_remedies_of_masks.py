@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections.abc import Iterable
 
 import numpy as np
 import pytest
@@ -33,10 +34,13 @@ def test_a_mask_says_how_it_is_moved():
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        (lambda: MASK[0:10], r"must not be indexed or sliced: part of a mask is mask.crop\(q=\(start, stop\), k="),
-        (lambda: MASK[0, 0], r"must not be indexed or sliced: part of a mask is mask.crop"),
+        (
+            lambda: MASK[0:10],
+            r"must not be indexed, sliced or iterated over: part of a mask is mask.crop\(q=\(start, stop\), k=",
+        ),
+        (lambda: MASK[0, 0], r"must not be indexed, sliced or iterated over: part of a mask is mask.crop"),
         (lambda: len(MASK), r"must not be asked for its len: mask.shape is \(B, H, Nq, Nk\)"),
-        (lambda: list(MASK), r"must not be iterated over: part of a mask is mask.crop"),
+        (lambda: list(MASK), r"must not be indexed, sliced or iterated over: part of a mask is mask.crop"),
         (lambda: np.array(MASK), r"must not be taken as an array: mask.to_dense\(\) is the boolean tensor"),
         (lambda: np.asarray(MASK, dtype=bool), r"must not be taken as an array: mask.to_dense\(\)"),
     ],
@@ -52,6 +56,10 @@ def test_a_tensor_is_no_mask_on_either_side(other):
         for pair in ((MASK, other), (other, MASK)):
             with pytest.raises(TypeError, match=r"mask must be a sparseflash BlockMask; got .*BlockMask.from_dense"):
                 combined(*pair)
+
+
+def test_one_mask_is_not_taken_for_several():
+    assert not isinstance(MASK, Iterable)
 
 
 def test_numpy_makes_nothing_of_a_mask():
