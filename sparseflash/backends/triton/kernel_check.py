@@ -157,11 +157,21 @@ def main(kind: str, device: str) -> None:
     try:
         with opened():
             why = fault(asked, examples)
-    except torch.cuda.OutOfMemoryError as error:
-        why, certain = f"there is too little memory to check them: {_first_line(error)}", False
     except Exception as error:  # whatever Triton, the driver or we ourselves raise
         why = f"they do not run: {type(error).__name__}: {_first_line(error)}"
+        if _lacks_memory(error):
+            why, certain = f"there is too little memory to check them: {_first_line(error)}", False
+        elif isinstance(error, OSError):  # of files and processes, not of the kernels
+            certain = False
     print(json.dumps({"why": why, "certain": certain}), flush=True)
+
+
+def _lacks_memory(error: Exception) -> bool:
+    """Whether the GPU or the host has no memory left, which other programs take; each library has its own error."""
+    said = str(error).lower()
+    return isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)) or any(
+        words in said for words in ("out of memory", "alloc_failed")
+    )
 
 
 def _first_line(error: Exception) -> str:

@@ -339,11 +339,21 @@ def test_what_is_raised_is_said(small, capsys):
     small(broken)
     assert checked(capsys) == ("they do not run: RuntimeError: PassManager::run failed", True)
 
-    def full(results):
-        raise torch.cuda.OutOfMemoryError("Tried to allocate 2 GiB.")
 
-    small(full)
-    assert checked(capsys) == ("there is too little memory to check them: Tried to allocate 2 GiB.", False)
+@pytest.mark.parametrize(
+    "error",
+    [torch.cuda.OutOfMemoryError("Tried to allocate 2 GiB."), RuntimeError("Triton Error [CUDA]: out of memory"),
+     RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+     MemoryError("Unable to allocate 2 GiB")],
+)  # fmt: skip
+def test_memory_that_others_have_is_no_verdict(small, capsys, error):
+    small(mock.Mock(side_effect=error))
+    assert checked(capsys) == (f"there is too little memory to check them: {error}", False)
+
+
+def test_a_full_disk_is_no_verdict(small, capsys):
+    small(mock.Mock(side_effect=OSError(28, "No space left on device")))
+    assert checked(capsys) == ("they do not run: OSError: [Errno 28] No space left on device", False)
 
 
 def test_kernels_of_which_the_assembler_says_nothing_do_not_pass(small, capsys):
