@@ -32,6 +32,11 @@ from sparseflash.blockmask.cache import BoundedDict, bounded
 MODULE = "sparseflash.backends.triton.kernel_check"
 TRYING = "trying the kernels"  # the line that the other process prints before it runs one
 _SECONDS = 300  # after which it hangs
+_CHECKING = "SPARSEFLASH_CHECKS_KERNELS"  # set in the environment of the other process
+# What changes how that process runs: kernels that are interpreted, warnings that are errors, waiting for a terminal.
+_NOT_PASSED_ON = {"TRITON_INTERPRET", "PYTHONWARNINGS", "PYTHONINSPECT"}
+# How others end it, a user, a scheduler, or Linux when memory runs out: by SIGHUP, SIGINT, SIGKILL and SIGTERM.
+_STOPPED = {-1, -2, -9, -15}
 _log = logging.getLogger("sparseflash")
 _lock = threading.Lock()
 _verdicts = BoundedDict(256)  # by kind and device
@@ -204,10 +209,16 @@ def command(kind: Kind, device: torch.device) -> list[str]:
 
 def outcome(command: list[str]) -> tuple[str, bool]:
     """What is wrong with the kernels by the process that tries them, "" if nothing; and whether that is certain."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    if _CHECKING in os.environ or getattr(sys, "frozen", False):  # or programs would start programs without end
+        return "they are checked only where sys.executable is Python and does not check kernels itself", False
+    environment = {name: value for name, value in os.environ.items() if name not in _NOT_PASSED_ON}
     environment["PYTHONPATH"] = os.pathsep.join(each or os.getcwd() for each in sys.path)
+    environment |= {"PYTHONSAFEPATH": "1", _CHECKING: "1"}  # the first: no modules of the current folder besides
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_SECONDS)
+        done = subprocess.run(
+            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
+            timeout=_SECONDS,
+        )  # fmt: skip
         status, said, errors = done.returncode, done.stdout, done.stderr
     except subprocess.TimeoutExpired as late:
         status, said, errors = None, _text(late.stdout), _text(late.stderr)
@@ -220,7 +231,7 @@ def outcome(command: list[str]) -> tuple[str, bool]:
             return str(found["why"]), bool(found["certain"])
     ended = f"did not end within {_SECONDS} seconds" if status is None else f"ended with status {status}"
     last = [line for line in errors.splitlines() if line.strip()][-1:]
-    return ": ".join([f"the process that checks them {ended}", *last]), TRYING in lines
+    return ": ".join([f"the process that checks them {ended}", *last]), TRYING in lines and status not in _STOPPED
 
 
 def _text(said: str | bytes | None) -> str:

@@ -215,6 +215,48 @@ def test_a_process_that_came_to_no_kernel_is_none():
     assert ends("print('welcome')") == ("the process that checks them ended with status 0", False)
 
 
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGINT", "SIGTERM", "SIGKILL"])
+def test_a_process_that_others_end_is_none(name):
+    why, certain = ends(SAYS + f"import os, signal; os.kill(os.getpid(), signal.{name})")
+    assert why.startswith("the process that checks them ended with ") and not certain
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="PYTHONSAFEPATH came with Python 3.11")
+def test_the_process_runs_nothing_of_the_current_folder(monkeypatch, tmp_path):
+    (tmp_path / "json.py").write_text("raise SystemExit('a stranger')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each])
+    assert gate.outcome([sys.executable, "-m", "json.tool", "--help"]) == (
+        "the process that checks them ended with status 0",
+        False,
+    )
+
+
+def test_the_process_is_none_of_ours_to_be_warned_or_asked():
+    source = "import json, sys, warnings; warnings.warn('new'); why = sys.stdin.read(); "
+    source += "print(json.dumps({'why': why, 'certain': True}))"
+    assert ends(source, PYTHONWARNINGS="error", PYTHONINSPECT="1") == ("", True)
+
+
+def test_no_process_that_checks_starts_another():
+    source = """
+import json, sys
+from sparseflash.backends.triton import gate
+why, certain = gate.outcome([sys.executable, "-c", "raise SystemExit('a process of a process')"])
+print(json.dumps({"why": why, "certain": certain}))
+"""
+    assert ends(source) == (
+        "they are checked only where sys.executable is Python and does not check kernels itself",
+        False,
+    )
+
+
+def test_a_frozen_program_does_not_start_itself(monkeypatch):
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    why, certain = ends("raise SystemExit('the program again')")
+    assert why.startswith("they are checked only where sys.executable is Python") and not certain
+
+
 def test_kernels_that_hang_are_left(monkeypatch):
     monkeypatch.setattr(gate, "_SECONDS", 2)
     why, certain = ends(SAYS + "import time; time.sleep(60)")
