@@ -169,10 +169,14 @@ def _sources() -> str:
 
 def _file_of(facts: dict[str, Any]) -> Path:
     """The file that keeps a verdict, in Triton's cache."""
-    from triton import knobs
+    try:
+        from triton import knobs
 
+        folder = Path(knobs.cache.dir)
+    except (ImportError, AttributeError):  # a version that has it elsewhere
+        folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path("~/.triton/cache").expanduser())
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    return Path(knobs.cache.dir) / f"sparseflash-{digest[:32]}.json"
+    return folder / f"sparseflash-{digest[:32]}.json"
 
 
 def _read(file: Path) -> Verdict | None:

@@ -180,6 +180,13 @@ def test_a_file_that_is_not_ours_is_replaced_and_a_disk_that_takes_none_does_no_
     assert len(tried) == 6
 
 
+def test_a_version_without_triton_knobs_serves_too(hopper, new_version, monkeypatch):
+    monkeypatch.delattr("triton.knobs")
+    monkeypatch.setitem(sys.modules, "triton.knobs", None)
+    assert decide(HALF).family.name == "hopper"
+    assert [file.suffix for file in new_version.iterdir()] == [".json"]
+
+
 # ---------------------------------------------------------------------- the process that tries
 
 
