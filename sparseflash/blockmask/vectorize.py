@@ -112,7 +112,7 @@ def _of_arrays(
         wanted = answer.expand(shape)
         try:
             fits = all(
-                _agree(single(function(*(x.expand(shape)[place] for x in arguments))), wanted[place])
+                _agree(_of_one(function, [x.expand(shape)[place] for x in arguments], single), wanted[place])
                 for place in _some(wanted)
             )
         except Exception:
@@ -124,6 +124,16 @@ def _of_arrays(
             f"once, or answer for arrays of numbers as it does for each; vmap raised {text}."
         ) from refused
     return answer.view((1,) * (len(shape) - answer.ndim) + tuple(answer.shape))
+
+
+def _of_one(function: Function, numbers: Sequence[Tensor], single: Callable[[Any], Tensor]) -> Tensor:
+    """The answer for single numbers; for arrays of one number, if the function takes only arrays, as NumPy's do, whose
+    operations on a single number return no array.
+    """
+    try:
+        return single(function(*numbers))
+    except Exception:
+        return single(function(*(x.view(1) for x in numbers)))
 
 
 def _some(answer: Tensor) -> list[tuple[int, ...]]:

@@ -1,5 +1,6 @@
 """Rules of batch element and head mean what they say of single numbers, however they are written."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -12,6 +13,7 @@ from sparseflash.blockmask.number import Number
 LENGTH = 20
 DATA = Data(0, LENGTH)
 ALL = data_rules(DATA) | python_rules(DATA)
+NUMBERS = np.arange(LENGTH) * 7 % 11
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -69,6 +71,20 @@ def test_block_numbers_of_candidates_are_single_numbers_too():
     ):
         mask = BlockMask.from_function(lambda q, k: k < 99, 80, block=16, candidates=rule)
         assert torch.equal(mask.to_layout(), by_numbers(lambda b, h, i, j, rule=rule: rule(i, j), 1, 1, 5, 5))
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        lambda q, k: torch.from_numpy(NUMBERS[q.numpy()] <= NUMBERS[k.numpy()]),  # of numbers NumPy makes no array
+        lambda q, k: torch.from_numpy(np.isin(k.numpy(), [3, 7])) | (k <= q),
+        lambda q, k: NUMBERS[q.numpy()] <= NUMBERS[k.numpy()],
+    ],
+)
+def test_a_rule_in_numpy_for_arrays_serves(rule):
+    mask = BlockMask.from_function(rule, 18, LENGTH, block=16)
+    wanted = [[bool(torch.as_tensor(rule(q[None], k[None]))) for k in torch.arange(LENGTH)] for q in torch.arange(18)]
+    assert mask.to_dense()[0, 0].tolist() == wanted
 
 
 def test_a_rule_for_arrays_must_answer_for_each_pair_as_for_one():
