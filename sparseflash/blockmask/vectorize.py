@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_iter, tree_map
 
 from sparseflash.blockmask.number import Number
 
@@ -82,7 +84,7 @@ def _mapped(function: Function, name: str, arguments: Sequence[Tensor], single: 
     dims = [dim for dim in range(rank) if sizes[dim] != 1]
     for dim in reversed(dims):
         call = torch.vmap(call, tuple(0 if shape[dim] != 1 else None for shape in shapes))
-    with NumbersAsIndices(), _no_loops():
+    with _AsSingle(), _no_loops():
         answer: Tensor = call(*(x.squeeze() for x in arguments))
     return answer.view([size if dim in dims else 1 for dim, size in enumerate(sizes)])
 
@@ -168,6 +170,38 @@ class NumbersAsIndices(TorchFunctionMode):
         if func in (torch.take, torch.Tensor.take) and not kwargs and _is_number(args[1]):
             return _entries(args[0].flatten(), args[1:])
         return func(*args, **(kwargs or {}))
+
+
+# Of a number of many and one that is the same for all, vmap gives the results of these the dtype of the former.
+_MIXED = {
+    getattr(where, name)
+    for where in (torch, torch.Tensor)
+    for name in ("where", "clamp", "clamp_min", "clamp_max", "clip", "addcmul", "addcdiv")
+}
+
+
+class _AsSingle(NumbersAsIndices):
+    """Gives operations that mix dtypes the results of single numbers inside vmap, too."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _MIXED and len(_dtypes(args, kwargs)) > 1:
+            dtype = func(*tree_map(_without_contents, args), **tree_map(_without_contents, kwargs)).dtype
+            args, kwargs = tree_map(partial(_in_dtype, dtype=dtype), (args, kwargs))
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def _dtypes(*values: Any) -> set[torch.dtype]:
+    """The dtypes of tensors of numbers among values."""
+    return {x.dtype for x in tree_iter(values) if isinstance(x, Tensor)} - {torch.bool}
+
+
+def _without_contents(x: Any) -> Any:
+    return torch.empty((1,) * x.ndim, dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
+
+
+def _in_dtype(x: Any, dtype: torch.dtype) -> Any:
+    return x.to(dtype) if isinstance(x, Tensor) and x.dtype != torch.bool else x
 
 
 def _is_number(x: Any) -> bool:

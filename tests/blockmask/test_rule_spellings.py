@@ -87,6 +87,29 @@ def test_a_rule_in_numpy_for_arrays_serves(rule):
     assert mask.to_dense()[0, 0].tolist() == wanted
 
 
+SMALL, LARGE = torch.arange(LENGTH).to(torch.int8), torch.tensor(300)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        lambda b, h, q, k: torch.where(k <= q, SMALL[q], LARGE) > 200,
+        lambda b, h, q, k: SMALL[q].where(k <= q, h + 300) > 300,
+        lambda b, h, q, k: SMALL[q].clamp(min=LARGE) + k > 310,
+        lambda b, h, q, k: torch.clamp(SMALL[q], h, h + 1) * 100 > k,
+        lambda b, h, q, k: torch.addcmul(SMALL[q], SMALL[k], LARGE) > 500,
+        lambda b, h, q, k: (
+            torch.where(k <= q, SMALL[q].half(), torch.tensor(0.1)).double() == torch.tensor(0.1).double()
+        ),
+        lambda b, h, q, k: (torch.where(SMALL[:3] > 1, SMALL[q], LARGE) > 200).any() | (k <= q),
+        lambda b, h, q, k: torch.where(k <= q, torch.tensor(True), LARGE) == 1,
+    ],
+)
+def test_numbers_of_two_dtypes_have_the_result_of_single_numbers(rule):
+    mask = BlockMask.from_function(rule, 18, LENGTH, batch=2, heads=2, block=16)
+    assert torch.equal(mask.to_dense().expand(2, 2, 18, LENGTH), by_numbers(rule, 2, 2, 18, LENGTH))
+
+
 def test_a_rule_for_arrays_must_answer_for_each_pair_as_for_one():
     def in_one(q, k):  # any of the whole array; nonzero cannot be mapped
         return (LABELS[q].nonzero()[:, -1] == 1).any() & (k <= q)
