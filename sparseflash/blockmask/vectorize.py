@@ -106,6 +106,8 @@ def _of_arrays(
                 "instead of min, max and if, functions of torch instead of int, .item() and math, and tensors instead "
                 f"of lists that are indexed; got a tensor where Python needs one number ({error})."
             ) from error
+        if isinstance(error, IndexError) and isinstance(refused, IndexError):  # a table that is too short
+            raise
         function(*(x.flatten()[0] for x in arguments))  # if it takes no single numbers either, its error is its own
     else:
         answer = single(found)

@@ -87,6 +87,12 @@ def test_a_rule_in_numpy_for_arrays_serves(rule):
     assert mask.to_dense()[0, 0].tolist() == wanted
 
 
+def test_a_table_that_is_too_short_says_so():
+    for rule in (lambda q, k: SMALL[:5][q] > k, lambda q, k: SMALL[:5].take(k) > q):
+        with pytest.raises(IndexError, match=r"index 5 is out of bounds|out of range"):
+            BlockMask.from_function(rule, LENGTH, block=16)
+
+
 SMALL, LARGE = torch.arange(LENGTH).to(torch.int8), torch.tensor(300)
 
 

@@ -174,7 +174,7 @@ def _file_of(facts: dict[str, Any]) -> Path:
 
         folder = Path(knobs.cache.dir)
     except (ImportError, AttributeError):  # a version that has it elsewhere
-        folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path("~/.triton/cache").expanduser())
+        folder = Path(os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton/cache"))
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     return folder / f"sparseflash-{digest[:32]}.json"
 
@@ -182,7 +182,7 @@ def _file_of(facts: dict[str, Any]) -> Path:
 def _read(file: Path) -> Verdict | None:
     try:
         return Verdict(json.loads(file.read_text())["why"], str(file))
-    except (OSError, ValueError, KeyError, TypeError):  # none there, or not one of ours
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # none there, or not one of ours
         return None
 
 
@@ -190,9 +190,10 @@ def _write(file: Path, facts: dict[str, Any], why: str) -> bool:
     """Writes a verdict at once, so that no process reads half of it; whether that was possible."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".tmp", delete=False) as scratch:
-            json.dump({"why": why, **facts}, scratch, indent=1)
-        os.replace(scratch.name, file)
+        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+            scratch = Path(folder) / file.name
+            scratch.write_text(json.dumps({"why": why, **facts}, indent=1))
+            os.replace(scratch, file)
     except OSError:  # a full or read-only disk: the next process tries again
         return False
     return True
@@ -234,7 +235,7 @@ def outcome(command: list[str]) -> tuple[str, bool]:
             found = json.loads(lines[-1])
             return str(found["why"]), bool(found["certain"])
     ended = f"did not end within {_SECONDS} seconds" if status is None else f"ended with status {status}"
-    last = [line for line in errors.splitlines() if line.strip()][-1:]
+    last = [line[:300] for line in errors.splitlines() if line.strip()][-1:]
     return ": ".join([f"the process that checks them {ended}", *last]), TRYING in lines and status not in _STOPPED
 
 

@@ -169,7 +169,7 @@ def test_a_file_that_is_not_ours_is_replaced_and_a_disk_that_takes_none_does_no_
     tried, *_ = hopper
     decide(HALF)
     (file,) = new_version.iterdir()
-    for content in ("", "{", "[]", "{}"):
+    for content in ("", "{", "[]", "{}", "[" * 100_000):
         file.write_text(content)
         forget()
         assert decide(HALF).family.name == "hopper" and json.loads(file.read_text())["why"] == ""
@@ -177,7 +177,15 @@ def test_a_file_that_is_not_ours_is_replaced_and_a_disk_that_takes_none_does_no_
     forget()
     with mock.patch.object(os, "replace", side_effect=OSError("read-only")):
         assert decide(HALF).family.name == "hopper"
-    assert len(tried) == 6
+    assert len(tried) == 7 and not list(new_version.iterdir())
+
+
+def test_others_may_read_a_verdict(hopper, new_version):
+    decide(HALF)
+    (file,) = new_version.iterdir()
+    usual = new_version / "usual"
+    usual.touch()
+    assert file.stat().st_mode == usual.stat().st_mode
 
 
 def test_a_version_without_triton_knobs_serves_too(hopper, new_version, monkeypatch):
