@@ -217,7 +217,7 @@ def outcome(command: list[str]) -> tuple[str, bool]:
     if _CHECKING in os.environ or getattr(sys, "frozen", False):  # or programs would start programs without end
         return "they are checked only where sys.executable is Python and does not check kernels itself", False
     environment = {name: value for name, value in os.environ.items() if name not in _NOT_PASSED_ON}
-    environment["PYTHONPATH"] = os.pathsep.join(each or os.getcwd() for each in sys.path)
+    environment["PYTHONPATH"] = os.pathsep.join(_paths())
     environment |= {"PYTHONSAFEPATH": "1", _CHECKING: "1"}  # the first: no modules of the current folder besides
     try:
         done = subprocess.run(
@@ -237,6 +237,14 @@ def outcome(command: list[str]) -> tuple[str, bool]:
     ended = f"did not end within {_SECONDS} seconds" if status is None else f"ended with status {status}"
     last = [line[:300] for line in errors.splitlines() if line.strip()][-1:]
     return ": ".join([f"the process that checks them {ended}", *last]), TRYING in lines and status not in _STOPPED
+
+
+def _paths() -> list[str]:
+    """Where this process finds modules. Python passes over what is no string, and a folder that is gone."""
+    here = ""
+    with suppress(OSError):
+        here = os.getcwd()
+    return [each or here for each in sys.path if isinstance(each, str) and (each or here)]
 
 
 def _text(said: str | bytes | None) -> str:

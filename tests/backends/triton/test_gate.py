@@ -213,6 +213,16 @@ def test_the_process_has_our_modules_and_compiles(monkeypatch):
     assert why.startswith(f"/somewhere{os.pathsep}")
 
 
+def test_the_process_starts_whatever_is_on_the_path_and_where_the_folder_is_gone(monkeypatch, tmp_path):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    monkeypatch.setattr(sys, "path", ["", tmp_path, b"bytes", "/somewhere"])
+    source = "import json, os; print(json.dumps({'why': os.environ['PYTHONPATH'], 'certain': True}))"
+    assert ends(source) == ("/somewhere", True)
+
+
 def test_a_process_that_is_lost_with_its_kernels_is_a_verdict():
     why, certain = ends(SAYS + "import sys; sys.exit('illegal memory access')")
     assert why == "the process that checks them ended with status 1: illegal memory access" and certain
