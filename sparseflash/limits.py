@@ -9,9 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 COUNT = 2**31  # counts lie below
-MOST_TOKENS = (
-    COUNT - 257
-)  # of a sequence: the last tile, of at most 256 tokens, ends where a number of 32 bits still does
+MOST_TOKENS = COUNT - 257  # of a sequence: its last tile, of up to 256 tokens, ends below 2^31
 FAR = COUNT // 256  # elements from token to token: offsets in a tile, of at most 256 tokens, must fit in 32 bits
 
 

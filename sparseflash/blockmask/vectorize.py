@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -82,7 +82,8 @@ def _mapped(function: Function, name: str, arguments: Sequence[Tensor], single: 
     dims = [dim for dim in range(rank) if sizes[dim] != 1]
     for dim in reversed(dims):
         call = torch.vmap(call, tuple(0 if shape[dim] != 1 else None for shape in shapes))
-    with NumbersAsIndices(), _no_loops():
+    # The setting is of this process. What torch.compile traces is a graph, which calls no operator of itself.
+    with NumbersAsIndices(), nullcontext() if torch.compiler.is_compiling() else _no_loops():
         answer: Tensor = call(*(x.squeeze() for x in arguments))
     return answer.view([size if dim in dims else 1 for dim, size in enumerate(sizes)])
 

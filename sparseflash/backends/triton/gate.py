@@ -21,13 +21,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from sparseflash.backends.triton.family import Request
 from sparseflash.backends.triton.versions import is_measured, named, releases, triton_release, triton_version
 from sparseflash.blockmask.cache import BoundedDict, bounded
+
+if TYPE_CHECKING:  # which imports kernels: without Triton `availability` is to say so first
+    from sparseflash.backends.triton.family import Request
 
 MODULE = "sparseflash.backends.triton.kernel_check"
 TRYING = "trying the kernels"  # the line that the other process prints before it runs one

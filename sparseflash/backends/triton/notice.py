@@ -14,12 +14,13 @@ from sparseflash.backends.triton import gate
 from sparseflash.backends.triton.dispatch import Decision
 from sparseflash.backends.triton.family import Request
 from sparseflash.backends.triton.hopper import support
+from sparseflash.blockmask.cache import BoundedDict
 from sparseflash.performance import PerformanceWarning
 
 # Below so many queries a call takes the host longer than the GPU, or nearly.
 _FEWEST_QUERIES = 1024
 _PACKAGES = tuple(f"{Path(module.__file__ or '').parent}{os.sep}" for module in (sys.modules["sparseflash"], torch))
-_said: set[str] = set()  # the kinds of reasons, of which there are few
+_said = BoundedDict(64)  # the kinds of reasons; `clear_caches` empties it
 _lock = threading.Lock()
 
 
@@ -44,9 +45,9 @@ def warn_if_slower(request: Request, decision: Decision) -> None:
 
 def _warn(kind: str, where: str, why: str, lost: str) -> None:
     with _lock:
-        if kind in _said:
+        if _said.get(kind):
             return
-        _said.add(kind)
+        _said.put(kind, True)
     # pyproject.toml tells the tests to ignore what begins like this.
     message = (
         f"sparseflash runs its portable kernels {where} and not its faster ones for Hopper: {why}. {lost}. Results are "

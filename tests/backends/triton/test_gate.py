@@ -49,7 +49,7 @@ def new_version(monkeypatch, tmp_path):
     """A version that was not measured, and nothing known of it."""
     monkeypatch.setattr(gate, "triton_version", lambda: (9, 9))
     monkeypatch.setattr(gate, "triton_release", lambda: "9.9.9")
-    monkeypatch.setattr(notice, "_said", set())
+    monkeypatch.setattr(notice, "_said", notice.BoundedDict(64))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     clear_caches()
     yield tmp_path
@@ -359,7 +359,7 @@ from triton import knobs
 knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
 report = io.StringIO()
 with contextlib.redirect_stdout(report):
-    compiled(128, torch.bfloat16, False, False, False)
+    compiled(128, torch.bfloat16)
 print(repr(fault_in(report.getvalue(), {"forward_kernel": 168, "backward_kernel": 168, "finish_kernel": 1})))
 """
 
