@@ -18,11 +18,10 @@ class Measured(NamedTuple):
     # Whether kernels are launched past Triton's launcher (direct_start.py), which relies on undocumented details. With
     # Triton's own launcher a launch takes 50 us or more on the host.
     direct: bool = True
-    run: str = ""  # the folder of a stored run of the speed benchmark, in experiments/results; "": none is stored
 
 
 MEASURED = (
-    Measured((3, 6), ("2.11",), run="speed/h200-f8db2f94"),
+    Measured((3, 6), ("2.11",)),
     Measured((3, 7), ("2.12", "2.13")),
     Measured((3, 8), ("2.14",)),
     Measured((3, 9), ("2.15",)),
