@@ -1,7 +1,7 @@
-"""`python -m docs.versions`: what the pages say of PyTorch and Triton, from `sparseflash/backends/triton/versions.py`.
+"""`python -m docs.versions` prints the sentence and the table about PyTorch and Triton versions that the pages contain.
 
-A test compares the pages with it. After a change of that list or of the stored runs, put what this prints in their
-place.
+Both are made from `sparseflash/backends/triton/versions.py` and the stored runs. After a change of either, copy the
+output into the pages; a test compares them.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ import experiments
 from sparseflash.backends.triton.versions import MEASURED, named, releases
 
 RUNS = "speed/triton-versions/speed.csv"  # `speed --quick` under each version, in the folder of results
-OURS = "ours"  # the kernels that `attention` chooses; there are rows of the portable ones, too
+OURS = "ours"  # the kernels that `attention` chooses; the file also has rows for the portable kernels
 
 
 def sentence() -> str:
-    """What README.md and the tutorial say."""
+    """The sentence in README.md and the tutorial."""
     first, last = MEASURED[0].triton, MEASURED[-1].triton
     return (
-        f"The kernels for Hopper were measured with Triton {named((first,))} to {named((last,))}, which PyTorch "
-        f"{releases()} for CUDA bring; with a newer Triton they are checked before they serve."
+        f"The Hopper kernels were measured with Triton {named((first,))} to {named((last,))}, the versions that "
+        f"PyTorch {releases()} for CUDA installs; under a newer Triton they are checked before their first use."
     )
 
 
 def table() -> str:
     """The table of the FAQ."""
     lines = [
-        "| Triton | PyTorch for CUDA that brings it | kernels on compute capability 9.0 | forward | backward |",
+        "| Triton | PyTorch for CUDA that installs it | kernels on compute capability 9.0 | forward | backward |",
         "|---|---|---|---|---|",
     ]
     speeds = relative_speeds()
@@ -46,8 +46,8 @@ def table() -> str:
 
 
 def relative_speeds() -> dict[tuple[str, str], list[float]]:
-    """The speed of our kernels over that under the first measured version, in the same lease of a GPU: a number for
-    each case, by version and direction.
+    """Speed of our kernels relative to the first measured version in the same GPU lease: one number per case, by
+    version and direction.
     """
     runs = defaultdict(list)
     with (Path(experiments.__file__).parent / "results" / RUNS).open(newline="") as file:

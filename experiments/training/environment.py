@@ -96,7 +96,7 @@ def _output_of(*command: str) -> str:
 
 
 def triton_version(missing: str = NOT_INSTALLED) -> str:
-    """The version of the Triton that runs, or `missing`: one that lies before the installed one on the path counts."""
+    """The version of the Triton that is imported, or `missing`; another Triton may come first on sys.path."""
     try:
         import triton
     except ModuleNotFoundError:

@@ -31,7 +31,7 @@ HALF = Request(
     keys=1024.0, backward=False, device=GPU,
 )  # fmt: skip
 PLAIN = gate.Kind("bfloat16", 128, False, False, (), (), False)
-WRONG = "their results are wrong, by so many times the error that is allowed: out 300"
+WRONG = "their results are wrong; errors as multiples of the allowed error: out 300"
 UNMEASURED = "Triton 9.9.9 is not among the versions that they were measured with, 3.6, 3.7, 3.8 and 3.9"
 # A kernel that is broken on purpose: the assembler is given another program than Triton has made.
 BREAKING = """
@@ -278,7 +278,7 @@ SERIALISED = "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_asyn
         (SERIALISED + REPORT.format(0, 168),
          "the assembler serialises matrix products: (C7510) Potential Performance Loss: wgmma.mma_async instructions "
          "are serialized"),
-        ("", "the assembler reports nothing of forward_kernel"),
+        ("", "the assembler reports nothing about forward_kernel"),
     ],
 )  # fmt: skip
 def test_the_assemblers_report_is_read(report, fault):
@@ -329,7 +329,7 @@ def test_kernels_that_are_exact_pass(small, hopper, capsys, backward):
 def test_kernels_that_are_not_exact_do_not_pass(small, capsys):
     small(lambda results: (results[0] * 1.01, results[1]))
     why, certain = checked(capsys)
-    assert why.startswith("their results are wrong, by so many times the error that is allowed: out ") and certain
+    assert why.startswith("their results are wrong; errors as multiples of the allowed error: out ") and certain
 
 
 def test_what_is_raised_is_said(small, capsys):
@@ -348,7 +348,7 @@ def test_what_is_raised_is_said(small, capsys):
 
 def test_kernels_of_which_the_assembler_says_nothing_do_not_pass(small, capsys):
     small(lambda results: results, says="")
-    assert checked(capsys) == ("the assembler reports nothing of forward_kernel", True)
+    assert checked(capsys) == ("the assembler reports nothing about forward_kernel", True)
 
 
 COMPILED = """
@@ -507,7 +507,7 @@ def test_a_kernel_that_is_broken_here_does_not_serve(new_version, monkeypatch):
     )  # fmt: skip
     assert found.exact, found
     (warning,) = said
-    assert "and their results are wrong, by so many times the error that is allowed: out " in str(warning.message)
+    assert "and their results are wrong; errors as multiples of the allowed error: out " in str(warning.message)
     chosen = explain(q, k, v, mask)
     assert chosen.forward.family == chosen.backward.family == "portable"
     assert UNMEASURED in chosen.forward.refusals[0][1]
