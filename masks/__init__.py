@@ -89,7 +89,7 @@ __all__ = [
     "vertical_slash",
 ]
 
-if not TYPE_CHECKING:  # for a type checker a module with this function has every name
+if not TYPE_CHECKING:  # a type checker would accept any name in a module with this function
 
     def __getattr__(name: str) -> NoReturn:
         if name.startswith("__"):

@@ -34,10 +34,11 @@ def bigbird(
     the first `2 * random_blocks + 5` blocks, or as the caller's plan says. Hugging Face runs full attention if there
     are at most that many blocks. DeepSpeed's pattern of the same name is different: `deepspeed_bigbird`.
 
-    `q_len` and `block` in tokens, `random_blocks` in blocks: by default 3, or all that can be drawn, nb - 5, if
-    those are fewer; up to 4 blocks attention is full without any. With `heads` above 1 the mask is for that many query
-    heads. The same seed gives the same mask on every machine. Raises ValueError if `random_blocks` is
-    negative or exceeds nb - 5 (0 for fewer blocks), `seed` is negative or `heads` not positive.
+    `q_len` and `block` in tokens, `random_blocks` in blocks: by default 3, or nb - 5, the most that can
+    be drawn, if that is smaller (at least 0); with up to 4 blocks, attention is full without random blocks. With
+    `heads` above 1 the mask is for that many query heads. The same seed gives the same mask on every machine. Raises
+    ValueError if `random_blocks` is negative or exceeds nb - 5 (0 for fewer blocks), `seed` is negative or `heads` not
+    positive.
 
         9 blocks, 1 random block, seed 0
         X X X X X X X X X
@@ -102,9 +103,9 @@ def deepspeed_bigbird(
     Source: DeepSpeed, ops/sparse_attention/sparsity_config.py (0.12 to 0.16). The arguments are its
     `num_random_blocks`, `num_sliding_window_blocks` and `num_global_blocks`, all in blocks; its block is 16.
 
-    `q_len` and `block` in tokens; `window_blocks` is by default 3, or all blocks if they are fewer. The same seed makes
-    the same mask on every machine. Raises ValueError if a number of blocks is negative or exceeds the blocks there are,
-    `seed` is negative or `heads` not positive.
+    `q_len` and `block` in tokens; `window_blocks` is by default 3, or the number of blocks if that is smaller. The same
+    seed makes the same mask on every machine. Raises ValueError if a number of blocks is negative or exceeds the blocks
+    there are, `seed` is negative or `heads` not positive.
 
         8 blocks, 1 random block, seed 0     causal
         X X X X X X X X                      \\ . . . . . . .

@@ -114,7 +114,7 @@ def _sorted_once(index: Tensor, counts: Tensor | None, cols: int) -> tuple[Tenso
 def _compacted(kept: Tensor, col: Tensor, kind: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor]:
     """`(indptr, indices, tile)` of the entries of lists `[B, H, rows, K]` that are kept."""
     choices, device = kept.shape[3], kept.device
-    check_count("the room for tiles of a mask", room, remedy="Use larger blocks, or choose fewer.")
+    check_count("the room for tiles of a mask", room, remedy="Use larger blocks, or choose fewer of them.")
     running = kept.reshape(-1).cumsum(0)
     indptr = torch.nn.functional.pad(running.view(-1, choices)[:, -1], (1, 0)).to(torch.int32)
     # What is not kept goes to one entry past the room.

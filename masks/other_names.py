@@ -1,4 +1,4 @@
-"""The names that other libraries have for patterns, and what makes the same mask here."""
+"""Other libraries' names for patterns, and the call that makes the same mask here."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ OTHER_NAMES = {
         ("dilated_sliding_window", "generate_dilated_sliding_window"), "masks.dilated(n, window=w, dilation=d)"
     ),
     **dict.fromkeys(("big_bird", "BigBirdSparsityConfig"), "masks.bigbird(n), or masks.deepspeed_bigbird(n)"),
-    **dict.fromkeys(("padding", "padding_mask", "key_padding_mask"), "mask.with_lengths(lengths) of any mask"),
-    **dict.fromkeys(("and_masks", "or_masks"), "a & b, or a | b, of masks"),
-    **dict.fromkeys(("alibi", "softcap"), "sparseflash.scores, which changes scores and is no mask"),
+    **dict.fromkeys(("padding", "padding_mask", "key_padding_mask"), "mask.with_lengths(lengths) on any mask"),
+    **dict.fromkeys(("and_masks", "or_masks"), "a & b, or a | b, on masks"),
+    **dict.fromkeys(("alibi", "softcap"), "sparseflash.scores (a change of scores, not a mask)"),
     **dict.fromkeys(("random", "random_mask"), "masks.random_blocks(n, count=c)"),
     **dict.fromkeys(("block_index", "custom", "from_function", "mask_mod"), "BlockMask.from_function(rule, n)"),
 }
 
 
 def no_pattern(name: str, patterns: list[str]) -> AttributeError:
-    """The error for a pattern that there is not.
+    """The error for a pattern that does not exist.
 
     >>> print(no_pattern("causal_mask", []))
-    sparseflash.masks has no 'causal_mask'; the same here: masks.causal(n).
+    sparseflash.masks has no 'causal_mask'; use masks.causal(n).
     >>> print(no_pattern("buterfly", ["butterfly", "causal"]))
     sparseflash.masks has no 'buterfly'; did you mean butterfly?
     """
     if name in OTHER_NAMES:
-        return AttributeError(f"sparseflash.masks has no {name!r}; the same here: {OTHER_NAMES[name]}.")
+        return AttributeError(f"sparseflash.masks has no {name!r}; use {OTHER_NAMES[name]}.")
     near = get_close_matches(name, patterns, n=3, cutoff=0.6)
     meant = f"; did you mean {' or '.join(near)}?" if near else f"; it has {', '.join(patterns)}."
     return AttributeError(f"sparseflash.masks has no {name!r}{meant}")

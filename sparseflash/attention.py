@@ -87,7 +87,7 @@ def attention(
             `torch.manual_seed` fixes it.
         scores: changes of the scores before the softmax, such as `scores.alibi(slopes) + scores.softcap(50.0)` of
             `sparseflash.scores`, which also says in which order they are applied. Tensors in them get gradients. A
-            score that becomes -inf is dead, as if the mask said so; the lowest finite number is a score like others.
+            score that becomes -inf is dead, as if it were masked; the lowest finite number is a live score.
         backend: by default, for CUDA tensors, each pass runs on the fastest kernels that can serve it; `explain` says
             which and why. `"triton"` insists on the portable ones (fp16, bf16, fp32; D and Dv from 16 to 256), which
             give gradients the same bits whatever else is in the batch; `"hopper"` on those for compute capability 9.0
@@ -197,15 +197,15 @@ def attend(
 
 
 def _warn_of_head_dims(dim: int, v_dim: int) -> None:
-    """Says once in a process that what runs on the CPU will be refused on a GPU."""
+    """Warns, once per process, that a call runs on the CPU with head dims that no GPU kernel takes."""
     global _has_warned
     if _has_warned or torch.compiler.is_compiling():
         return
     _has_warned = True
     warnings.warn(
-        f"head dims D = {dim} and Dv = {v_dim} are computed here, on the CPU, but no kernel for GPUs takes them: there "
-        "they must be from 16 to 256. Pad q, k and v with zeros and keep scale=1 / sqrt(D). Pass backend='blockwise' "
-        "if this is meant; it is said once in a process.",
+        f"head dims D = {dim} and Dv = {v_dim} are computed here, on the CPU, but no kernel for GPUs takes them: GPU "
+        "kernels need head dims from 16 to 256. Pad q, k and v with zeros and keep scale=1 / sqrt(D), or pass "
+        "backend='blockwise' to silence this warning, which is given once per process.",
         stacklevel=4,
     )
 

@@ -317,7 +317,7 @@ def _checked(
     of = Cached(lengths, starts, page=page or 0, block_table=table, pages=pages, mask=mask)
     room = of.capacity(k_cache)
     if room:
-        check_tokens(room, "the room of the cache for a sequence")
+        check_tokens(room, "the cache capacity of a sequence")
     if mask is not None:
         _check_mask(mask, q, kv_heads, room)
     # Kernels count in 32 bits, and what lies past the room is not there.

@@ -36,8 +36,8 @@ class Explanation:
     >>> print(Explanation("blockwise", "the default for tensors on cpu"))
     backend blockwise: the default for tensors on cpu
 
-    `capability` is that of the GPU for which the kernels were chosen. `versions` says what the installed Triton, if the
-    kernels were not measured with it, means for the kernels for Hopper.
+    `capability` is the compute capability of the GPU that the kernels were chosen for. `versions` is a note on the
+    Hopper kernels if they were not measured with the installed Triton; otherwise None.
     """
 
     backend: str
@@ -100,10 +100,10 @@ def explain(
 
     Args:
         q, k, v, mask, dropout_p, scores, backend: as for `attention`. Nothing is computed, so the tensors may be
-            uninitialised; with `capability` they and the tensors of the changes of scores may be on any device,
-            including "meta", and the mask on any other. A backward is told of with the gradients of those tensors
-            that require them. (Under a Triton that the kernels for Hopper were not measured with, they are checked if
-            q is on a GPU.)
+            uninitialised; with `capability` they and the tensors in `scores` may be on any device, including
+            "meta"; the mask may be on any device but "meta". The backward is explained for the gradients of the
+            tensors in `scores` that require them. Under a Triton that the Hopper kernels were not measured with, those
+            kernels are checked if q is on a GPU.
         capability: a GPU's compute capability, such as (9, 0) for an H100; by default that of the GPU that q is on.
 
     Returns:
@@ -120,8 +120,8 @@ def explain(
         check_mask(mask, q, k, any_device=capability is not None)
         if capability is not None and mask.device.type == "meta":
             raise ValueError(
-                "mask must have contents, by which kernels are chosen; it is on the meta device, without any. With "
-                "capability= only q, k and v need none: pass the mask on the CPU."
+                "mask must have contents, because kernels are chosen by them; got a mask on the meta device. With "
+                "capability= only q, k and v may be there: pass the mask on the CPU."
             )
     if capability is not None and backend not in tuple(KERNELS):  # a tuple: backend may be no name at all
         raise ValueError(f"backend must be 'triton', 'hopper' or None if capability is given; got {backend!r}.")

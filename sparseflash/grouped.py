@@ -96,6 +96,6 @@ def _checked_index(index: Tensor, batch: int, kv_heads: int, q_len: int, device:
         )
     if index.device != device:
         raise ValueError(f"index must be on q's device {device}; got {index.device}.")
-    if shape[3] == 0:  # a mask's lists have at least one place
+    if shape[3] == 0:  # the lists of a mask need at least one entry
         shape, index = (*shape[:3], 1), index.new_full(shape[:3], -1)
     return index.detach().reshape(shape).expand(batch, -1, -1, -1)

@@ -1,23 +1,21 @@
-"""Which strides and counts the kernels take. This file alone decides; all else asks it.
+"""The largest strides and counts that the kernels take. All other modules use these limits.
 
-Kernels compute in 64 bits where a tile begins, and in 32 bits where its numbers lie from there: 64-bit offsets of all
-numbers of a tile take more registers than a thread has. Tiles, work items and tokens are counted in 32 bits.
+Kernels compute the start of a tile in 64 bits, and the offsets inside a tile in 32 bits, because 64-bit offsets for a
+whole tile need more registers than a thread has. Tiles, work items and tokens are counted in 32 bits.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-COUNT = 2**31  # counts lie below
-MOST_TOKENS = (
-    COUNT - 257
-)  # of a sequence: the last tile, of at most 256 tokens, ends where a number of 32 bits still does
-FAR = COUNT // 256  # elements from token to token: offsets in a tile, of at most 256 tokens, must fit in 32 bits
+COUNT = 2**31  # every count must be below this
+MOST_TOKENS = COUNT - 257  # of a sequence: its last tile, of up to 256 tokens, ends below 2^31
+FAR = COUNT // 256  # token strides must be below: offsets in a tile, of at most 256 tokens, must fit in 32 bits
 
 
 def is_near(x: Tensor) -> bool:
-    """Whether kernels can read and write the tokens `x[b, h, n]`: their numbers lie side by side, and they themselves
-    not too far apart.
+    """Whether kernels can read and write the tokens `x[b, h, n]`: the last stride is 1 and the token stride below
+    `FAR`.
 
     >>> import torch
     >>> x = torch.empty(2, 3, 128, 64, device="meta")
@@ -41,7 +39,7 @@ def check_near(x: Tensor, name: str) -> None:
 
 
 def check_tokens(length: int, name: str) -> None:
-    """Raises ValueError unless a sequence may have so many tokens."""
+    """Raises ValueError unless `length` is a valid number of tokens of a sequence."""
     if not 1 <= length <= MOST_TOKENS:
         raise ValueError(f"{name} must be between 1 and 2^31 - 257 tokens; got {length}.")
 

@@ -238,5 +238,7 @@ def test_tables_on_the_meta_device_are_those_that_they_are_with_contents():
 
 def test_a_mask_without_contents_is_refused_for_a_capability():
     q = torch.empty(1, 2, 640, 64, device="meta", dtype=torch.float16)
-    with pytest.raises(ValueError, match=r"mask must have contents, by which kernels are chosen; .* on the CPU\."):
+    with pytest.raises(
+        ValueError, match=r"mask must have contents, because kernels are chosen by them; .* on the CPU\."
+    ):
         explain(q, q, q, masks.causal(640).to("meta"), **HOPPER)

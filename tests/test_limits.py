@@ -87,11 +87,11 @@ def cache(page=16):
 def test_caches_with_room_for_more_tokens_than_kernels_count_are_refused(backend):
     q, pages = cache(4096)
     table = torch.zeros(1, 1, dtype=torch.int32).expand(1, 2**20)
-    message = r"the room of the cache for a sequence must be between 1 and 2\^31 - 257 tokens; got 4294967296"
+    message = r"the cache capacity of a sequence must be between 1 and 2\^31 - 257 tokens; got 4294967296"
     with pytest.raises(ValueError, match=message):
         decode.attention_with_cache(q, pages, pages, torch.tensor([3]), block_table=table, backend=backend)
     long = pages[:, :, :1].expand(1, 1, 2**31, 16)
-    with pytest.raises(ValueError, match=r"the room of the cache for a sequence must be .* got 2147483648"):
+    with pytest.raises(ValueError, match=r"the cache capacity of a sequence must be .* got 2147483648"):
         decode.attention_with_cache(q, long, long, torch.tensor([3]), window=4, backend=backend)
 
 

@@ -18,7 +18,7 @@ def as_on_an_h100(monkeypatch):
     monkeypatch.setattr(gate, "triton_version", lambda: (3, 9))
     monkeypatch.setattr(gate, "gpu_of", lambda request: torch.device("cuda", 0))
     monkeypatch.setattr(support, "is_interpreted", lambda: False)
-    monkeypatch.setattr(notice, "_said", set())
+    monkeypatch.setattr(notice, "_said", notice.BoundedDict(64))
     monkeypatch.setattr(sys.modules["sparseflash.attention"], "chosen_backend", chosen)
     monkeypatch.setattr(notice, "_FEWEST_QUERIES", 70)
     clear_caches()

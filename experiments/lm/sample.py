@@ -26,7 +26,7 @@ def opened(path: Path, device: torch.device) -> tuple[LanguageModel, Config, Tok
     with reading(path, f"a file of an {KIND} with its settings"):
         config = Config(**about["config"])
     tensor_files.check_length(path, config.context, config.block)
-    if config.depth > len(tensors):  # before there are as many masks
+    if config.depth > len(tensors):  # checked before a mask is made for each layer
         raise ValueError(f"{path} must have tensors for its {config.depth} layers; got {len(tensors)}")
     with reading(path, "a model whose masks its own settings describe"):
         masks = patterns.of_layers(

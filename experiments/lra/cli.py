@@ -159,7 +159,9 @@ def test_command(
     split: Annotated[str | None, typer.Option(help=HELP["split"], show_default="the run's")] = None,
     mask: Annotated[
         str | None,
-        typer.Option(help="The run's mask, if it is a function: the file names it, and it is run only if you do, too."),
+        typer.Option(
+            help="The run's mask if it is a function; the file's function runs only if it is named here, too."
+        ),
     ] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Examples at once.", show_default="the run's")] = None,
     device: Device = "auto",

@@ -34,8 +34,8 @@ from experiments.training.reading import reading
 def opened(path: Path, device: torch.device, mask: str | None = None) -> tuple[Classifier, Config, dict[str, Any]]:
     """The classifier of a finished run, its settings, and the description in its file.
 
-    path: the run's folder, or its model.safetensors. mask: the name of the run's mask, which must be given if it is a
-    function: it is code that the file names. Raises ValueError for a file that holds something else.
+    path: the run's folder, or its model.safetensors. mask: the name of the run's mask. It must be given if the mask
+    is a function, because the file then names code to run. Raises ValueError for a file that holds something else.
     """
     found, about = tensor_files.read(path, weights.KIND, "config", "cost")
     with reading(path, f"a file of an {weights.KIND} with its settings and its cost"):

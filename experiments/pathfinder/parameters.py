@@ -55,7 +55,7 @@ class Parameters:
         if self.size > 65536:
             raise ValueError(f"size must be at most 65536 pixels; got {self.size}")
         extent = self.dash_length + max(self.margins) + self.marker_radius + self.thickness
-        if extent > 128:  # the tables take memory like its third power
+        if extent > 128:  # the memory of the tables grows with its third power
             raise ValueError(
                 f"dash_length, margin, marker_radius and thickness must be at most 128 pixels together; got {extent:g}"
             )

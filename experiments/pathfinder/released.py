@@ -82,7 +82,7 @@ def read_metadata(path: Path, place: Path) -> Iterator[Sample]:
         is_array = file.read(6) == b"\x93NUMPY"
     if is_array:
         with reading(path, "an array of strings [images, columns]"):
-            array = np.load(path, mmap_mode="r", allow_pickle=False)  # mapped: a header may state any size
+            array = np.load(path, mmap_mode="r", allow_pickle=False)  # mapped, because a header may state any size
             if array.ndim != 2 or array.dtype.kind not in "US":
                 raise ValueError(f"{array.dtype} {list(array.shape)}")
             lines = [" ".join(row) for row in array.astype(str)]  # NumPy under Python 2 wrote byte strings
@@ -143,7 +143,7 @@ def grey_png(path: Path, width: int, height: int) -> NDArray[np.uint8]:
     wanted = f"{path} must be an 8-bit grey PNG image of {width} x {height}"
     try:
         with Image.open(path, formats=["PNG"]) as image:
-            # Before the pixels are read: a file of a few bytes can hold as many as fill the memory.
+            # Checked before the pixels are read: a few bytes can expand to more pixels than memory holds.
             if image.mode != "L" or image.size != (width, height):
                 raise ValueError(f"{wanted}; got {image.mode} {list(image.size)}")
             return np.asarray(image)

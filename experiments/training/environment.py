@@ -21,6 +21,7 @@ FACTS = (
     "run", "device", "driver", "cuDNN", "torch", "triton", "flash-attn-4", "python", "date", "commit", "command",
 )  # fmt: skip
 NONE = "-"
+NOT_INSTALLED = "not installed"
 
 
 def device_name(device: torch.device) -> str:
@@ -42,7 +43,7 @@ def versions() -> dict[str, str]:
         "numpy": np.__version__,
         "torch": str(torch.__version__),
         "sparseflash": sparseflash.__version__,
-        "triton": installed_version("triton", missing="none"),  # some platforms have none
+        "triton": triton_version(missing="none"),  # some platforms have none
     }
 
 
@@ -73,7 +74,7 @@ def environment(device: torch.device, command: str, commit: str | None) -> dict[
     now = datetime.now(timezone.utc)
     values = (
         now.strftime("%Y-%m-%dT%H:%M:%S.%fZ"), name, driver, cudnn, torch.__version__,
-        installed_version("triton"), installed_version("flash-attn-4"), platform.python_version(),
+        triton_version(), installed_version("flash-attn-4"), platform.python_version(),
         now.strftime("%Y-%m-%d %H:%M UTC"), _commit() if commit is None else commit, command,
     )  # fmt: skip
     return dict(zip(FACTS, values, strict=True))
@@ -94,7 +95,16 @@ def _output_of(*command: str) -> str:
     return done.stdout.strip()
 
 
-def installed_version(package: str, missing: str = "not installed") -> str:
+def triton_version(missing: str = NOT_INSTALLED) -> str:
+    """The version of the Triton that is imported, or `missing`; another Triton may come first on sys.path."""
+    try:
+        import triton
+    except ModuleNotFoundError:
+        return missing
+    return str(triton.__version__)
+
+
+def installed_version(package: str, missing: str = NOT_INSTALLED) -> str:
     """The version of a package, or `missing`."""
     try:
         return version(package)

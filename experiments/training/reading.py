@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-# RuntimeError: RecursionError, of contents nested too deeply, and PyTorch's errors. MemoryError: of sizes that a header
-# states. ArithmeticError: of numbers too large.
+# RuntimeError: PyTorch's errors, and RecursionError for contents that are nested too deeply. MemoryError: sizes that a
+# header states. ArithmeticError: numbers that are too large.
 _OF_CONTENTS = (
     OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, MemoryError, ArithmeticError,
 )  # fmt: skip
@@ -45,7 +45,7 @@ def read_json(path: Path, what: str, *names: str) -> dict[str, Any]:
 
 
 def checked(path: Path, what: str, values: Any, *names: str) -> dict[str, Any]:
-    """The values that a file holds, if they are an object of JSON with these names; raises ValueError otherwise."""
+    """The values of a file if they are a JSON object with these names; raises ValueError otherwise."""
     if not isinstance(values, dict):
         raise ValueError(f"{path} must be {what}; it is no JSON object")
     if missing := [name for name in names if name not in values]:

@@ -24,7 +24,7 @@ SUFFIX = ".safetensors"
 PART_BYTES = 15 * 2**20
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})")
 
-MOST_BLOCKS = 2**14  # of a mask along one side: a dense one has 2^28 tiles
+MOST_BLOCKS = 2**14  # along one side of a mask; a dense mask of that size has 2^28 tiles
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -56,8 +56,8 @@ def write(
 def read(path: Path, kind: str, *names: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of a model, and the plain values written with them. path: as in `files`.
 
-    names: values that must be among them. Raises FileNotFoundError if a file is missing, and ValueError if one holds no
-    tensors, tensors of another kind, or tensors of another model than the first, or lacks a value.
+    names: values that must be in the file. Raises FileNotFoundError if a file is missing, and ValueError if one holds
+    no tensors, tensors of another kind, or tensors of another model than the first, or lacks a value.
     """
     tensors: dict[str, Tensor] = {}
     headers: list[dict[str, Any]] = []
@@ -73,9 +73,9 @@ def read(path: Path, kind: str, *names: str) -> tuple[dict[str, Tensor], dict[st
 
 
 def contents(path: Path, what: str, framework: str = "pt") -> tuple[dict[str, Any], dict[str, Any]]:
-    """The tensors of one file, and the plain values written with them, if there are any.
+    """The tensors of one file, and the plain values written with them, if any.
 
-    framework: "pt" for tensors, "numpy" for arrays. Raises ValueError, "path must be `what`", whatever the file holds.
+    framework: "pt" for tensors, "numpy" for arrays. Any other contents raise ValueError, "path must be `what`".
     """
     with reading(path, what):
         try:
@@ -90,8 +90,8 @@ def contents(path: Path, what: str, framework: str = "pt") -> tuple[dict[str, An
 def filled(path: Path, tensors: Mapping[str, Tensor], made: Callable[[], Model], layers: int) -> Model:
     """The model that `made` makes from the settings in a file, with the tensors of that file.
 
-    layers: of the model. The settings could ask for any size, so they are compared with the tensors, on a device
-    without memory, before the model is made. Raises ValueError if they do not belong together.
+    layers: the number of layers. The settings could ask for any size, so a model on the meta device is compared with
+    the tensors before the real model is made. Raises ValueError if settings and tensors do not match.
     """
     what = "a model with the sizes of its own settings"
     if layers > len(tensors):
@@ -106,15 +106,15 @@ def filled(path: Path, tensors: Mapping[str, Tensor], made: Callable[[], Model],
 
 
 def check_length(path: Path, length: int, block: int) -> None:
-    """Raises ValueError if settings in a file ask for a mask with too many blocks, which no tensor would show."""
+    """Raises ValueError if settings in a file ask for a mask with too many blocks; its tensors do not limit that."""
     if length > MOST_BLOCKS * block:
         raise ValueError(
-            f"{path} must ask for a mask of at most {MOST_BLOCKS} blocks of its {block} tokens; got {length} tokens"
+            f"{path} must ask for a mask of at most {MOST_BLOCKS} blocks of {block} tokens; got {length} tokens"
         )
 
 
 def check_alike(path: Path, what: str, found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> None:
-    """Raises ValueError, "path must be `what`", if tensors differ in name or shape from those that are wanted."""
+    """Raises ValueError, "path must be `what`", if tensors differ in name or shape from `wanted`."""
     for name in sorted(found.keys() | wanted.keys()):
         shapes = [list(each[name].shape) if name in each else "missing" for each in (found, wanted)]
         if shapes[0] != shapes[1]:

@@ -102,7 +102,7 @@ class Kept(NamedTuple):
 def compact(kept: Tensor, room: int) -> Kept:
     """The kept tiles of `kept`, bool `[B, H, Mq, Mk]`, of which at most `room` are True."""
     cols = kept.shape[-1]
-    check_count("the room for tiles of a mask", room, remedy="Use larger blocks, or choose fewer.")
+    check_count("the room for tiles of a mask", room, remedy="Use larger blocks, or choose fewer of them.")
     running = kept.reshape(-1).cumsum(0)
     indptr = torch.nn.functional.pad(running.view(-1, cols)[:, -1], (1, 0)).to(torch.int32)
     # Looked up instead of written, so that the unused room is the same in every run, too.

@@ -1,8 +1,8 @@
 """The definition: masked softmax attention on whole matrices, in plain PyTorch.
 
-It defines what every other backend must compute. In fp64 it is the truth of the tests. fp16 and bf16 are computed in
-fp32 and rounded at the end, because scores above 65,504 have no place in fp16. `plain_attention` rounds every step to
-its inputs' dtype instead; its error bounds those of the other backends. Memory grows with `Nq * Nk`.
+It defines what every other backend must compute. In fp64 it is the truth of the tests. fp16 and bf16 inputs are
+computed in fp32 and rounded at the end, because scores above 65,504 overflow in fp16. `plain_attention` rounds every
+step to its inputs' dtype instead; its error bounds the errors of the other backends. Memory grows with `Nq * Nk`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def attention(
     if wide == q.dtype:
         return plain_attention(q, k, v, mask, scale, dropout, changes)
     kind = q.device.type
-    has_autocast = kind != "meta" and torch.is_autocast_enabled(kind)  # it would round the products
+    has_autocast = kind != "meta" and torch.is_autocast_enabled(kind)  # autocast would round the matrix products
     with torch.autocast(kind, enabled=False) if has_autocast else nullcontext():
         out, lse = plain_attention(q.to(wide), k.to(wide), v.to(wide), mask, scale, dropout, changes)
     return out.to(q.dtype), lse

@@ -263,8 +263,9 @@ def define(name: str, schema: str, function: Callable[..., Any], fake: Callable[
 
 
 def empty_out(q: Tensor, v: Tensor) -> Tensor:
-    """`[B, Hq, Nq, Dv]` in the layout of `q`: heads inside tokens if q's are, so that merging heads needs no copy;
-    contiguous if tokens would lie too far apart for kernels.
+    """`[B, Hq, Nq, Dv]` in the layout of `q`: heads inside tokens if q's are, so that merging heads needs no copy.
+
+    Contiguous if the token stride would overflow the kernels' 32-bit offsets.
     """
     batch, heads, q_len, _ = q.shape
     if heads > 1 and q_len > 1 and q.stride(1) < q.stride(2) and heads * v.shape[-1] < FAR:
@@ -273,8 +274,8 @@ def empty_out(q: Tensor, v: Tensor) -> Tensor:
 
 
 def empty_gradient(x: Tensor) -> Tensor:
-    """A tensor in the layout of `x`; contiguous if `x` overlaps itself so that tokens would become innermost, or lie
-    too far apart for kernels.
+    """A tensor in the layout of `x`; contiguous if `x` overlaps itself so that tokens would become innermost, or if the
+    token stride would overflow the kernels' 32-bit offsets.
     """
     gradient = torch.empty_like(x)
     return gradient if is_near(gradient) else x.new_empty(x.shape)

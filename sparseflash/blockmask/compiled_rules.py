@@ -1,8 +1,8 @@
 """Guards what a rule reads where torch.compile makes its mask a constant.
 
-Dynamo traces a call of the rule, whose result is not needed: so it guards the numbers that the rule reads, wherever
-they are, as it does those of the code beside it, and compiles again when one changes. It does not guard the contents of
-tensors, and may leave numbers open; both are seen in the graph of that call.
+Dynamo traces one call of the rule only for its guards; the result is discarded. So Dynamo guards the numbers that the
+rule reads, as in any traced code, and recompiles when a number changes. Dynamo does not guard the contents of tensors,
+and may make numbers symbolic; the graph of that call shows both.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from torch import SymFloat, SymInt, Tensor
 
 _numbers = itertools.count(1)
-Trace = tuple[int, tuple[str, ...]]  # the number of a trace of Dynamo's, and the names of the nodes of its graph
+Trace = tuple[int, tuple[str, ...]]  # the number of Dynamo's trace, and the names of the nodes in its graph
 
 
 def _output() -> Any:
-    """What Dynamo is tracing into; None where code runs after it gave up tracing."""
+    """The output graph that Dynamo is tracing into; None if the code runs eagerly after a graph break."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:
@@ -30,7 +30,7 @@ def _output() -> Any:
 
 
 def begin_trace() -> Trace:
-    """Notes what is in the graph before rules are called. Marked as constant: called by Dynamo at compile time."""
+    """Records the graph's nodes before rules are called. Marked as constant, so Dynamo calls it at compile time."""
     output = _output()
     if output is None:
         return 0, ()
@@ -39,28 +39,28 @@ def begin_trace() -> Trace:
 
 
 def call_rules(arity: int, *rules: Any) -> None:
-    """Calls rules of so many numbers. Traced by Dynamo."""
+    """Calls each rule with `arity` tensors. Traced by Dynamo."""
     for rule in rules:
         if callable(rule):
             answer = rule(*[torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(arity)])
             if isinstance(answer, Tensor):
-                answer.logical_not()  # a tensor that is answered as it is would be read by no operation
+                answer.logical_not()  # otherwise no operation would read a tensor that the rule returns unchanged
 
 
 def guard_reads(begun: Trace, name: str) -> None:
-    """Guards what the rules called since then read. Called at compile time, while the rules' operations, of which no
-    result is needed, are still in the graph.
+    """Guards what the rules called since `begin_trace` read. Called at compile time, before the rules' unused
+    operations are removed from the graph.
 
-    Raises TypeError if they read tensors, or were not traced in one piece, with what it would be the mask of.
+    Raises TypeError if a rule read tensors, or was not traced in one piece. name: the builder of the mask, for errors.
     """
     output = _output()
     number, before = begun
-    if output is None:  # this runs at every call, so nothing becomes stale
+    if output is None:  # the code runs eagerly at every call, so nothing becomes stale
         return
     if vars(output).get("_sparseflash_number") != number:
         raise TypeError(
-            f"{name} must be given rules that torch.compile can trace, to see what they read; got one that it cannot, "
-            "as with int(), .item() or if on a number. Build the mask outside and pass it to the compiled function."
+            f"{name} must be given rules that torch.compile can trace; got a rule that it cannot trace, for example "
+            "because of int(), .item() or if on a number. Build the mask outside and pass it to the compiled function."
         )
     known = set(before)
     nodes = output.current_tracer.graph.nodes
@@ -68,19 +68,19 @@ def guard_reads(begun: Trace, name: str) -> None:
     for each in {each: None for node in made for each in node.all_input_nodes if each not in made}:
         value = each.meta.get("example_value")
         if isinstance(value, SymInt):
-            operator.index(value)  # makes the guard that it is this number
+            operator.index(value)  # installs a guard on this value
         elif isinstance(value, SymFloat):
             float(value)
         elif isinstance(value, Tensor) or each.op == "get_attr":
             raise TypeError(
-                f"{name} must be given rules that read no tensors inside what torch.compile compiles, where the mask "
-                f"is a constant that would not follow their contents; got one that reads {_called(each)}. Build the "
+                f"{name} must be given rules that read no tensors in code compiled by torch.compile, where the mask is "
+                f"a constant and would not follow the tensors; got a rule that reads {_called(each)}. Build the "
                 "mask outside and pass it to the compiled function."
             )
 
 
 def _called(node: Any) -> str:
-    """What a tensor is called where it comes from."""
+    """The name of a tensor in the user's code, for errors."""
     name = getattr(getattr(node.meta.get("grapharg"), "source", None), "name", node.name)
     return str(name() if callable(name) else name)
 

@@ -71,7 +71,8 @@ def constant_when_compiled(build: Callable[P, T], calls: Callable[..., None] | N
 
     Arguments may then be numbers, strings, lists of these, functions and masks. A mask from outside the compiled
     function is guarded, so another one recompiles. Tensors are refused, because the constant would not follow their
-    contents. calls: takes the same arguments, and calls the functions among them, so that what they read is guarded.
+    contents. calls: a function of the same arguments that calls the functions among them, so that Dynamo
+    guards what they read.
     """
 
     @functools.wraps(build)

@@ -205,20 +205,20 @@ class BlockMask:
         BlockMask(256 x 256, blocks of 64, 26 tiles: 9 full + 17 partial (2 distinct), density 40 %,
         3 patterns for 1 x 4 (batch x heads))
 
-        `live` is written for single numbers: int64 tensors without dimensions, as a `mask_mod` of FlexAttention gets
-        them, so `table[q][k]`, `(labels[q] & labels[k]).any()` and `x, y = grid[q]` mean what they say. It returns one
-        bool. It is called for about 2 million pairs at a time, by `torch.vmap`, never for the whole `N x N` matrix, so
-        memory is bounded and time is proportional to the number of tiles evaluated. So write it with `&`, `|`, `~`,
-        `torch.minimum`, `torch.maximum` and `torch.where`; `and`, `or`, `not`, `min`, `max`, `if` and chained
-        comparisons such as `0 <= q - k < 64` of positions do not work. A rule that vmap cannot call gets broadcastable
-        tensors of many positions; it must answer for each as it does for one, of which a few are checked. `k_len`
-        defaults to `q_len`.
+        `live` takes two scalar int64 tensors, as a `mask_mod` of FlexAttention does, and returns one bool. So
+        `table[q][k]`, `(labels[q] & labels[k]).any()` and `x, y = grid[q]` work. `torch.vmap` calls it for about 2
+        million pairs at a time, never for the whole `N x N` matrix, so memory is bounded and time is proportional to
+        the number of tiles evaluated. Write it with `&`, `|`, `~`, `torch.minimum`, `torch.maximum` and `torch.where`.
+        On positions `and`, `or`, `not`, `min`, `max`, `if` and chained comparisons such as `0 <= q - k < 64` do not
+        work. A rule that vmap cannot call gets broadcastable tensors of many positions instead, and must return for
+        each position what it returns for that position alone; a few of the results are checked. `k_len` defaults to
+        `q_len`.
 
         `batch`, `heads`: the number of batch elements and heads to evaluate a four-argument rule for. The default 1
-        gives one mask for all of them. b and h are single numbers too, which Python may read: `slopes[int(h)]`,
-        `if h == 3`. The rule is evaluated for each pair, or once for all heads if it never reads `h`, and likewise for
-        `b`; equal patterns are stored once. A rule that accepts two or four arguments (`*args`, or a C function, whose
-        signature is unknown) gets four if `batch` or `heads` is given.
+        gives one mask for all of them. b and h are scalar tensors too, and Python may read their values:
+        `slopes[int(h)]`, `if h == 3`. The rule is evaluated for each pair, or once for all heads if it never reads
+        `h`, and likewise for `b`; equal patterns are stored once. A rule that accepts two or four arguments (`*args`,
+        or a C function, whose signature is unknown) gets four if `batch` or `heads` is given.
 
         `candidates` limits the tiles that are evaluated. It is a bool block layout `[Mq, Mk]`; or a function of single
         block indices `(i, j)` that returns a bool, called like `live` for every tile; or a list of tiles `(rows,
@@ -228,9 +228,9 @@ class BlockMask:
 
         `device`: where the positions are made, `live` runs and the mask is built; the CPU by default.
 
-        In code compiled by `torch.compile` the mask is a constant. Numbers that `live` and `candidates` read, wherever
-        they are, are guarded: if one changes, the code is compiled again. Rules that read tensors, or that the compiler
-        cannot trace, are refused there; pass the size of a tensor through `operator.index`.
+        In code compiled by `torch.compile` the mask is a constant. All numbers that `live` and `candidates` read are
+        guarded: if a number changes, the code is compiled again. Rules that read tensors, or that the compiler cannot
+        trace, are refused there; pass the size of a tensor through `operator.index`.
         """
         block_q, block_k = block_pair(block)
         q_len, k_len = token_counts(q_len, q_len if k_len is None else k_len)
@@ -494,20 +494,20 @@ class BlockMask:
             "mask is not None to ask whether there is one, mask.density > 0 whether anything is live."
         )
 
-    if not TYPE_CHECKING:  # for a type checker a class with this method has every attribute
+    if not TYPE_CHECKING:  # a type checker would accept any attribute of a class with this method
 
         def __getattr__(self, name: str) -> NoReturn:
             raise no_attribute(name)
 
     def __getitem__(self, index: object) -> NoReturn:
-        # Python iterates by it, too. With __iter__ a mask would be an Iterable, which several masks are.
+        # Iteration calls this, too. __iter__ would make a mask an Iterable, which stands for several masks elsewhere.
         refuse("index")
 
     def __len__(self) -> NoReturn:
         refuse("len")
 
     def __array__(self, *_: object, **__: object) -> NoReturn:
-        # Without this NumPy would make an array of one object, and its functions would return it unchanged.
+        # Without this, NumPy would make an object array that holds the mask.
         refuse("array")
 
     @property
@@ -760,10 +760,10 @@ class BlockMask:
         return intersection(self, checked_mask(other))
 
     def __rand__(self, other: object) -> BlockMask:
-        return checked_mask(other)  # which raises: Python asks here only if the left operand is no mask
+        return checked_mask(other)  # raises: Python calls this only if the left operand is not a mask
 
     __ror__ = __rxor__ = __rsub__ = __rand__
-    __array_ufunc__ = None  # so that an array of NumPy leaves `array & mask` to us
+    __array_ufunc__ = None  # makes NumPy call __rand__ for `array & mask`
 
     @constant_when_compiled
     def __or__(self, other: BlockMask) -> BlockMask:

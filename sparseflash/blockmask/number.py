@@ -1,4 +1,4 @@
-"""A number that notes whether anything depends on it."""
+"""A scalar tensor that records whether its value was read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-# Of the number that comes first these read what is the same for all numbers: and_masks calls new_ones, for example.
+# These read only the shape, dtype or device of their first argument, not its value; and_masks calls new_ones.
 _LIKE = {
     *(getattr(torch.Tensor, f"new_{name}") for name in ("zeros", "ones", "full", "empty", "tensor")),
     *(getattr(torch, f"{name}_like") for name in ("zeros", "ones", "full", "empty")),
@@ -17,7 +17,7 @@ _LIKE = {
 
 
 class Number(Tensor):
-    """An int64 tensor without dimensions whose `is_read` becomes true once anything reads its value.
+    """A scalar int64 tensor whose `is_read` becomes true once anything reads its value.
 
     >>> head = Number(3)
     >>> head.new_ones(()), head.device, head.is_read
@@ -25,8 +25,8 @@ class Number(Tensor):
     >>> head < 5, head.is_read
     (tensor(True), True)
 
-    It has no memory of its own: PyTorch gets its value here, as `torch_function` or `torch_dispatch`, or not at all. So
-    what is computed while `is_read` is false is the same for all numbers.
+    It has no memory of its own: PyTorch can read the value only through `__torch_function__` or `__torch_dispatch__`.
+    So a result computed while `is_read` is false is the same for all numbers.
     """
 
     is_read: bool

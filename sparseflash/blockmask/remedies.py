@@ -1,16 +1,16 @@
-"""What a mask answers to attributes and operations of tensors and of other libraries' masks: how to do it here."""
+"""Errors for attributes and operations of tensors and of other libraries' masks: what to use on a mask instead."""
 
 from __future__ import annotations
 
 from typing import NoReturn
 
-_MOVE = "masks are moved by mask.to('cuda') or mask.to('cpu')"
+_MOVE = "move a mask with mask.to('cuda') or mask.to('cpu')"
 _DENSE = "mask.to_dense() is the boolean tensor [B, H, Nq, Nk]"
-_PART = "part of a mask is mask.crop(q=(start, stop), k=(start, stop)), and some of its heads mask.select(heads=[0, 1])"
+_PART = "take a part with mask.crop(q=(start, stop), k=(start, stop)), and some heads with mask.select(heads=[0, 1])"
 _LISTS = "interop.to_flex(mask) makes FlexAttention's BlockMask"
-_NO_DTYPE = "masks have no dtype: they serve queries, keys and values of any"
-_SIZES = "mask.shape is (B, H, Nq, Nk), and mask.blocks the numbers of block rows and columns"
-_MASKS = "masks are combined by &, | and ~"
+_NO_DTYPE = "masks have no dtype: they work with queries, keys and values of any dtype"
+_SIZES = "mask.shape is (B, H, Nq, Nk), and mask.blocks is the number of block rows and columns"
+_MASKS = "combine masks with &, | and ~"
 
 ATTRIBUTES = {
     **dict.fromkeys(("cuda", "cpu", "get_device", "is_cuda", "pin_memory"), _MOVE),
@@ -33,7 +33,7 @@ def no_attribute(name: str) -> AttributeError:
     """The error for an attribute that masks do not have.
 
     >>> no_attribute("cuda")
-    AttributeError("BlockMask has no attribute 'cuda': masks are moved by mask.to('cuda') or mask.to('cpu').")
+    AttributeError("BlockMask has no attribute 'cuda': move a mask with mask.to('cuda') or mask.to('cpu').")
     """
     remedy = f": {ATTRIBUTES[name]}." if name in ATTRIBUTES else ""
     return AttributeError(f"BlockMask has no attribute {name!r}{remedy}")
@@ -44,7 +44,7 @@ def refuse(what: str) -> NoReturn:
     remedies = {"index": _PART, "len": f"{_SIZES}; {_DENSE}", "array": _DENSE}
     said = {
         "index": "indexed, sliced or iterated over",
-        "len": "asked for its len",
-        "array": "taken as an array",
+        "len": "passed to len()",
+        "array": "converted to an array",
     }
     raise TypeError(f"a BlockMask must not be {said[what]}: {remedies[what]}.")

@@ -58,7 +58,7 @@ def tiles_of_rule(
             number = number_of.setdefault(digest.digest(), len(parts))
             if number == len(parts):
                 parts.append(part)
-            # What did not read a number is the same for all of them.
+            # A rule that did not read b (or h) has the same tiles for all b (or h).
             numbers[slice(i, i + 1) if b.is_read else slice(None), slice(j, j + 1) if h.is_read else slice(None)] = (
                 number
             )
@@ -68,7 +68,7 @@ def tiles_of_rule(
 def call_rule(
     cls: Any, live: Live, *_: Any, batch: Any = None, heads: Any = None, candidates: Any = None, **__: Any
 ) -> None:
-    """Calls what `BlockMask.from_function` is given as it does, for torch.compile."""
+    """Calls the functions given to `BlockMask.from_function` as it calls them, for torch.compile."""
     call_rules(2 if batch is None and heads is None else 4, live)
     call_rules(2, candidates)
 
@@ -181,7 +181,7 @@ def _answer(rule: Callable[[Tensor, Tensor], Tensor], name: str, q: Tensor, k: T
         return boolean(answer, f"what {name} returns")
 
     try:
-        return checked(vectorized(rule, name, (q, k), checked))  # vmap hides what kind of tensor it is
+        return checked(vectorized(rule, name, (q, k), checked))  # checked again: vmap hides the kind of a tensor
     except AttributeError as error:
         if not str(error).startswith("'int' object has no attribute"):
             raise

@@ -1,10 +1,10 @@
-"""Calls a function that is written for single numbers for many at once, as FlexAttention calls a `mask_mod`."""
+"""Vectorises a function of single numbers (scalar tensors), as FlexAttention vectorises a `mask_mod`."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -28,24 +28,24 @@ _ONE_NUMBER = (
     "only 0-dimensional arrays can be converted",
     "only length-1 arrays can be converted",
 )
-_CHECKED = 16  # numbers for which an answer for many is compared with the answer for one
+_CHECKED = 16  # how many results of an array call are compared with calls for single numbers
 
 
 def vectorized(
     function: Function, name: str, arguments: Sequence[Tensor], single: Callable[[Any], Tensor], what: str = "pairs"
 ) -> Tensor:
-    """`function` of single numbers, tensors without dimensions, for all places of arguments that broadcast.
+    """`function`, which takes scalar tensors, at every element of `arguments`, which broadcast.
 
     >>> table = torch.tensor([[1, 2], [3, 4]])
     >>> rows, columns = torch.arange(2)[:, None], torch.arange(2)
     >>> vectorized(lambda q, k: table[q][k] + table[q].max(), "f", [rows, columns], lambda answer: answer).tolist()
     [[3, 4], [7, 8]]
 
-    name: of the function in errors; what: of the places. single: checks one answer and returns it as a tensor. The
-    result has a dimension of size 1 wherever all arguments have.
+    name, what: names of the function and of the elements in errors. single: checks one result and returns it as a
+    tensor. The result has size 1 in every dimension in which all arguments have size 1.
 
-    The function is called through `torch.vmap`. One that vmap cannot call gets the arguments as they are, and must
-    then treat each place by itself: some of its answers are compared with those for single numbers.
+    The function is called through `torch.vmap`. A function that vmap cannot call gets the arguments unchanged, and must
+    then treat each element by itself: some of its results are compared with calls for single numbers.
     """
     try:
         return _mapped(function, name, arguments, single)
@@ -58,7 +58,7 @@ def vectorized(
 
 
 class _WrongAnswer(Exception):
-    """Of a function that vmap can call."""
+    """A function that vmap can call returned a wrong result."""
 
     def __init__(self, why: Exception) -> None:
         super().__init__()
@@ -84,7 +84,8 @@ def _mapped(function: Function, name: str, arguments: Sequence[Tensor], single: 
     dims = [dim for dim in range(rank) if sizes[dim] != 1]
     for dim in reversed(dims):
         call = torch.vmap(call, tuple(0 if shape[dim] != 1 else None for shape in shapes))
-    with _AsSingle(), _no_loops():
+    # `_no_loops` changes a setting of the process. torch.compile only traces a graph, so it does not need the setting.
+    with _AsSingle(), nullcontext() if torch.compiler.is_compiling() else _no_loops():
         answer: Tensor = call(*(x.squeeze() for x in arguments))
     return answer.view([size if dim in dims else 1 for dim, size in enumerate(sizes)])
 
@@ -93,7 +94,7 @@ def _of_arrays(
     function: Function, name: str, arguments: Sequence[Tensor], single: Callable[[Any], Tensor], what: str,
     refused: Exception,
 ) -> Tensor:  # fmt: skip
-    """The answer of a function that vmap refused, to arguments of many numbers."""
+    """The result of one call with whole arrays, for a function that vmap refused."""
     shape = torch.broadcast_shapes(*(x.shape for x in arguments))
     fits = False
     try:
@@ -108,7 +109,9 @@ def _of_arrays(
             ) from error
         if isinstance(error, IndexError) and isinstance(refused, IndexError):  # a table that is too short
             raise
-        function(*(x.flatten()[0] for x in arguments))  # if it takes no single numbers either, its error is its own
+        function(
+            *(x.flatten()[0] for x in arguments)
+        )  # if single numbers fail, too, this raises the function's own error
     else:
         answer = single(found)
         fits = answer.ndim <= len(shape) and all(n in (1, m) for n, m in zip(answer.shape[::-1], shape[::-1]))
@@ -124,8 +127,8 @@ def _of_arrays(
     if not fits:
         text = f"{type(refused).__name__}: {str(refused).partition(chr(10))[0].rstrip('.')}"
         raise TypeError(
-            f"{name} must be a function of single numbers, of operations that torch.vmap can call for many {what} at "
-            f"once, or answer for arrays of numbers as it does for each; vmap raised {text}."
+            f"{name} must be a function of single numbers that torch.vmap can call for many {what} at once, or return "
+            f"for arrays what it returns for each of their numbers; vmap raised {text}."
         ) from refused
     return answer.view((1,) * (len(shape) - answer.ndim) + tuple(answer.shape))
 
@@ -141,7 +144,7 @@ def _of_one(function: Function, numbers: Sequence[Tensor], single: Callable[[Any
 
 
 def _some(answer: Tensor) -> list[tuple[int, ...]]:
-    """Places that are spread over an answer; of bools, over the true and over the false ones."""
+    """Indices spread over a result; for bools, spread over the true and over the false elements."""
     flat = answer.reshape(-1)
     every = torch.ones_like(flat, dtype=torch.bool)
     chosen = []
@@ -154,7 +157,7 @@ def _some(answer: Tensor) -> list[tuple[int, ...]]:
 def _agree(one: Tensor, other: Tensor) -> bool:
     if one.dtype == torch.bool:
         return one.numel() == 1 and bool(one) == bool(other)
-    # Loops over many numbers may round otherwise than single operations do.
+    # Vectorised loops may round differently from operations on single numbers.
     tolerance = 1e-2 if other.dtype.itemsize == 2 else 1e-4
     return one.numel() == 1 and torch.allclose(
         one.reshape(()).double(), other.double(), tolerance, tolerance, equal_nan=True
@@ -162,7 +165,7 @@ def _agree(one: Tensor, other: Tensor) -> bool:
 
 
 class NumbersAsIndices(TorchFunctionMode):
-    """Keeps a tensor without dimensions that is an index from being read as a Python number, which vmap forbids."""
+    """Indexes with scalar tensors without reading them as Python numbers, which vmap forbids."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__getitem__:
@@ -215,7 +218,7 @@ def _is_simple(x: Any) -> bool:
 
 
 def _entries(x: Tensor, index: Sequence[Any]) -> Tensor:
-    """`x[index]`, whose tensors are all without dimensions."""
+    """`x[index]`, where all tensors in `index` are scalar."""
     taken = sum(each is not None and each is not Ellipsis for each in index)
     if Ellipsis in [each for each in index if not isinstance(each, Tensor)]:
         at = next(place for place, each in enumerate(index) if each is Ellipsis)
@@ -223,7 +226,7 @@ def _entries(x: Tensor, index: Sequence[Any]) -> Tensor:
     numbers: list[Tensor | None] = []
     for each in index:
         dim = len(numbers)
-        if isinstance(each, Number):  # known, so that nothing need be copied
+        if isinstance(each, Number):  # its value is known, so `select` can take a view
             each = int(each)
         if isinstance(each, Tensor):
             numbers.append(each)
@@ -242,9 +245,9 @@ _allowed = True
 
 @contextmanager
 def _no_loops() -> Iterator[None]:
-    """Inside it vmap raises an error where it would call an operator for one number after another, a million times."""
+    """Inside the block vmap raises an error where it would fall back to a loop over single numbers."""
     global _inside, _allowed
-    with _lock:  # the setting is one for all threads
+    with _lock:  # all threads share the setting
         if _inside == 0:
             _allowed = _functorch._is_vmap_fallback_enabled()
             _functorch._set_vmap_fallback_enabled(False)

@@ -1,7 +1,6 @@
-"""Compares what files of NumPy, SciPy and PyTorch say of their sizes with what they hold, before it takes memory.
+"""Compares the sizes that files of NumPy, SciPy and PyTorch state with their contents, before memory is allocated.
 
-A few bytes of a compressed file can stand for gigabytes, and a tensor can be a view that repeats one element of its
-file.
+A few bytes of a compressed file can expand to gigabytes, and a tensor can be a view that repeats one stored element.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-MOST_INFLATED = 2**31  # bytes that arrays may take beyond those of their file
-MOST_ENTRIES = 2**28  # of a sparse matrix, for each of which its conversion takes some 30 bytes
+MOST_INFLATED = 2**31  # bytes by which arrays may exceed their compressed size
+MOST_ENTRIES = 2**28  # of a sparse matrix; the conversion to a mask takes some 30 bytes per entry
 
 
 def members(path: Path) -> list[str]:
-    """The names in a zip file, as which NumPy and PyTorch store; none, if it is not one or is damaged."""
+    """The names in a zip file, the format of NumPy and PyTorch; empty if it is not a zip file or is damaged."""
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.namelist()
@@ -31,7 +30,7 @@ def members(path: Path) -> list[str]:
 
 
 def check_npz(path: Path) -> None:
-    """Raises ValueError if the arrays of a .npz file are larger than it says, or too large to be read."""
+    """Raises ValueError if the arrays of a .npz file differ from the sizes in its headers, or are too large."""
     with zipfile.ZipFile(path) as archive:
         inflated = sum(member.file_size - member.compress_size for member in archive.infolist())
         if inflated > MOST_INFLATED:
@@ -53,13 +52,13 @@ def check_npz(path: Path) -> None:
 def too_large(found: str) -> str:
     """Why a sparse matrix is neither written nor read, and what to do instead."""
     return (
-        f"{found}, of at most {MOST_INFLATED} bytes and {MOST_ENTRIES} entries that are read from a file of others. "
+        f"{found}; at most {MOST_INFLATED} bytes and {MOST_ENTRIES} entries are read from a .npz file of SciPy. "
         "Store the mask as .mask (BlockMask.save), or in Python call interop.from_scipy(scipy.sparse.load_npz(path))"
     )
 
 
 def check_pt(path: Path) -> None:
-    """Raises ValueError if a file of `torch.save` is compressed, which PyTorch does not write but reads."""
+    """Raises ValueError if a file of `torch.save` is compressed. PyTorch reads such files, but never writes them."""
     with zipfile.ZipFile(path) as archive:
         for member in archive.infolist():
             if member.compress_type != zipfile.ZIP_STORED or member.compress_size != member.file_size:
@@ -67,7 +66,7 @@ def check_pt(path: Path) -> None:
 
 
 def check_views(value: Any) -> None:
-    """Raises ValueError if a tensor among the values of a file has more elements than the file holds for it."""
+    """Raises ValueError if a tensor in the values of a file has more elements than its storage."""
     if isinstance(value, dict):
         for each in value.values():
             check_views(each)

@@ -170,7 +170,7 @@ def _made_of(path: Path, made: Callable[[], BlockMask]) -> BlockMask:
 
 
 def _dense(path: Path) -> np.ndarray[Any, Any]:
-    """The array of a .npy file. Mapped first: a header may state a size that the file does not have."""
+    """The array of a .npy file. It is memory-mapped first, because its header may state any size."""
     return np.array(np.load(path, mmap_mode="r", allow_pickle=False))
 
 

@@ -58,10 +58,10 @@ def devices() -> list[dict[str, Any]]:
 
 
 def usable(device: str) -> tuple[dict[str, str | None], str | None]:
-    """For each backend, why it cannot run on the device; None if it can. The kernels are asked about bf16, D = 64.
+    """For each backend, why it cannot run on the device; None if it can. The kernels are asked for bf16 with D = 64.
 
-    Also what `explain` says of the kernels for Hopper under the installed Triton, if they were not measured with it;
-    they are checked for that.
+    The second value is the note of `explain` on the Hopper kernels if they were not measured with the installed Triton.
+    They are then checked on the device.
     """
     gpu = device != "cpu"
     q = torch.zeros(_SHAPE if gpu else (1, 1, 16, 16), device=device, dtype=torch.bfloat16 if gpu else torch.float32)

@@ -103,8 +103,8 @@ def from_flex(block_mask: FlexBlockMask, *, batch: int | None = None, heads: int
     if rows != -(-q_len // block_q) and rows * block_q < q_len:
         raise ValueError(
             f"block_mask must have lists for all {q_len} queries; got {rows} block rows of {block_q}. A slice keeps "
-            "the lengths of the whole mask: use from_flex(whole).crop(q=(start, stop)). _adjust to longer ones adds no "
-            "lists: make the mask for them, create_block_mask(mask_mod, B, H, Nq, Nk)."
+            "the lengths of the whole mask: use from_flex(whole).crop(q=(start, stop)). _adjust to longer lengths "
+            "adds no lists: make the mask with create_block_mask(mask_mod, B, H, Nq, Nk)."
         )
     for counts, indices in (partial,) if full is None else (partial, full):
         listed = torch.arange(indices.shape[-1], device=counts.device) < counts.unsqueeze(-1)
@@ -112,8 +112,8 @@ def from_flex(block_mask: FlexBlockMask, *, batch: int | None = None, heads: int
         if last >= -(-k_len // block_k):
             raise ValueError(
                 f"block_mask must list blocks of its {k_len} keys, 0 to {-(-k_len // block_k) - 1}; got {last}. "
-                "_adjust to fewer keys leaves blocks of others in the lists: use from_flex(whole).crop(q=(0, Nq), "
-                "k=(0, Nk))."
+                "_adjust to fewer keys leaves the blocks of removed keys in the lists: use "
+                "from_flex(whole).crop(q=(0, Nq), k=(0, Nk))."
             )
     asked = numbers_asked(block_mask.mask_mod, partial[0].device)
     sizes = [

@@ -12,14 +12,14 @@ from sparseflash.scores.change import Change, Sizes
 
 @dataclass(frozen=True, eq=False)
 class Indexed(Change):
-    """A change of one tensor, of which it reads the entries of the attention's batch elements and heads.
+    """A change with one tensor, which may have entries for more batch elements or heads than the attention has.
 
-    `tensor[h]` reads the first Hq entries, however many there are; the change alone would have to have Hq of them. The
-    attention's sizes are known when it is called.
+    In a `score_mod`, `tensor[h]` reads the first Hq entries of a tensor with Hq or more. The change itself needs
+    exactly Hq entries, so the tensor is narrowed when the attention is called and its sizes are known.
     """
 
     change: Change
-    places: str  # what indexes the tensor's first dimensions: "b", "h", or another letter for anything else
+    places: str  # the index of each of the tensor's first dimensions: "b", "h", or another letter
 
     @property
     def kind(self) -> str:  # type: ignore[override]

@@ -47,12 +47,13 @@ def from_score_mod(
       a matrix that is constant along its diagonals. The buckets are computed here, once;
     - entries of tensors at different ones of b, h, q and k (`bias`, `key_bias`).
 
-    A tensor that is read at b or h may have entries for more batch elements or heads than the attention has.
+    A tensor indexed by b or h may have entries for more batch elements or heads than the attention has.
 
-    Anything else becomes `scores.function(score_mod)`, which says what the kernels take of it: `slopes[h] * (k - q)`,
-    for example, is ALiBi only where a mask leaves no key after its query, and stays a function; so does
-    `torch.where(condition, score, -inf)`, whose dead scores are computed: give the condition to a mask. Raises
-    ValueError for a `score_mod` that cannot be recorded, or captures a learned tensor without being recognised.
+    Anything else becomes `scores.function(score_mod)`, which says what the kernels take of it. For example,
+    `slopes[h] * (k - q)` stays a function, because it is ALiBi only under a mask without keys after their query.
+    `torch.where(condition, score, -inf)` stays a function, too, and its dead scores are computed; make the condition a
+    mask instead. Raises ValueError for a `score_mod` that cannot be recorded, or captures a learned tensor without
+    being recognised.
     """
     found = recorded(score_mod, (), torch.device(device), may_capture_learned=True)
     changes = _recognised(found, (q_len, q_len if k_len is None else k_len))
@@ -196,7 +197,7 @@ def _entry(nodes: Sequence[Node], at: int) -> str:
 
 
 def _read(places: str) -> str:
-    """Which of b and h index a tensor with dimensions `[B or 1, Hq or 1, ...]`."""
+    """`Indexed.places` of a tensor `[B or 1, Hq or 1, ...]`: "b", "h", or "-" for a dimension that is not indexed."""
     return "".join(place if place in places else "-" for place in "bh")
 
 

@@ -105,7 +105,7 @@ def line_rates(head_dim: int, base: float = _BASE, *, device: torch.device | Non
 
 def line_rotation(positions: Tensor, rates: Tensor) -> Rotation:
     """The rotation of tokens at `positions [B, N]`, with the rates of `line_rates`."""
-    return _rotation(_angles(positions, rates))
+    return _rotation(_angles(positions, rates), rates.dtype)
 
 
 def plane_rates(
@@ -120,7 +120,7 @@ def plane_rates(
 
 def plane_rotation(row: Tensor, column: Tensor, rates: Tensor) -> Rotation:
     """The rotation of pixels in rows and columns `[B, N]`, with the rates of `plane_rates`."""
-    return _rotation(torch.cat([_angles(row, rates), _angles(column, rates)], dim=-1))
+    return _rotation(torch.cat([_angles(row, rates), _angles(column, rates)], dim=-1), rates.dtype)
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
@@ -161,5 +161,5 @@ def _angles(positions: Tensor, rates: Tensor) -> Tensor:
     return positions[..., None].double() * rates.double()
 
 
-def _rotation(angles: Tensor) -> Rotation:
-    return angles.cos().float().unsqueeze(1), angles.sin().float().unsqueeze(1)
+def _rotation(angles: Tensor, dtype: torch.dtype) -> Rotation:
+    return angles.cos().to(dtype).unsqueeze(1), angles.sin().to(dtype).unsqueeze(1)

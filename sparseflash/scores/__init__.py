@@ -1,8 +1,8 @@
 """Changes of scores between their product and the softmax: what `attention(..., scores=...)` takes.
 
 As masks are data here, so are the usual changes, one a file, and they combine by `+`. A change says what a live score
-becomes. Which scores are live is for the mask to say, whose dead tiles cost nothing; a score that a change makes -inf
-is dead, too. May import blockmask and limits, and nothing else of the library.
+becomes. The mask says which scores are live, and its dead tiles cost nothing. A score that a change makes -inf is dead,
+too, but is computed. May import blockmask and limits, and nothing else of the library.
 """
 
 from sparseflash.scores.bias import bias

@@ -105,18 +105,18 @@ def function(
     >>> attention(q, k, v, scores=own).shape
     torch.Size([1, 2, 50, 16])
 
-    change: a function of single numbers, tensors without dimensions, as a `score_mod` of FlexAttention: the score, and
-    `b`, `h`, `q` and `k`, int64, the numbers of batch element, query head, query and key. So `bias[h][q, k]` means what
-    it says. It is called for many scores at once, of live tiles only, by `torch.vmap`; b, h, q and k always lie inside
-    the tensors' lengths. Its result and its derivative must be finite there, also for dead scores. tensors: what it
-    reads besides, in particular all that gradients are wanted for. derivative: of the result by the score, a function
-    of the same arguments; without it `change` is differentiated.
+    change: a function of scalar tensors, as a `score_mod` of FlexAttention: the score, and `b`, `h`, `q` and `k`, the
+    int64 indices of batch element, query head, query and key. So `bias[h][q, k]` works. `torch.vmap` calls it for many
+    scores at once, of live tiles only; b, h, q and k always lie inside the tensors' lengths. Its result and its
+    derivative must be finite there, also for dead scores. tensors: further tensors that it reads, in particular every
+    tensor that needs a gradient. derivative: of the result by the score, a function of the same arguments; without it
+    `change` is differentiated.
 
     The reference and the blockwise backend call it, and differentiate it by autograd. The Triton kernels are compiled
-    with it, once for all masks. It is recorded by one call the first time, with numbers that stand for all, so
-    keep the result of `scores.function` rather than make it in every step; Python numbers that `change` reads then,
-    also of tensors that it captures, stay what they were. Numbers read from its arguments (`item()`, `if`) are refused,
-    and so are changes in place. The kernels take:
+    with it, once for all masks. The first time, it is recorded by one call with placeholder numbers, so
+    keep the result of `scores.function` rather than make it in every step. Python numbers that `change` reads during
+    that call, also from tensors that it captures, are constants afterwards. Reading numbers from its arguments
+    (`item()`, `if`) is refused, and so are in-place changes. The kernels take:
 
     - operations on single scores: arithmetic, comparisons, logic, `where`, `masked_fill`, `clamp`, minimum and maximum,
       `abs`, `floor`, `ceil`, `sign`, powers with a constant exponent, exponentials and logarithms, `sqrt`, `sin`,

@@ -83,13 +83,14 @@ class Relative(Change):
         return Codes(self.table, *made)
 
     def _as_on_a_gpu(self, sizes: Sizes, made: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The arrays without contents, of the sizes that they have where there are contents: kernels are chosen by
-        them. A bucket that reads tensors of the meta device has no contents anywhere.
+        """Meta arrays with the sizes that the arrays have on a GPU, because kernels are chosen by these sizes.
+
+        They are computed on the CPU. Returns `made` if the bucket function reads meta tensors and so has no contents.
         """
         here = sizes._replace(device=torch.device("cpu"))
         try:
             codes = self._codes(here)
-        except (RuntimeError, ValueError):  # what it returns may be on the meta device
+        except (RuntimeError, ValueError):  # the bucket function may return meta tensors
             return made
         if not len(codes[0]) or not have_contents(codes[0]):
             return made
@@ -101,7 +102,7 @@ class Relative(Change):
         if q_len + k_len > MOST_TOKENS:
             raise ValueError(
                 f"q and k must have at most 2^31 - 257 tokens together for a table of relative positions; got {q_len} "
-                f"and {k_len}. Crop the sequence, or pass a function of offsets, scores.function."
+                f"and {k_len}. Crop the sequence, or use scores.function."
             )
         # The code of query i, at position i + Nk - Nq, minus that of key j is i - j + Nk - 1.
         offsets = (k_len - 1) - torch.arange(q_len + k_len - 1, device=device) - (k_len - q_len)

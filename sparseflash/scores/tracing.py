@@ -18,7 +18,7 @@ from sparseflash.scores.operators import FILLED, RECORDED, SAME, Refused, in_kin
 _NUMBER = "a number that is read from a tensor, as by item(), if or an index, in place of torch.where"
 _NO_GRADIENTS = "torch.no_grad() or the like, in place of detach()"
 _READS = (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__)  # these call no operator
-_REMEDY = "With backend='blockwise' scores.function runs whatever torch.vmap does."
+_REMEDY = "With backend='blockwise' scores.function runs any function that torch.vmap can call."
 
 
 class Recorded(NamedTuple):
@@ -68,7 +68,7 @@ def _recorded(
     function: Callable[..., Tensor], given: Sequence[Tensor], device: torch.device, into: Recorded | None,
     may_capture_learned: bool,
 ) -> Recorded:  # fmt: skip
-    # Single numbers, as whoever writes the function thinks of them. Their values do not matter, because none is read.
+    # Scalar tensors, as the function is written for. Their values do not matter, because none is read.
     places = [torch.zeros((), dtype=torch.int64, device=device) for _ in PLACES]
     calls = _Calls([torch.zeros((), device=device), *places, *(x.detach() for x in given)])
     try:
@@ -78,7 +78,7 @@ def _recorded(
         raise _refusal(error) from None
     except Exception as error:
         raise ValueError(
-            "scores.function must be recorded for the kernels, by calling it with numbers that stand for all; it "
+            "scores.function must be recorded for the kernels, by one call with placeholder numbers; it "
             f"raised {type(error).__name__}: {str(error).partition(chr(10))[0].rstrip('.')}. {_REMEDY}"
         ) from error
     try:
@@ -106,7 +106,7 @@ class _Untraced(TorchFunctionMode):
             raise Refused(_NO_GRADIENTS)
         if func in _READS and _is_computed(self._calls.of(args[0])):
             raise Refused(_NUMBER)
-        if func in (torch.unbind, torch.Tensor.unbind) and not kwargs:  # also if a tensor is unpacked
+        if func in (torch.unbind, torch.Tensor.unbind) and not kwargs:  # also called when a tensor is unpacked
             dim = args[1] if len(args) > 1 else 0
             return tuple(args[0].select(dim, at) for at in range(args[0].shape[dim]))
         return func(*args, **(kwargs or {}))
@@ -176,7 +176,7 @@ class _Recorder:
         self._values.update(zip(self._calls.inputs, inputs, strict=True))
         if not isinstance(result, Tensor) or result.ndim > 0:
             got = f"shape {list(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
-            raise Refused(f"a result that is not one score, a tensor without dimensions, but {got}")
+            raise Refused(f"a result that is not one score, a scalar tensor, but {got}")
         last = self._calls.of(result)
         for call in self._calls.needed_for(last):
             # PyTorch's kind, which an operation of numbers may not have: a sum of bools is a bool.

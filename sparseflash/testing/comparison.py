@@ -132,12 +132,13 @@ def compare(
     see them (`sampled_part`). Results that are not compared must still be finite. Gradients of the tensors of `scores`
     are sums over everything, so they are not compared then.
 
-    In half precision the gradient of a score, `weight * (dweight - delta)`, is as exact as out, whose rounding is in
-    `delta = sum(out * dout)`, as in FlashAttention: it is off by up to `eps * weight * sum(|dout| * mean |v|)`, the
-    mean of the values of the query's keys by their weights. Where one key has nearly all the weight, dweight and delta
-    cancel. A plain computation, which rounds both alike, may then be more exact than these gradients and the sums of
-    them that tensors of `scores` get. To do better, the forward would have to keep out in fp32. The portable kernels
-    sum them in fp32, those for Hopper in fp32 after they have been rounded for the products.
+    In half precision the gradient of a score, `weight * (dweight - delta)`, is only as exact as out, because
+    `delta = sum(out * dout)` is computed from the rounded out, as in FlashAttention. The error is up to
+    `eps * weight * sum(|dout| * mean |v|)`, the mean over the query's keys with their weights. Where one key has
+    nearly all the weight, dweight and delta cancel. A plain computation rounds both alike, and may then be more exact
+    than these gradients and than their sums, which are the gradients of tensors in `scores`. To do better, the forward
+    would have to keep out in fp32. The portable kernels sum the gradients of scores in fp32. The Hopper kernels also
+    sum in fp32, but after the gradients have been rounded for the matrix products.
 
     Raises what `attention` would for q, k, v and the mask; ValueError for results of a wrong shape and for gradients
     that do not arrive at q, k or v.

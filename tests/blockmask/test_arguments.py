@@ -122,8 +122,8 @@ def test_patterns_are_causal_or_not(build):
         (lambda q: q, TypeError, r"two arguments, .* or four, .*; got a function of \(q\)"),
         (lambda b, q, k: q, TypeError, r"two arguments, .* or four, .*; got a function of \(b, q, k\)"),
         (DENSE, TypeError, r"live must be a function of positions \(q_idx, k_idx\); got Tensor"),
-        (lambda q, k: (k <= q).flatten(), ValueError, r"must broadcast.*to \[4, 16, 16\]; got \[1024\]"),
-        (lambda q, k: (k <= q)[None], ValueError, r"must broadcast.*to \[4, 16, 16\]; got \[1, 4, 16, 16\]"),
+        (lambda q, k: (k <= q).expand(4), ValueError, r"one answer for single numbers; got shape \[4\]"),
+        (lambda q, k: (k <= q)[None].expand(2, 3), ValueError, r"one answer for single numbers; got shape \[2, 3\]"),
     ],
 )
 def test_rules_that_are_none_say_why(live, error, message):

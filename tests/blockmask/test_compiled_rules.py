@@ -198,7 +198,7 @@ def test_a_rule_that_reads_a_tensor_is_refused_by_name(name, fullgraph):
 
 def test_a_tensor_is_refused_by_its_name():
     compiled, _ = compiled_graphs(lambda: BlockMask.from_function(lambda q, k: q - k < TENSOR[1], N).indices + 1)
-    with pytest.raises(Exception, match=r"got one that reads G\['TENSOR'\]\. Build the mask outside"):
+    with pytest.raises(Exception, match=r"got a rule that reads G\['TENSOR'\]\. Build the mask outside"):
         compiled()
 
 

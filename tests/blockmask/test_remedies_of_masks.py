@@ -12,7 +12,7 @@ from sparseflash import masks
 from sparseflash.blockmask.remedies import ATTRIBUTES
 
 MASK = masks.causal(64, block=32)
-MOVE = r"masks are moved by mask.to\('cuda'\) or mask.to\('cpu'\)"
+MOVE = r"move a mask with mask.to\('cuda'\) or mask.to\('cpu'\)"
 
 
 @pytest.mark.parametrize("name", ATTRIBUTES)
@@ -36,13 +36,13 @@ def test_a_mask_says_how_it_is_moved():
     [
         (
             lambda: MASK[0:10],
-            r"must not be indexed, sliced or iterated over: part of a mask is mask.crop\(q=\(start, stop\), k=",
+            r"must not be indexed, sliced or iterated over: take a part with mask.crop\(q=\(start, stop\), k=",
         ),
-        (lambda: MASK[0, 0], r"must not be indexed, sliced or iterated over: part of a mask is mask.crop"),
-        (lambda: len(MASK), r"must not be asked for its len: mask.shape is \(B, H, Nq, Nk\)"),
-        (lambda: list(MASK), r"must not be indexed, sliced or iterated over: part of a mask is mask.crop"),
-        (lambda: np.array(MASK), r"must not be taken as an array: mask.to_dense\(\) is the boolean tensor"),
-        (lambda: np.asarray(MASK, dtype=bool), r"must not be taken as an array: mask.to_dense\(\)"),
+        (lambda: MASK[0, 0], r"must not be indexed, sliced or iterated over: take a part with mask.crop"),
+        (lambda: len(MASK), r"must not be passed to len\(\): mask.shape is \(B, H, Nq, Nk\)"),
+        (lambda: list(MASK), r"must not be indexed, sliced or iterated over: take a part with mask.crop"),
+        (lambda: np.array(MASK), r"must not be converted to an array: mask.to_dense\(\) is the boolean tensor"),
+        (lambda: np.asarray(MASK, dtype=bool), r"must not be converted to an array: mask.to_dense\(\)"),
     ],
 )
 def test_what_is_done_with_sequences_is_answered_with_what_to_do(asked, said):
@@ -73,9 +73,9 @@ def test_masks_are_copied_and_pickled_as_before():
 
 
 def test_names_of_other_libraries_are_answered_with_ours():
-    with pytest.raises(AttributeError, match=r"has no 'sliding_window'; the same here: masks.local\(n, window=w"):
+    with pytest.raises(AttributeError, match=r"has no 'sliding_window'; use masks.local\(n, window=w"):
         masks.sliding_window(64, 16)
-    with pytest.raises(AttributeError, match=r"has no 'causal_mask'; the same here: masks.causal\(n\)\."):
+    with pytest.raises(AttributeError, match=r"has no 'causal_mask'; use masks.causal\(n\)\."):
         _ = masks.causal_mask
     with pytest.raises(AttributeError, match=r"has no 'buterfly'; did you mean butterfly"):
         _ = masks.buterfly

@@ -121,7 +121,7 @@ def test_a_rule_for_arrays_must_answer_for_each_pair_as_for_one():
         return (LABELS[q].nonzero()[:, -1] == 1).any() & (k <= q)
 
     with pytest.raises(
-        TypeError, match=r"live must be a function of single numbers, .* vmap raised RuntimeError: vmap"
+        TypeError, match=r"live must be a function of single numbers that .* vmap raised RuntimeError: vmap"
     ):
         BlockMask.from_function(in_one, LENGTH, block=16)
     with pytest.raises(TypeError, match=r"candidates must be a function of single numbers"):

@@ -702,7 +702,7 @@ def test_a_matrix_that_could_not_be_read_again_is_not_written(tmp_path, monkeypa
     monkeypatch.setattr(convert.archives, "MOST_ENTRIES", 100)
     masks.causal(64).save(tmp_path / "in.mask")
     npz_of(tmp_path / "many.npz", **{**CSR, "data": np.ones(101, bool)})
-    assert "got 101 stored entries, of at most 2147483648 bytes and 100 entries" in run(
+    assert "got 101 stored entries; at most 2147483648 bytes and 100 entries" in run(
         "show", str(tmp_path / "many.npz"), code=2
     )
     said = run("convert", str(tmp_path / "in.mask"), str(tmp_path / "m.npz"), code=2)

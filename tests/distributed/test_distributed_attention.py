@@ -606,7 +606,7 @@ def test_arguments_of_the_plan_are_checked():
     heads = distributed.shard(SAME[0], ranks=2, strategy="heads")
     with refused(
         "strategy must be 'keys', 'queries' or 'auto' for this call, as heads cannot be shared out: 3 key heads are "
-        "not a multiple of 2 ranks; got 'heads'. Pass it to distributed.shard(mask, strategy='auto')"
+        r"not a multiple of 2 ranks; got 'heads'. Pass it to distributed.shard\(mask, strategy='auto'\).$"
     ):
         heads.chosen(distributed.Shape(1, 3, 3, 16, 16, torch.float32))
 

@@ -26,8 +26,10 @@ def test_the_questions_have_the_table():
     assert said.table() in (ROOT / "docs/pages/faq.md").read_text(), "`python -m docs.versions` prints what must stand"
 
 
-def test_runs_of_the_table_are_stored():
-    assert all((ROOT / "experiments/results" / each.run / "README.md").is_file() for each in MEASURED if each.run)
+def test_every_version_was_timed_beside_the_first():
+    speeds = said.relative_speeds()
+    assert {version for version, _ in speeds} == {named((each.triton,)) for each in MEASURED}
+    assert all(len(found) >= 12 for found in speeds.values()), "twelve cases of `speed --quick`"
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/pages/faq.md", "docs/pages/tutorial.md"])

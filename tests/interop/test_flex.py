@@ -351,7 +351,7 @@ def test_an_exported_mask_comes_back_from_the_gpu():
         ),
         (
             (600, 384),
-            r"lists for all 600 queries; got 3 block rows of 128. .*_adjust to longer ones adds no lists",
+            r"lists for all 600 queries; got 3 block rows of 128. .*_adjust to longer lengths adds no lists",
         ),
     ],
 )

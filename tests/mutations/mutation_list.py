@@ -96,9 +96,9 @@ MUTATIONS = [
     ),
     Mutation(
         "work items: number 2^31 is let through",
-        "sparseflash/backends/triton/schedule/worklists.py",
-        "if batch * heads * tiles >= 2**31:",
-        "if batch * heads * tiles > 2**31:",
+        "sparseflash/limits.py",
+        "if count >= COUNT:",
+        "if count > COUNT:",
         "tests/backends/triton/test_plan.py::test_items_are_numbered_in_31_bits",
     ),
     Mutation(

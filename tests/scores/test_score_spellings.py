@@ -117,7 +117,9 @@ def test_every_spelling_that_is_recorded_is_one_of_the_kernels(name):
 @pytest.mark.parametrize("name", MAPPED)
 def test_what_is_not_recorded_says_where_it_runs(name):
     qkv, change = inputs(torch.float32), scores.function(MAPPED[name], *arrays(dtype=torch.float32))
-    with pytest.raises(ValueError, match=r"With backend='blockwise' scores\.function runs whatever torch\.vmap does"):
+    with pytest.raises(
+        ValueError, match=r"backend='blockwise' scores\.function runs any function that torch\.vmap can call"
+    ):
         attention(*qkv, scores=change, backend="triton")
 
 

@@ -97,7 +97,7 @@ def test_what_cannot_be_made(make, error, text):
         (
             scores.function(lambda s, b, h, q, k: s[0]),
             TypeError,
-            "the function must be a function of single numbers, of operations that torch.vmap can call for many",
+            "the function must be a function of single numbers that torch.vmap can call for many",
         ),
         (scores.function(lambda s, b, h, q, k: 1.0), ValueError, "must return a score, a tensor; got float"),
         (

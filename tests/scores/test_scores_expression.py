@@ -184,7 +184,7 @@ CAPTURED = torch.ones(3)
         (lambda s, b, h, q, k, g: s * g.exp()[h], "an operation on all of a tensor of shape [3]"),
         (lambda s, b, h, q, k, g: s * CAPTURED.sum(), "got sum"),
         (lambda s, b, h, q, k, g: s * g[0] + torch.cumsum(s, -1), "got cumsum"),
-        (lambda s, b, h, q, k, g: (g[h] * 1.0).view(1, 1), "a result that is not one score, a tensor without dim"),
+        (lambda s, b, h, q, k, g: (g[h] * 1.0).view(1, 1), "a result that is not one score, a scalar tensor"),
         (lambda s, b, h, q, k, g: s if q > 3 else -s, "as by item(), if or an index, in place of torch.where."),
         (lambda s, b, h, q, k, g: s.half().float(), "a conversion to torch.float16"),
         (lambda s, b, h, q, k, g: s * g[1:][0], "a slice of a tensor"),

@@ -1,5 +1,5 @@
 """What a call costs the host, beside PyTorch's own attention: microseconds of calls so short that the GPU waits.
 
-See `python -m experiments.benchmarks.calls --help`. May import the library, its `launcher` to leave it out, `training`,
-and of benchmarks `timing` and `fresh_process`.
+See `python -m experiments.benchmarks.calls --help`. May import the library, its `launcher` (to bypass it),
+`training`, and of benchmarks `timing` and `fresh_process`.
 """

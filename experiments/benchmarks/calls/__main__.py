@@ -25,7 +25,7 @@ def calls(
     rounds: Annotated[int, typer.Option(help="Turns of each implementation.", min=1)] = 15,
     count: Annotated[int, typer.Option(help="Calls a turn.", min=1)] = 100,
     first: Annotated[bool, typer.Option(help="Also the first calls of new processes; a minute.")] = True,
-    launcher: Annotated[bool, typer.Option(help="Also ours by Triton's own launcher.")] = False,
+    launcher: Annotated[bool, typer.Option(help="Also time our kernels through Triton's own launcher.")] = False,
     commit: Annotated[str | None, typer.Option(help="Default: git's.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for the page and the CSV file.")] = RESULTS,
 ) -> None:

@@ -1,7 +1,7 @@
-"""`python -m experiments.benchmarks.compile`: what the compiler makes of the kernels, without a GPU.
+"""`python -m experiments.benchmarks.compile`: compiles the kernels without a GPU and reports what they use.
 
-show: registers, spills and shared memory of some of them. shipped: those of every shipped configuration, and what it
-consists of. versions: the same under several versions of Triton. fits: whether all fit in shared memory.
+show: registers, spills and shared memory of chosen kernels. shipped: the same and instruction counts for every shipped
+configuration. versions: `shipped` under several versions of Triton. fits: whether all kernels fit in shared memory.
 """
 
 from __future__ import annotations
@@ -125,9 +125,9 @@ def fits(
 ) -> None:
     """Whether the portable kernels fit in shared memory on GPUs of compute capability 8.0, 8.6, 8.9, 9.0 and 10.0.
 
-    Compiles drawn cases in which every two properties occur together: changes of scores, dtypes, head dims, blocks,
-    lengths, dropout and others. Takes seconds a case; what stands in the file already is not compiled again. Exits with
-    1 if a kernel does not fit.
+    Compiles drawn cases that cover every pair of properties: changes of scores, dtypes, head dims, blocks, lengths,
+    dropout and others. Takes seconds per case; cases that are already in the file are not compiled again. Exits with 1
+    if a kernel does not fit.
     """
     compile_kernels()
     import triton
@@ -167,9 +167,9 @@ def shipped(
         Path | None, typer.Option(help="File of the results.", show_default=f"{RESULTS}/kernels-triton-VERSION.csv")
     ] = None,
 ) -> None:
-    """Compile every shipped configuration with the installed Triton, and store what each kernel uses and consists of.
+    """Compile every shipped configuration with the installed Triton; store each kernel's resources and instructions.
 
-    Takes seconds a kernel, of which there are hundreds; what stands in the file already is not compiled again.
+    Takes seconds for each of hundreds of kernels; kernels that are already in the file are not compiled again.
     """
     compile_kernels()
     import triton
@@ -202,11 +202,11 @@ def versions(
     family: FAMILY = None,
     cache: Annotated[Path, typer.Option(help="Where pip puts versions of Triton.")] = CACHE,
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = RESULTS,
-    every: Annotated[bool, typer.Option("--every", help="Show kernels that all versions make alike, too.")] = False,
+    every: Annotated[bool, typer.Option("--every", help="Also show kernels that no version changes.")] = False,
 ) -> None:  # fmt: skip
-    """What several versions of Triton make of every shipped configuration, beside one another.
+    """Compare every shipped configuration under several versions of Triton.
 
-    Compiles what is not stored yet: see the command `shipped`. Shows the kernels in which versions differ.
+    Compiles what is not stored yet: see the command `shipped`. Shows the kernels that differ between versions.
     """
     words = [f"--arch={each}" for each in arch or ()] + [f"--family={each}" for each in family or ()]
     stored = {}

@@ -1,4 +1,4 @@
-"""What decides how much shared memory a portable kernel asks for: cases, drawn so that all pairs of factors occur."""
+"""Drawn cases that cover every pair of the factors that decide how much shared memory a portable kernel needs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FACTORS: dict[str, Sequence[Any]] = {
     "dims": (*((d, d) for d in (16, 32, 64, 80, 128, 256)), (64, 128), (128, 64), (256, 64), (32, 256)),
     "block": (16, 32, 64, 128, 256),
     "tiling": ("own", "united", "gathered"),
-    "tokens": (128, 1000, 1024),  # one block; rows that begin at no multiple of 16 bytes; many blocks
+    "tokens": (128, 1000, 1024),  # one block; rows that are not aligned to 16 bytes; many blocks
     "lengths": (False, True),
     "dropout": ("", "places", "positions"),
     "descriptors": (True, False),
@@ -43,7 +43,7 @@ PLAIN = {"pairs": "", "function": "", "table": "", "key_bias": False, "distance"
 
 @dataclass(frozen=True)
 class Case:
-    """One forward and backward; the fields are those of FACTORS."""
+    """One forward and backward; the fields are the keys of FACTORS."""
 
     arch: int
     arithmetic: str
@@ -65,7 +65,7 @@ class Case:
     sink: bool
 
     def __str__(self) -> str:
-        """What differs from plain attention with a mask of its own tiles.
+        """What differs from plain attention that uses the mask's own tiles.
 
         >>> print(Case(90, "float16", (128, 128), 128, **OWN_TILES, **PLAIN | {"pairs": "bias fp32", "sink": True}))
         90 float16 128 block=128 bias fp32 sink
@@ -82,22 +82,22 @@ class Case:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of q, k and v."""
+        """The dtype of q, k and v."""
         return torch.float32 if self.arithmetic in ("tf32", "float32") else getattr(torch, self.arithmetic)
 
     def overrides(self) -> dict[str, Any]:
-        """What `override` takes for it."""
+        """The arguments of `override` for this case."""
         return {
             "descriptors": self.descriptors, "splits": always_split(1) if self.split else NEVER_SPLIT,
             "tiling": {"own": _own, "united": _united, "gathered": _gathered}[self.tiling],
         }  # fmt: skip
 
     def mask(self) -> BlockMask:
-        """Full, partial and dead tiles."""
+        """A mask with full, partial and dead tiles."""
         return masks.causal(self.tokens, block=self.block)
 
     def changes(self, mask: BlockMask) -> Scores | None:
-        """Those of the scores of `HEADS` heads."""
+        """The changes of scores, for `HEADS` heads."""
         made = Scores(())
         for change in self._changes(mask):
             made = made + change
@@ -133,20 +133,20 @@ OWN_TILES: dict[str, Any] = {
     "tiling": "own", "tokens": 1024, "lengths": False, "dropout": "", "descriptors": True, "split": False,
     "learned": False,
 }  # fmt: skip
-_CLEAR = ("tiling", "pairs", "distance")  # factors whose values say what they are
+_CLEAR = ("tiling", "pairs", "distance")  # factors whose values are clear without the factor's name
 
 
 def is_possible(case: Mapping[str, Any]) -> bool:
-    """Whether a case with these factors, perhaps not all, can be completed."""
+    """Whether a partial case can be completed."""
     if case.get("tiling", "own") != "own":
         most = 32 if case["tiling"] == "gathered" else 64
-        # A bias of live tiles is read in the mask's own.
+        # `tile_bias` is read in the mask's own tiles.
         return case.get("block", 16) <= most and "tile_bias" not in case.get("pairs", "")
     return True
 
 
 def covering(changes: Literal["none", "few", "any"], seed: int = 0) -> list[Case]:
-    """Cases in which every two values of two factors occur together, with no changes of scores, at most two, or any."""
+    """Cases that cover every pair of factor values, with no changes of scores, at most two, or any number."""
 
     def possible(case: Mapping[str, Any]) -> bool:
         return is_possible(case) and (changes == "any" or sum(bool(case.get(name)) for name in PLAIN) <= 2)

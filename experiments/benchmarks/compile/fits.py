@@ -1,4 +1,4 @@
-"""Whether kernels fit in shared memory: compiled as far as the compiler allocates it, for GPUs that are not here."""
+"""Whether kernels fit in shared memory; compiles them, without a GPU, until the compiler has allocated it."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ TENSOR_MEMORY = 512  # columns that a program may use on GPUs of compute capabil
 
 @dataclass(frozen=True)
 class Fit:
-    """What one kernel of a case asks for."""
+    """The memory that one kernel of a case asks for."""
 
     arch: int
     case: str
     kernel: str
     config: str  # the tiles, warps and stages that were chosen
-    stages: int  # those that it was compiled with
+    stages: int  # the number that the kernel was compiled with
     shared: int  # bytes
     tensor_memory: int  # columns
 
     @property
     def fits(self) -> bool:
-        """Whether a GPU has so much."""
+        """Whether the GPU has that much memory."""
         return self.shared <= shared_memory(self.arch) and self.tensor_memory <= TENSOR_MEMORY
 
     @property
     def has_fewer_stages(self) -> bool:
-        """Whether it is compiled with fewer stages than were chosen, because these do not fit."""
+        """Whether it was compiled with fewer stages because the chosen number does not fit."""
         return self.stages < int(self.config.split("x")[3].rstrip("q"))
 
 
 def read(path: Path) -> list[Fit]:
-    """What a file holds; nothing if there is none."""
+    """The rows of a file; empty if the file does not exist."""
     if not path.exists():
         return []
     with path.open() as file:
@@ -64,7 +64,7 @@ def read(path: Path) -> list[Fit]:
 
 
 def write(path: Path, fits: Sequence[Fit]) -> None:
-    """Writes a file, by case and kernel."""
+    """Writes a file, sorted by case and kernel."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_csv(path, [asdict(fit) for fit in sorted(fits, key=lambda fit: (fit.arch, fit.case, fit.kernel))])
 
@@ -110,12 +110,12 @@ def _launches(case: Case) -> Iterator[tuple[str, str, BoundLaunch]]:
 
 
 class _Allocated(Exception):
-    """Raised where a compilation may end."""
+    """Raised to end a compilation early."""
 
 
 @contextmanager
 def _allocating_only() -> Iterator[None]:
-    """Inside the context, Triton compiles only as far as it allocates shared memory: half of the work."""
+    """Inside the context, Triton stops after it has allocated shared memory, which saves half of the time."""
 
     def stop(*module: Any) -> Any:
         raise _Allocated

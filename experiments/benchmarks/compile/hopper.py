@@ -23,11 +23,11 @@ FEATURES = ("small", "lengths", "parts", *KINDS, "learned", "dead")
 
 
 def compiled(dim: int, dtype: torch.dtype, features: Sequence[str] = ()) -> dict[str, tuple[Any, tuple[str, ...]]]:
-    """What a forward and a backward launch: `{name: (compiled kernel, names of its arguments)}`.
+    """The kernels of a forward and a backward: `{name: (compiled kernel, names of its arguments)}`.
 
-    features: "small", the mask has blocks of 64, which the forward walks as they are; "lengths"; "parts", the forward
-    cuts rows, and the backward columns; changes of scores, of KINDS; "learned", their tensors get gradients; "dead",
-    some tiles are.
+    features: "small", the mask has blocks of 64, which the forward uses unmerged; "lengths"; "parts", the forward
+    splits rows and the backward splits columns; changes of scores, from KINDS; "learned", tensors of changes get
+    gradients; "dead", some tiles are dead.
     """
     if unknown := set(features) - set(FEATURES):
         raise ValueError(f"features must be of {', '.join(FEATURES)}; got {', '.join(sorted(unknown))}")

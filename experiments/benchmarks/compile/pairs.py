@@ -11,14 +11,14 @@ from typing import Any
 def pairwise(
     factors: Mapping[str, Sequence[Any]], *, seed: int = 0, possible: Callable[[Mapping[str, Any]], bool] | None = None
 ) -> list[dict[str, Any]]:
-    """Cases with every two values of two factors that some drawn case can have together; the same for the same seed.
+    """Cases that cover every possible pair of values of two factors; the same for the same seed.
 
     >>> cases = pairwise({"a": [0, 1, 2], "b": "xy", "c": [True, False]})
     >>> len(cases), {(case["a"], case["b"]) for case in cases} == {(a, b) for a in range(3) for b in "xy"}
     (6, True)
 
-    possible: whether a case with some of the factors may be completed. Greedy: each case begins with a pair that none
-    before has, and every factor then takes the value that adds most such pairs.
+    possible: whether a case with some of the factors can be completed. Greedy: each case begins with a pair that no
+    earlier case covers, and every other factor takes the value that covers most new pairs.
     """
     drawn, names = random.Random(seed), list(factors)
     left = dict.fromkeys(
@@ -48,7 +48,7 @@ def pairwise(
 
 
 def _pairs_with(name: str, value: Any, case: Mapping[str, Any], names: Sequence[str]) -> list[tuple[Any, ...]]:
-    """The pairs of a factor's value with those of a case, the factors in their order."""
+    """The pairs of one factor's value with the other values of a case, in the order of the factors."""
     at = names.index(name)
     return [
         (other, case[other], name, value) if names.index(other) < at else (name, value, other, case[other])

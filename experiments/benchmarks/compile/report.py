@@ -48,7 +48,7 @@ class Report:
     split: bool  # for a mask whose rows and columns are cut into chunks
     gathered: bool  # tiles are gathered from the blocks of the mask
     scores: str  # the kinds of changes of scores
-    stages: int  # of its pipeline; fewer than the configuration has if these do not fit in shared memory
+    stages: int  # pipeline stages; fewer than in the configuration if that many do not fit in shared memory
     registers: int  # per thread
     spilled: int  # bytes that a thread writes to memory for lack of registers
     shared: int  # bytes of shared memory per program
@@ -106,7 +106,7 @@ def launched(
     lengths: bool = False, dropout: bool = False, positions: bool = False, split: bool = False, gathered: bool = False,
     changes: Scores | None = None, only: Kernel | None = None, config: Config | None = None, assemble: bool = False,
 ) -> list[tuple[str, Any]]:  # fmt: skip
-    """What Triton compiles for `compile_all`: the name of each kernel, and the kernel."""
+    """The name of each kernel that `compile_all` reports, and the compiled kernel."""
     choices = {
         "descriptors": descriptors, "splits": always_split(1) if split else NEVER_SPLIT,
         "tiling": _gathered if gathered else lambda tilings: tilings[0],
@@ -200,9 +200,9 @@ def has_two_layouts(ptx: str) -> bool:
 
 
 def _ptxas(ptx: str, arch: int) -> str:
-    """What ptxas says by its own defaults, for which tests know how much may be spilled.
+    """The report of ptxas with its default options; the spill bounds of the tests are for these.
 
-    From Triton 3.9 on the options that Triton gives it, as `resources.said_by_ptxas` does, make other code.
+    From Triton 3.9 on, the options that Triton passes (see `resources.said_by_ptxas`) give different code.
     """
     target = re.search(r"\.target (\w+)", ptx)
     if target is None:

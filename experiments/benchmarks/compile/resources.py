@@ -1,4 +1,4 @@
-"""What a compiled kernel uses: what ptxas says of it, and its machine code, counted."""
+"""What a compiled kernel uses: the report of ptxas, and the instruction counts of its machine code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z
 
 
 class Said(NamedTuple):
-    """What ptxas says of a kernel."""
+    """The report of ptxas on a kernel."""
 
     registers: int  # per thread
     spilled: int  # bytes that a thread writes to memory for lack of registers
@@ -32,14 +32,14 @@ class Resources(NamedTuple):
     said: Said
     shared: int  # bytes of shared memory per program
     instructions: int
-    opcodes: Mapping[str, int]  # how often each instruction stands in the code, by its name before the first dot
+    opcodes: Mapping[str, int]  # how often each instruction occurs, by its name before the first dot
     sass: str  # the machine code
 
 
 def resources_of(kernel: Any) -> Resources:
     """What a kernel that Triton has compiled uses, with its whole machine code.
 
-    Triton's own `asm["sass"]` is not asked: in Triton 3.6 it ends after 4,096 instructions.
+    Triton's own `asm["sass"]` is not used, because Triton 3.6 truncates it after 4,096 instructions.
     """
     said, cubin = said_by_ptxas(kernel)
     sass = disassembled(cubin)
@@ -48,12 +48,11 @@ def resources_of(kernel: Any) -> Resources:
 
 
 def said_by_ptxas(kernel: Any) -> tuple[Said, bytes]:
-    """What ptxas says of a kernel that Triton has compiled, and the machine code that it makes.
+    """The report of ptxas on a kernel that Triton has compiled, and the machine code.
 
-    The kernel is assembled once more, with the options that Triton gives ptxas, because Triton keeps nothing of what
-    ptxas says.
+    The kernel is assembled again with the options that Triton gives ptxas, because Triton does not keep the report.
     """
-    made_by = kernel.metadata  # it has the options by which the kernel was compiled
+    made_by = kernel.metadata  # the options that the kernel was compiled with
     backend = make_backend(made_by.target)
     with knobs.nvidia.scope(), redirect_stdout(io.StringIO()) as output:
         knobs.nvidia.dump_ptxas_log = True
@@ -66,7 +65,7 @@ def said_by_ptxas(kernel: Any) -> tuple[Said, bytes]:
 
 
 def opcodes_of(sass: str) -> Counter[str]:
-    """How often each instruction stands in machine code, by its name before the first dot.
+    """How often each instruction occurs in machine code, by its name before the first dot.
 
     >>> dict(opcodes_of("  /*0000*/  LDC R1, c[0x0][0x28] ;\\n  /*0010*/  @!UP0 LOP3.LUT R2, R2, 0x1f, RZ ;"))
     {'LDC': 1, 'LOP3': 1}

@@ -1,4 +1,4 @@
-"""Every shipped configuration, compiled by the Triton at hand: what each kernel uses, and what it consists of."""
+"""Compiles every shipped configuration with the installed Triton: the resources and instructions of each kernel."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from sparseflash.scores.change import Scores
 
 FAMILIES = ("hopper", "portable")
 ARCHS = (80, 89, 90, 100)
-_DIMS = (32, 64, 128, 256)  # those of the tables
+_DIMS = (32, 64, 128, 256)  # the head dims of the tables of configurations
 _ARITHMETIC = ("bfloat16", "tf32", "float32")
 # Instructions that tell kernels apart: products, masks kept as predicates, exchanges, spills and loads.
 OPCODES = (
     "HGMMA", "HMMA", "UTCHMMA", "MUFU", "FFMA", "FMUL", "FADD", "FSEL", "ISETP", "LOP3", "PLOP3", "P2R", "R2P", "SHFL",
     "LDL", "STL", "LDG", "LDS", "LDSM", "STS", "BAR",
 )  # fmt: skip
-# What the kernels do besides, where the tables have configurations for it.
+# Further features, for which the tables have configurations.
 _MORE = ("lengths", "block 64", "bias", "tile_bias", "table")
 _HOPPER = (
     "", "lengths", "parts", "lengths parts", "small", "softcap", "alibi", "alibi learned", "sink", "table",
@@ -36,11 +36,11 @@ _HOPPER = (
 )  # fmt: skip
 
 
-_MERGING = ("combine_rows_kernel", "combine_gradients_kernel")  # small ones, without a product
+_MERGING = ("combine_rows_kernel", "combine_gradients_kernel")  # small kernels without matrix products
 
 
 class Kernel(NamedTuple):
-    """Which kernel it is."""
+    """What identifies a kernel."""
 
     arch: int
     family: str
@@ -61,7 +61,7 @@ class Group(NamedTuple):
 
 
 def groups(archs: Sequence[int], families: Sequence[str]) -> list[Group]:
-    """All that is shipped for these GPUs."""
+    """All configurations that are shipped for these GPUs."""
     found = []
     if "hopper" in families and hopper.ARCH in archs:
         dims = sorted({config_for(dim, BLOCK).dim for dim in HEAD_DIMS})
@@ -74,7 +74,7 @@ def groups(archs: Sequence[int], families: Sequence[str]) -> list[Group]:
 def _portable(arch: int) -> Iterator[Group]:
     for arithmetic in _ARITHMETIC:
         for dim in _DIMS:
-            if arch == 89 and dim < 256:  # as on 8.0
+            if arch == 89 and dim < 256:  # the same configurations as on 8.0
                 continue
             for loads in ("descriptors", "pointers") if arch >= 90 else ("pointers",):
                 more = _MORE if arithmetic == "bfloat16" and dim in (64, 128) else ()
@@ -126,7 +126,7 @@ def _row(group: Group, name: str, kernel: Any) -> dict[str, Any]:
 
 
 def read(path: Path) -> dict[Kernel, dict[str, int]]:
-    """The numbers of each kernel in a file; nothing if there is none."""
+    """The numbers of each kernel in a file; empty if the file does not exist."""
     if not path.exists():
         return {}
     with path.open() as file:

@@ -1,4 +1,4 @@
-"""Other versions of Triton than the installed one, and what they make of the same kernels."""
+"""Compiles the same kernels under other versions of Triton, and compares the results."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from pathlib import Path
 from rich import box
 from rich.table import Table
 
-VERSIONS = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")  # those of PyTorch 2.11, 2.13, 2.14 and 2.15
+VERSIONS = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")  # the versions of PyTorch 2.11, 2.13, 2.14 and 2.15
 CACHE = Path("~/.cache/sparseflash")
-# Instructions that are more by this share, or fewer, are worth a look.
+# A relative difference in the number of instructions above this is shown.
 _NOTABLE = 0.03
 
 
 def folder_of(triton: str, cache: Path) -> Path:
-    """The folder of a Triton: `triton` itself if it is one, that of the installed version, or one in `cache`, where pip
-    puts it.
+    """The folder of a Triton: `triton` if it is a folder, the folder of the installed version, or a folder in `cache`.
 
-    Raises RuntimeError if pip cannot.
+    pip installs a missing version into `cache`. Raises RuntimeError if pip fails.
     """
     installed = find_spec("triton")
     if installed is not None and installed.origin is not None and version("triton") == triton:
@@ -39,8 +38,8 @@ def folder_of(triton: str, cache: Path) -> Path:
     done = subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", *target], capture_output=True, text=True)
     if done.returncode != 0:
         raise RuntimeError(
-            f"--triton must be a version that pip can install for this Python, or a folder with one; got {triton}, of "
-            f"which pip says: {done.stderr.strip().splitlines()[-1]}"
+            f"--triton must be a version that pip can install for this Python, or a folder with one; got "
+            f"{triton}; pip says: {done.stderr.strip().splitlines()[-1]}"
         )
     return folder
 
@@ -66,13 +65,13 @@ def version_in(folder: Path) -> str:
         name, _, value = line.partition("=")
         if name.strip() == "__version__":
             return value.strip().strip("'\"")
-    raise RuntimeError(f"{folder} must hold a Triton that says its version; it says none")
+    raise RuntimeError(f"{folder} must hold a Triton that sets __version__; found none")
 
 
 def compared(found: Mapping[str, Mapping[tuple, Mapping[str, int]]], *, every: bool = False) -> Table:
     """A table of kernels by version: instructions, registers, spilled bytes and shared memory.
 
-    found: by version, the numbers by kernel. every: the kernels that all versions make alike, too.
+    found: by version, the numbers by kernel. every: also show kernels that are the same in all versions.
     """
     versions = list(found)
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -90,7 +89,7 @@ def compared(found: Mapping[str, Mapping[tuple, Mapping[str, int]]], *, every: b
 
 
 def differs(rows: Sequence[Mapping[str, int] | None]) -> bool:
-    """Whether versions differ in a kernel by more than a few instructions.
+    """Whether a kernel differs between versions by more than a few instructions.
 
     >>> row = {"instructions": 1000, "registers": 168, "spilled": 0, "shared": 4096, "serialised": 0}
     >>> differs([row, row | {"instructions": 1020}, None]), differs([row, row | {"spilled": 8}])
@@ -106,6 +105,6 @@ def differs(rows: Sequence[Mapping[str, int] | None]) -> bool:
 
 
 def _each(rows: Sequence[Mapping[str, int] | None], what: str) -> str:
-    """The numbers of all versions, or one that is that of all."""
+    """The numbers of all versions, or a single number if all are equal."""
     texts = ["-" if row is None else f"{row[what]:,}" for row in rows]
     return texts[0] if len(set(texts)) == 1 else " / ".join(texts)

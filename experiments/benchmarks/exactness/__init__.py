@@ -1,5 +1,4 @@
-"""How exact results are: the drawn cases of a test run, from the records that the tests leave; and large cases, which
-are run here.
+"""How exact results are. `drawn` summarises the records of a test run; `large` runs cases near numeric limits.
 
 Commands: ``python -m experiments.benchmarks.exactness drawn`` and ``large``. May import `training`, `timing`,
 `interpreter`, the library as any user does, and `backends/reference.py`, the plain implementation.

@@ -47,14 +47,14 @@ def drawn(
 @app.command()
 def large(
     case: Annotated[list[str] | None, typer.Option(help="May be repeated.", show_default="all")] = None,
-    device: Annotated[str, typer.Option(help="cuda, or cpu: tiny sizes in the interpreter, a test of this.")] = "cuda",
-    commit: Annotated[str | None, typer.Option(help="What was measured, where git does not know.")] = None,
+    device: Annotated[str, typer.Option(help="cuda; or cpu, a test of this command with tiny sizes.")] = "cuda",
+    commit: Annotated[str | None, typer.Option(help="The measured commit, if git cannot tell.")] = None,
     out: Annotated[Path, typer.Option(help="Folder of large.csv.")] = Path("runs/exactness"),
 ) -> None:
-    """Compare cases whose numbers hardly fit with fp64: far positions, far tokens, more than 2^31 elements.
+    """Compare cases near numeric limits with fp64: positions past 2^24, large strides, more than 2^31 elements.
 
-    Takes about two minutes (estimated) and 60 GB of an H200. Exits with 1 if an error exceeds what is allowed, or a
-    case fails.
+    Takes about two minutes (estimated) and 60 GB of an H200. Exits with 1 if an error exceeds its tolerance or a case
+    fails.
     """
     run_kernels_on(device)
     import torch
@@ -81,7 +81,7 @@ def large(
                 continue
             try:
                 seconds, found = first_call(lambda: list(compared(name, backend, at)), at.device)  # noqa: B023
-            except (RuntimeError, ValueError) as failure:  # the others are worth having, unless the device is lost
+            except (RuntimeError, ValueError) as failure:  # the other cases still run
                 console.print(f"{name}, {backend}: {type(failure).__name__}: {failure}", soft_wrap=True)
                 failures += 1
                 continue

@@ -1,8 +1,8 @@
-"""Cases whose numbers hardly fit: positions past 2^24, strides near 2^31 and tensors of more than 2^31 elements.
+"""Cases near numeric limits: positions past 2^24, strides near 2^31 and tensors of more than 2^31 elements.
 
-Some whole rows and columns of each are compared with the definition in fp64. What is allowed is what the exactness
-tests allow: twice the error of a plain implementation in the same dtype, and a unit in the last place. For a test of
-this code on a CPU every case has tiny sizes, too.
+Some whole rows and columns of each case are compared with the definition in fp64. The tolerance is that of the
+exactness tests: twice the error of a plain implementation in the same dtype, plus a unit in the last place. Every case
+also has tiny sizes, to test this code on a CPU.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from sparseflash.backends.reference import plain_attention
 from sparseflash.scores.change import Sizes, scores_of
 from sparseflash.testing.yardstick import error_of, largest_error
 
-Added = Callable[[int, Tensor, Tensor], Tensor]  # of head, queries [n, 1] and keys [m]: what changes add, fp64 [n, m]
+Added = Callable[[int, Tensor, Tensor], Tensor]  # (head, queries [n, 1], keys [m]) -> change of scores, fp64 [n, m]
 
 
 class Sample(NamedTuple):
-    """Some rows of a head, all keys that they see, and the last keys that no other rows see."""
+    """Rows of a head and all keys that they see. The last `complete` keys are seen by no other rows."""
 
     batch: int
     head: int
@@ -34,31 +34,31 @@ class Sample(NamedTuple):
 
 @dataclass
 class Case:
-    """A problem, and what of it is compared."""
+    """The inputs of a case, and the samples that are compared."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     samples: list[Sample]
     mask: BlockMask | None = None
-    live: Callable[[Tensor, Tensor], Tensor] | None = None  # of queries [n, 1] and keys [m]; None: all
+    live: Callable[[Tensor, Tensor], Tensor] | None = None  # (queries [n, 1], keys [m]) -> live; None: all are
     change: scores.Change | None = None
     added: Added | None = None
-    learned: Tensor | None = None  # a bias of pairs, of which rows can be compared
+    learned: Tensor | None = None  # a bias of pairs, compared in the rows of the samples
     dout: Tensor | None = None  # None: no gradients
-    decoded: dict[str, Tensor] = field(default_factory=dict)  # further arguments, if it is a step of decoding
+    decoded: dict[str, Tensor] = field(default_factory=dict)  # further arguments of a decoding step
     cache: tuple[Tensor, Tensor] | None = None  # its keys and values, which `k` and `v` are views of
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Where a case is made, and whether in full size."""
+    """The device of a case, and whether its sizes are tiny."""
 
     device: torch.device
     tiny: bool
 
     def of(self, full: int, tiny: int) -> int:
-        """A size."""
+        """The full or the tiny size."""
         return tiny if self.tiny else full
 
     @property
@@ -67,12 +67,12 @@ class Scale:
         return torch.float16 if self.device.type == "cpu" else torch.bfloat16
 
     def randn(self, *shape: int) -> Tensor:
-        """Random numbers, as leaves that get gradients."""
+        """Random leaf tensors that require gradients."""
         return torch.randn(shape, dtype=self.dtype, device=self.device).requires_grad_()
 
 
 def _far(at: Scale, change: Callable[[Tensor], scores.Change], added: Callable[[Tensor, int, Tensor], Tensor]) -> Case:
-    """Few queries at the end of 16.9 million keys, of which each sees a window; `added` is told the distances."""
+    """Few queries at the end of 16.9 million keys; each query sees a window. `added` gets the distances."""
     keys, queries, window, dim = at.of(16_905_216, 400), at.of(24, 20), at.of(128, 40), at.of(64, 16)
     q, k, v = at.randn(1, 2, queries, dim), at.randn(1, 2, keys, dim), at.randn(1, 2, keys, dim)
     slopes = torch.tensor([0.5, 2.0**-5], device=at.device)
@@ -129,7 +129,7 @@ def _alibi_of_all(at: Scale) -> Case:
 
 
 def _out_of_far_tokens(at: Scale) -> Case:
-    """Queries laid out tokens first, whose out would have tokens 16.9 million elements apart; dout has them."""
+    """Queries with tokens before heads; in that layout out would have a token stride of 16.9 million, and dout has."""
     heads, tokens, dim, v_dim = at.of(66_100, 3), at.of(128, 40), at.of(64, 16), at.of(256, 32)
     q = at.randn(1, tokens, heads, dim).transpose(1, 2)
     k, v = at.randn(1, 1, tokens, dim), at.randn(1, 1, tokens, v_dim)
@@ -198,7 +198,7 @@ def _steps(batch: int, heads: int, room: int) -> list[Sample]:
 
 
 def _large_pages(at: Scale) -> Case:
-    """The same from pages, which lie in any order."""
+    """A step of decoding from pages in random order, of more than 2^31 elements."""
     batch, heads, pages, page, dim = at.of(8, 2), at.of(8, 2), at.of(8_250, 7), at.of(64, 16), at.of(64, 16)
     q = torch.randn(batch, heads, 1, dim, dtype=at.dtype, device=at.device)
     shape = batch * pages, heads, page, dim
@@ -208,7 +208,7 @@ def _large_pages(at: Scale) -> Case:
     return Case(q, k, v, _steps(batch, heads, pages * page), decoded=given)
 
 
-CASES: dict[str, tuple[Callable[[Scale], Case], tuple[str, ...]]] = {  # and the backends that run it
+CASES: dict[str, tuple[Callable[[Scale], Case], tuple[str, ...]]] = {  # by name: the case, and the backends that run it
     "alibi, 16.9M keys": (_alibi, ("triton",)),
     "log decay, 16.9M keys": (_log_decay, ("triton",)),
     "table, 16.9M keys": (_table, ("triton",)),
@@ -225,7 +225,7 @@ CASES: dict[str, tuple[Callable[[Scale], Case], tuple[str, ...]]] = {  # and the
 
 
 def compared(name: str, backend: str, at: Scale, seed: int = 0) -> Iterator[dict[str, object]]:
-    """The errors of a case, one row a result."""
+    """The errors of a case, one row per result."""
     torch.manual_seed(seed)
     case = CASES[name][0](at)
     found, truths, plain_errors = _results(case, backend), [], dict[str, float]()
@@ -247,7 +247,7 @@ def compared(name: str, backend: str, at: Scale, seed: int = 0) -> Iterator[dict
 
 
 def _results(case: Case, backend: str) -> dict[str, Tensor]:
-    """out, lse and the gradients, whole."""
+    """The whole out, lse and gradients."""
     if case.decoded:
         out, lse = decode.attention_with_cache(case.q, case.k, case.v, **case.decoded, backend=backend, return_lse=True)
         return {"out": out, "lse": lse}
@@ -273,7 +273,7 @@ def _keys(case: Case, sample: Sample) -> tuple[Tensor, Tensor]:
 
 
 def _by_definition(case: Case, sample: Sample, dtype: torch.dtype) -> dict[str, Tensor]:
-    """What of the results the sample holds, by whole matrices in a dtype."""
+    """The results of a sample, computed with dense matrices in a dtype."""
     here = slice(sample.batch, sample.batch + 1), slice(sample.head, sample.head + 1), sample.rows
     q, k, v = (x.to(dtype) for x in (case.q.detach()[here], *_keys(case, sample)))
     given = [x.requires_grad_() for x in (q, k, v)]
@@ -301,7 +301,7 @@ def _by_definition(case: Case, sample: Sample, dtype: torch.dtype) -> dict[str, 
 
 
 def _taken(found: Tensor, result: str, case: Case, sample: Sample) -> Tensor:
-    """What of a whole result `_by_definition` has of a sample."""
+    """The part of a whole result that `_by_definition` computes for a sample."""
     found = found[sample.batch : sample.batch + 1, sample.head : sample.head + 1]
     if result in ("dk", "dv"):
         return found[:, :, sample.keys][:, :, -sample.complete :]

@@ -67,7 +67,7 @@ def compile_one(target: Target, config: Config, arch: int, shared_limit: int, sp
     if report.descriptors != target.descriptors:
         return Compiled(target, config, report, "the launcher takes no descriptors here")
     if any(each.stages < config.num_stages for each in reports):
-        return Compiled(target, config, report, "so many stages do not fit in shared memory")
+        return Compiled(target, config, report, "its number of stages does not fit in shared memory")
     if shared > shared_limit:
         return Compiled(target, config, report, f"{shared} bytes of shared memory")
     if spills:

@@ -74,7 +74,7 @@ def opened(folder: Path) -> Store:
 
 def _part(folder: Path, name: str, dtype: str) -> Part:
     tokens = np.memmap(folder / f"{name}.bin", np.dtype(dtype), mode="r")
-    # Mapped first: a header may state a size that the file does not have.
+    # Memory-mapped first, because a header may state any size.
     starts = np.array(np.load(folder / f"{name}.starts.npy", mmap_mode="r"))
     if starts.dtype != np.int64 or starts.ndim != 1 or starts[0] != 0 or starts[-1] != len(tokens):
         raise ValueError(f"{name}.starts.npy of {starts.dtype} {list(starts.shape)} for {len(tokens)} tokens")

@@ -1,7 +1,8 @@
-"""Reads a pickle of plain values and byte arrays without unpickling it: unpickling imports and runs what a file names.
+"""Reads a pickle of plain values and byte arrays without unpickling, which would import and run what the file names.
 
-The files' authors wrote dictionaries of strings, lists of numbers and NumPy arrays of bytes, with Python 2. Such a file
-is a list of instructions for a stack. The few that those values need are followed here; all others are refused.
+The CIFAR-10 files are pickles of dictionaries of strings, lists of numbers and NumPy arrays of bytes, written by Python
+2. A pickle is a list of instructions for a stack machine. The few instructions that these values need are followed
+here; all others are refused.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 _VALUES = {
     "BININT", "BININT1", "BININT2", "LONG1", "SHORT_BINUNICODE", "BINUNICODE", "SHORT_BINBYTES", "BINBYTES",
 }  # fmt: skip
-_STRINGS = {"SHORT_BINSTRING", "BINSTRING"}  # Python 2's, which are bytes
+_STRINGS = {"SHORT_BINSTRING", "BINSTRING"}  # strings of Python 2, which are bytes
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 _SKIPPED = {"PROTO", "FRAME"}
@@ -24,7 +25,7 @@ _SKIPPED = {"PROTO", "FRAME"}
 
 @dataclass
 class _Global:
-    """What the file asks to import, by its name. It is never imported."""
+    """The name of an object that the file asks to import. It is never imported."""
 
     name: str
 
@@ -35,7 +36,7 @@ class _DType:
 
 
 class _Array:
-    """An array whose contents have not come yet."""
+    """An array whose contents follow later in the file."""
 
 
 _RECONSTRUCT = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
@@ -43,7 +44,7 @@ _NEEDED = {*_RECONSTRUCT, "numpy.ndarray", "numpy.dtype", "_codecs.encode"}
 
 
 def read(contents: bytes) -> Any:
-    """The value of a pickle. Arrays are uint8, and read-only.
+    """The value of a pickle. Arrays are uint8 and read-only.
 
     >>> import pickle
     >>> read(pickle.dumps({b"labels": [3, 4], b"data": np.arange(4, dtype=np.uint8)}, protocol=2))
@@ -114,7 +115,7 @@ def _followed(contents: bytes) -> Any:
 
 def _of_type(value: Any, wanted: Any) -> Any:
     if not isinstance(value, wanted):
-        raise ValueError(f"it has a {type(value).__name__} where another type must stand")
+        raise ValueError(f"it has a {type(value).__name__} where another type is needed")
     return value
 
 
@@ -127,7 +128,7 @@ def _known(module: str, name: str) -> _Global:
 
 
 def _called(function: _Global, arguments: tuple[Any, ...]) -> Any:
-    """What a call that the file asks for stands for."""
+    """The value of a call that the file asks for, without calling anything."""
     if function.name in _RECONSTRUCT:
         return _Array()
     if function.name == "numpy.dtype":
@@ -141,12 +142,12 @@ def _called(function: _Global, arguments: tuple[Any, ...]) -> Any:
 def _built(value: Any, state: tuple[Any, ...]) -> Any:
     """The value with the contents that follow it in the file."""
     if isinstance(value, _DType):
-        return value  # bytes have no order
+        return value  # its state is the byte order, which bytes do not have
     _of_type(value, _Array)
     _, shape, dtype, by_columns, data = state
     if _of_type(dtype, _DType).name != "u1" or by_columns or not isinstance(data, bytes):
         raise ValueError(f"it must have arrays of bytes, in rows; got the type {dtype.name[:60]}")
-    # Types first: a file can hold a list whose text, or whose product with a number, fills the memory.
+    # Check types first: a file can hold a list whose repr, or whose product with a number, fills the memory.
     if not all(type(n) is int and n >= 0 for n in _of_type(shape, tuple)) or math.prod(shape) != len(data):
         raise ValueError(f"it is damaged: an array whose shape is not that of its {len(data)} bytes")
     return np.frombuffer(data, np.uint8).reshape(shape)

@@ -28,7 +28,7 @@ def build_model(config: Config, task: Task, mask: BlockMask) -> Classifier | Den
 
 
 def made_model(config: Config, task: Task, mask: BlockMask) -> Classifier | Denoiser:
-    """The same, on the default device."""
+    """The model of `build_model`, on the default device."""
     torch.manual_seed(config.seed)
     layers = [mask] * config.depth
     sizes: dict[str, Any] = {

@@ -67,7 +67,7 @@ def read_binary(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
 
 
 def read_python(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """The same from a pickled dictionary of `labels` and `data`, which is not unpickled."""
+    """The same from a pickled dictionary of `labels` and `data`, read without unpickling."""
     try:
         batch = plain_pickle.read(path.read_bytes())
         labels, data = batch[b"labels"], batch[b"data"]

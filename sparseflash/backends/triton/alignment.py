@@ -34,13 +34,12 @@ def describable_strides(x: Tensor) -> list[int]:
 
 
 def is_readable(x: Tensor) -> bool:
-    """Whether the portable kernels read the tokens `x[b, h, n]` as they are."""
+    """Whether the portable kernels can read the tokens `x[b, h, n]` without a copy."""
     return is_near(x) and is_aligned(x)
 
 
 def readable(x: Tensor) -> Tensor:
-    """`x` if the portable kernels read its tokens as they are; otherwise a copy whose rows are aligned, with padding
-    after each, and follow one another.
+    """`x` if the portable kernels can read it; otherwise a copy whose rows are aligned by padding, one after another.
 
     A kernel that must read unaligned rows element by element holds an address for each element: at D = 64 the forward
     then spills 1,000 bytes per thread on Hopper, and none for aligned rows. A copy reads and writes each element once.

@@ -140,7 +140,7 @@ def backward_pass(
         _refuse(setting.plan)
         warn_if_slower(request, decision)
         for name, x in (("q", q), ("k", k), ("v", v), ("out", out)):
-            check_near(x, name)  # hooks for saved tensors may have changed their layouts
+            check_near(x, name)  # saved-tensor hooks may have changed the layout
         _, backward = family.passes()
         more: dict[str, Any] = {} if changes is None else {"changes": changes, "wanted": wanted}
         made = backward(
@@ -198,8 +198,8 @@ def choices(
 ) -> tuple[tuple[Decision, Decision], list[KernelChoice], str | None]:
     """The kernels that a GPU of this capability would run for a forward and a backward.
 
-    Also what is to be said of the installed Triton. Raises ValueError if the kernels that the problem insists on cannot
-    serve a pass; not of a backward that will not come.
+    The third value is a note on the installed Triton, or None. Raises ValueError if the kernels that the problem
+    insists on cannot serve a pass; a backward that is not needed is not checked.
     """
     device = q.device if q.device.type != "meta" else torch.device("cpu")  # a plan needs real arrays
     setting = setting_of(q, k, problem, capability, device)

@@ -9,10 +9,10 @@ Triton does not document the parameters of a compiled kernel. They are derived f
 for, only for known versions of Triton, and compared with the declaration in its PTX; if they differ, the kernel is not
 started directly.
 
-In 3.6 to 3.9 the same is passed: the arguments with each descriptor's sizes and strides behind it, then two addresses
-of scratch memory. From 3.7 on one launcher in C serves all kernels, and from 3.8 on kernels may have more than 228 KB
-of shared memory, by an attribute of the launch; ours have less. Each still fills in every descriptor at every launch,
-called from Python. Instrumented kernels have more parameters, or scratch memory, and so are left to Triton.
+Triton 3.6 to 3.9 pass the same parameters: the arguments, each descriptor followed by its sizes and strides, then two
+addresses of scratch memory. From 3.7 on, one C launcher serves all kernels. From 3.8 on, a launch attribute allows more
+than 228 KB of shared memory; our kernels use less. Every version still fills in all descriptors at every launch from
+Python. Instrumented kernels have more parameters, or use scratch memory, so Triton launches them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Chooses the kernels of a pass: the first family that can serve it and is not slower there, or the one asked for.
 
-A family is a folder of kernels with a forward pass and a backward pass, and functions that say why it cannot serve a
-request, why another is faster, and why it must not serve under the installed versions. To add one, write its folder and
-list it in `FAMILIES`.
+A family is a folder of kernels with a forward pass and a backward pass. Three functions of a family give the reason why
+it cannot serve a request, why another family is faster, and why it must not run under the installed Triton. To add a
+family, write its folder and list it in `FAMILIES`.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def decide(request: Request, wanted: str = "") -> Decision:
     for family in FAMILIES:
         if wanted not in ("", family.name):
             continue
-        # The last may have to try kernels first, so it is asked only of those that would serve.
+        # `untested` may have to run a check, so it is called last, only for a family that would serve.
         reason = family.refuses(request) or (None if wanted else family.yields(request)) or family.untested(request)
         if reason is None:
             return Decision(family, refusals)

@@ -114,7 +114,7 @@ class KernelChoice(NamedTuple):
     block_m: int  # queries and keys of the tile of one step
     block_n: int
     num_warps: int
-    num_stages: int  # until it is compiled, the number to begin with: see `Variant.compiled`
+    num_stages: int  # compilation may lower it: see `Variant.compiled`
     arithmetic: str
     loads: str  # how tiles get into shared memory or registers, and why
     walks: str  # the tiles of the lists, and why
@@ -169,6 +169,6 @@ class Family(NamedTuple):
     # Why another family is to run, or None. Of a forward it must not depend on how many sequences and heads there are:
     # a row has the same bits whatever else is in its batch.
     yields: Callable[[Request], str | None]
-    # Why it must not serve one that it could serve better, under the versions that are installed, or None.
+    # Why the kernels must not run under the installed Triton, or None. Called only for a request that they would serve.
     untested: Callable[[Request], str | None]
     passes: Callable[[], tuple[Callable[..., ForwardPass], Callable[..., BackwardPass]]]  # imports what prepares them

@@ -1,11 +1,11 @@
-"""Whether the kernels for Hopper may serve under a version of Triton that they were not measured with.
+"""Decides whether the Hopper kernels may run under a version of Triton that they were not measured with.
 
 Gluon's interface and the compiler's choices change from version to version. Under the versions of `versions.py` the
-kernels serve at once. Under another one, each kind of them is tried once before it serves: `kernel_check.py` compiles
-it, reads what the assembler says of it, and compares its results with the definition in fp64. A kernel that is compiled
-wrong may wait for ever or leave the process without a usable GPU. So it is tried in a process of its own, which takes
-some 20 seconds. This process does nothing on the GPU meanwhile, so it may even record a CUDA graph. The verdict is kept
-beside Triton's cache, in a file for each kind of kernel, version, device and state of our sources.
+kernels run at once. Under any other version, each kind of kernel is checked once before its first use:
+`kernel_check.py` compiles it, reads the assembler's report, and compares its results with the definition in fp64. A
+miscompiled kernel may hang, or leave the process without a usable GPU, so the check runs in a process of its own, which
+takes some 20 seconds. The calling process does nothing on the GPU meanwhile, so it may even record a CUDA graph. The
+verdict is stored beside Triton's cache, in one file per kind of kernel, version, device and digest of our sources.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from sparseflash.backends.triton.family import Request
 from sparseflash.backends.triton.versions import is_measured, named, releases, triton_release, triton_version
 from sparseflash.blockmask.cache import BoundedDict, bounded
 
+if TYPE_CHECKING:  # `family` imports kernels; without Triton, `availability` must raise its error first
+    from sparseflash.backends.triton.family import Request
+
 MODULE = "sparseflash.backends.triton.kernel_check"
-TRYING = "trying the kernels"  # the line that the other process prints before it runs one
-_SECONDS = 300  # after which it hangs
-_CHECKING = "SPARSEFLASH_CHECKS_KERNELS"  # set in the environment of the other process
+TRYING = "trying the kernels"  # the line that the checking process prints before it runs a kernel
+_SECONDS = 300  # a check that takes longer counts as hung
+_CHECKING = "SPARSEFLASH_CHECKS_KERNELS"  # set in the environment of the checking process
 # What changes how that process runs: kernels that are interpreted, warnings that are errors, waiting for a terminal.
 _NOT_PASSED_ON = {"TRITON_INTERPRET", "PYTHONWARNINGS", "PYTHONINSPECT"}
 # How others end it, a user, a scheduler, or Linux when memory runs out: by SIGHUP, SIGINT, SIGKILL and SIGTERM.
@@ -44,28 +46,28 @@ _is_open = False
 
 
 class Kind(NamedTuple):
-    """What decides which kernels a pass compiles, in terms that JSON has."""
+    """What decides which kernels a pass compiles, in JSON types."""
 
     dtype: str
     dim: int
     small: bool  # blocks of 64
     lengths: bool
     changes: tuple[str, ...]  # names of functions of `scores`
-    learned: tuple[str, ...]  # those of them whose tensors get gradients
+    learned: tuple[str, ...]  # the changes whose tensors get gradients
     backward: bool
 
 
 class Verdict(NamedTuple):
-    """What came of trying a kind of kernels; `why` says what is wrong, and is empty if nothing is."""
+    """The result of checking a kind of kernel; `why` says what is wrong, and is empty if the check passed."""
 
     why: str
-    file: str = ""  # that keeps the verdict; "": none does
+    file: str = ""  # where the verdict is stored; "" if nowhere
 
 
 def refuses(request: Request) -> str | None:
-    """Why the kernels for Hopper must not serve a request that they could serve, under this Triton; None if they may.
+    """Why the Hopper kernels must not serve a request under the installed Triton; None if they may.
 
-    Without a GPU of compute capability 9.0 nothing can be tried, and the answer is None.
+    Without a GPU of compute capability 9.0 nothing can be checked, and the result is None.
     """
     if is_measured(triton_version()) or _is_open:
         return None
@@ -77,7 +79,7 @@ def refuses(request: Request) -> str | None:
 
 
 def note(request: Request) -> str | None:
-    """What `explain` says of kernels for Hopper that serve a request under a version that was not measured."""
+    """The note of `explain` on Hopper kernels that serve a request under a version that was not measured."""
     if is_measured(triton_version()):
         return None
     done = "they passed their check on this GPU" if gpu_of(request) else "they are checked on a GPU before they serve"
@@ -85,7 +87,7 @@ def note(request: Request) -> str | None:
 
 
 def gpu_of(request: Request) -> torch.device | None:
-    """The GPU that would serve a request; None if it is only asked what another would do."""
+    """The GPU that would serve a request; None if the request only asks what another GPU would do."""
     device = request.device
     if device is None or device.type != "cuda" or torch.cuda.get_device_capability(device) != request.capability:
         return None
@@ -93,7 +95,7 @@ def gpu_of(request: Request) -> torch.device | None:
 
 
 def remedy(request: Request) -> str:
-    """How to get the kernels for Hopper back for a request that is refused."""
+    """How to get the Hopper kernels back for a request that was refused."""
     device = gpu_of(request)
     file = "" if device is None else verdict(kind_of(request), device).file
     again = f"delete {file}" if file else "start another process"
@@ -118,11 +120,11 @@ def kind_of(request: Request) -> Kind:
 
 
 def verdict(kind: Kind, device: torch.device) -> Verdict:
-    """What came of trying these kernels on this GPU, now or before."""
+    """The verdict on these kernels on this GPU, from this check or an earlier one."""
     key = kind, device.index
     found: Verdict | None = _verdicts.get(key)
     if found is None:
-        with _lock:  # other threads wait for the one that tries
+        with _lock:  # other threads wait for the thread that runs the check
             found = _verdicts.get(key)
             if found is None:
                 facts = {**_facts(device), **kind._asdict()}
@@ -133,7 +135,7 @@ def verdict(kind: Kind, device: torch.device) -> Verdict:
 
 @contextmanager
 def opened() -> Iterator[None]:
-    """Lets all kernels serve inside the block, to try them."""
+    """Lets unchecked kernels run inside the block, for the check itself."""
     global _is_open
     before, _is_open = _is_open, True
     try:
@@ -144,13 +146,13 @@ def opened() -> Iterator[None]:
 
 @bounded(maxsize=16)
 def _facts(device: torch.device) -> dict[str, Any]:
-    """All that a verdict depends on besides the kind of the kernels."""
+    """What a verdict depends on besides the kind of kernel."""
     capability = torch.cuda.get_device_capability(device)
     try:
         from triton.backends.nvidia.compiler import get_ptxas_version
 
         assembler = str(get_ptxas_version(10 * capability[0] + capability[1])).strip()
-    except Exception as error:  # Triton does not document it; Triton's own version stands for it then
+    except Exception as error:  # the function is undocumented; the version of Triton is enough then
         assembler = type(error).__name__
     return {
         "triton": triton_release(), "assembler": assembler, "torch": torch.__version__,
@@ -182,12 +184,12 @@ def _file_of(facts: dict[str, Any]) -> Path:
 def _read(file: Path) -> Verdict | None:
     try:
         return Verdict(json.loads(file.read_text())["why"], str(file))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # none there, or not one of ours
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):  # no file, or not a file of ours
         return None
 
 
 def _write(file: Path, facts: dict[str, Any], why: str) -> bool:
-    """Writes a verdict at once, so that no process reads half of it; whether that was possible."""
+    """Writes a verdict atomically, so that no process reads half of it; returns whether that worked."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=file.parent) as folder:
@@ -200,7 +202,7 @@ def _write(file: Path, facts: dict[str, Any], why: str) -> bool:
 
 
 def _tried(kind: Kind, device: torch.device, file: Path, facts: dict[str, Any]) -> Verdict:
-    """Tries the kernels in another process. What it could not find out is not kept."""
+    """Checks the kernels in another process. An uncertain result is not stored."""
     _log.info("%s: they are compiled and checked now, once: %s", _unmeasured(), kind)
     why, is_certain = outcome(command(kind, device))
     _log.info("the check of the kernels for Hopper %s", f"found: {why}" if why else "passed")
@@ -208,12 +210,12 @@ def _tried(kind: Kind, device: torch.device, file: Path, facts: dict[str, Any]) 
 
 
 def command(kind: Kind, device: torch.device) -> list[str]:
-    """What tries these kernels on this GPU."""
+    """The command that checks these kernels on this GPU."""
     return [sys.executable or "python", "-m", MODULE, json.dumps(kind), str(device)]
 
 
 def outcome(command: list[str]) -> tuple[str, bool]:
-    """What is wrong with the kernels by the process that tries them, "" if nothing; and whether that is certain."""
+    """What the checking process says is wrong with the kernels, "" if nothing; and whether that is certain."""
     if _CHECKING in os.environ or getattr(sys, "frozen", False):  # or programs would start programs without end
         return "they are checked only where sys.executable is Python and does not check kernels itself", False
     environment = {name: value for name, value in os.environ.items() if name not in _NOT_PASSED_ON}

@@ -1,9 +1,9 @@
-"""Tries a kind of the kernels for Hopper on a GPU: what the assembler says of them, and whether they are exact.
+"""Checks a kind of Hopper kernel on a GPU: reads the assembler's report and tests whether the results are exact.
 
     python -m sparseflash.backends.triton.kernel_check KIND DEVICE
 
 `gate.py` runs this with a `Kind` as JSON, and reads the last line of the output: what is wrong, "" if nothing is, and
-whether that is certain. As a library's user would, it may import `attention`, `scores` and `testing`.
+whether that is certain. Like a user of the library, it may import `attention`, `scores` and `testing`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from sparseflash.backends.triton.hopper.configs import BLOCK, SMALL, backward_co
 from sparseflash.blockmask import BlockMask
 from sparseflash.scores.change import PAIRS, Scores
 
-# Bytes of a thread. Where they are chosen, the measured kernels spill up to 136: addresses, and sums between steps. A
-# tile of scores has 64 registers of 4 bytes; what spills as much spills one in its loop. The backward under a soft cap
-# at D=64 did, 296 under Triton 3.6 and 3.7, and is slower than the portable one.
+# Spilled bytes per thread. Where dispatch chooses them, the measured kernels spill up to 136: addresses, and sums
+# between steps. A tile of scores takes 64 registers of 4 bytes; a kernel that spills 256 bytes spills one in its loop.
+# The backward under a soft cap at D=64 spills 296 under Triton 3.6 and 3.7, and is slower than the portable kernel.
 MOST_SPILLED = 256
 _LENGTH = 1000  # tokens: full, partial and dead tiles, and a ragged end
-# Tokens from which a row that sees all keys is cut, if the others are short, and so is a column of the backward: then
-# the kernels store their sums, for another kernel to merge. That makes other kernels of them.
+# With this many tokens, a row that sees all keys is split if the other rows are short, and so is a column of the
+# backward. The kernels then store partial sums for another kernel to merge, which compiles to different code.
 _CUT_LENGTH = 6400
 
 
@@ -48,7 +48,7 @@ class Example(NamedTuple):
 
 
 def example(kind: Kind, device: torch.device, *, cut: bool) -> Example:
-    """Random inputs that these kernels serve. cut: so that rows are cut."""
+    """Random inputs that these kernels serve. cut: inputs whose long rows are split."""
     block = 64 if kind.small else 128
     if cut:
         batch, heads, kv_heads, tokens = 1, 1, 1, _CUT_LENGTH
@@ -97,10 +97,10 @@ _CHANGES = {
 
 
 def fault(kind: Kind, examples: Sequence[Example]) -> str:
-    """What is wrong with the kernels that serve these inputs; "" if nothing is."""
+    """What is wrong with the kernels that serve these inputs; "" if nothing."""
     from triton import knobs
 
-    # Triton keeps no report of the assembler with a compiled kernel, but prints it if asked to.
+    # Triton does not store the assembler's report, but prints it if this knob is set.
     knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
     report = io.StringIO()
     ratios: list[tuple[str, float]] = []
@@ -115,7 +115,7 @@ def fault(kind: Kind, examples: Sequence[Example]) -> str:
         expected["backward_kernel"] = backward_config_for(kind.dim).start_registers
     wrong = ", ".join(f"{name} {ratio:.3g}" for name, ratio in ratios if not ratio <= 1)
     if wrong:
-        return f"their results are wrong, by so many times the error that is allowed: {wrong}"
+        return f"their results are wrong; errors as multiples of the allowed error: {wrong}"
     return fault_in(report.getvalue(), expected)
 
 
@@ -124,7 +124,7 @@ def _ours(given: Example, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tens
 
 
 def fault_in(report: str, expected: Mapping[str, int]) -> str:
-    """What an assembler's report finds wrong with the kernels of these names and numbers of registers; "" for nothing.
+    """What an assembler's report shows to be wrong with kernels; "" if nothing. expected: registers by kernel name.
 
     >>> kernel = "Compiling entry function 'f' for 'sm_90a' ... 8 bytes stack frame, ... Used {} registers"
     >>> fault_in(kernel.format(168), {"f": 168}), fault_in(kernel.format(160), {"f": 168})
@@ -143,7 +143,7 @@ def fault_in(report: str, expected: Mapping[str, int]) -> str:
             return f"{name} has {used} registers a thread; it needs {expected[name]}"
         if spilled > MOST_SPILLED:
             return f"{name} spills {spilled} bytes a thread; it may spill {MOST_SPILLED}"
-    return f"the assembler reports nothing of {', '.join(sorted(missing))}" if missing else ""
+    return f"the assembler reports nothing about {', '.join(sorted(missing))}" if missing else ""
 
 
 def main(kind: str, device: str) -> None:
@@ -157,7 +157,7 @@ def main(kind: str, device: str) -> None:
     try:
         with opened():
             why = fault(asked, examples)
-    except Exception as error:  # whatever Triton, the driver or we ourselves raise
+    except Exception as error:  # Triton, the driver and our own code may raise anything
         why = f"they do not run: {type(error).__name__}: {_first_line(error)}"
         if _lacks_memory(error):
             why, certain = f"there is too little memory to check them: {_first_line(error)}", False

@@ -113,10 +113,11 @@ class Variant:
     def compiled(self, arguments: Sequence[Any]) -> Any:
         """The kernel that Triton compiles for such arguments on the current device, without loading it.
 
-        With fewer stages of its pipeline if it asks for more shared memory than there is. Stages are chosen for the
-        tiles that every kernel loads. Changes of scores may load a number for each score, as a bias of pairs does, or
-        one's own function from any number of tensors, and the compiler decides which of them it passes through shared
-        memory, in every stage. Stages move loads, not sums, so the results have the same bits.
+        If the kernel asks for more shared memory than the GPU has, it is compiled with fewer pipeline stages. Stages
+        are chosen for the tiles that every kernel loads. Changes of scores may load more: a bias of pairs loads a
+        number for each score, and a user's function may read any number of tensors. The compiler decides which of
+        these loads go through shared memory, in every stage. Stages move loads, not sums, so the results have the same
+        bits.
         """
         options = dict(self.options)
         while True:
@@ -144,7 +145,7 @@ class Launch:
         unknown = [name for name in given if name not in variant.names]
         if missing or unknown:
             raise TypeError(f"{variant.function.__name__} lacks {missing} and does not know {unknown}")
-        for name, value in fixed.items():  # a number of 64 bits would be another kind of argument
+        for name, value in fixed.items():  # a 64-bit integer would be an argument of another type
             if isinstance(value, int):
                 check_count(
                     f"{name} of {variant.function.__name__}", abs(value), remedy="Split the batch or the heads."
@@ -244,7 +245,7 @@ class Describe:
 
 
 def _fits(compiled: Any) -> bool:
-    """Whether a program of the GPUs that a kernel was compiled for may use as much shared memory as it asks for."""
+    """Whether the GPUs that a kernel was compiled for have as much shared memory per program as it asks for."""
     metadata = compiled.metadata
     return bool(metadata.shared <= shared_memory(metadata.target.arch))
 

@@ -1,4 +1,4 @@
-"""Warns, once a process for each kind of reason, that a call is slower on this GPU than the documentation's figures."""
+"""Warns, once per process for each kind of reason, that a call is slower on this GPU than the documentation says."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from sparseflash.backends.triton import gate
 from sparseflash.backends.triton.dispatch import Decision
 from sparseflash.backends.triton.family import Request
 from sparseflash.backends.triton.hopper import support
+from sparseflash.blockmask.cache import BoundedDict
 from sparseflash.performance import PerformanceWarning
 
-# Below so many queries a call takes the host longer than the GPU, or nearly.
+# With fewer queries the host needs about as long for a call as the GPU, or longer.
 _FEWEST_QUERIES = 1024
 _PACKAGES = tuple(f"{Path(module.__file__ or '').parent}{os.sep}" for module in (sys.modules["sparseflash"], torch))
-_said: set[str] = set()  # the kinds of reasons, of which there are few
+_said = BoundedDict(64)  # the kinds of reasons; `clear_caches` empties it
 _lock = threading.Lock()
 
 
 def warn_if_slower(request: Request, decision: Decision) -> None:
-    """Warns if a GPU of compute capability 9.0 gets the portable kernels, and those for Hopper would be faster.
+    """Warns if a GPU of compute capability 9.0 runs the portable kernels where the Hopper kernels would be faster.
 
-    Of a backward alone it says nothing, unless it is for the version of Triton: `explain` does.
+    A refused backward alone gives no warning, unless the version of Triton is the reason; `explain` reports it.
     """
     if "hopper" not in decision.refusals or decision.family is None or decision.family.name == "hopper":
-        return  # or the portable ones were asked for
+        return  # also if the caller asked for the portable kernels
     if request.capability[0] != 9 or support.is_interpreted() or gate.gpu_of(request) is None:
         return
     if request.dtype == torch.float32 or support.yields(request) is not None:
@@ -44,10 +45,10 @@ def warn_if_slower(request: Request, decision: Decision) -> None:
 
 def _warn(kind: str, where: str, why: str, lost: str) -> None:
     with _lock:
-        if kind in _said:
+        if _said.get(kind):
             return
-        _said.add(kind)
-    # pyproject.toml tells the tests to ignore what begins like this.
+        _said.put(kind, True)
+    # pyproject.toml makes the tests ignore messages that begin like this one.
     message = (
         f"sparseflash runs its portable kernels {where} and not its faster ones for Hopper: {why}. {lost}. Results are "
         "as exact. `sparseflash.explain` has the full answer for a call; warnings.filterwarnings('ignore', "
@@ -57,7 +58,7 @@ def _warn(kind: str, where: str, why: str, lost: str) -> None:
 
 
 def _level() -> int:
-    """The stack level of whoever called sparseflash, as `_warn` counts."""
+    """The stack level of the code that called sparseflash, counted from `_warn`."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGES):
         frame, level = frame.f_back, level + 1

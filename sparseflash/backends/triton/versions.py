@@ -1,6 +1,6 @@
-"""The versions of Triton that the kernels were measured with on a GPU, and the PyTorch that brings each.
+"""The versions of Triton that the kernels were measured with on a GPU, and the PyTorch releases that install each.
 
-This list is the only one: the gate of the Hopper kernels (`gate.py`), the launcher, the documentation's table
+This is the only such list: the gate of the Hopper kernels (`gate.py`), the launcher, the documentation's table
 (`docs/versions.py`) and the tests of `pyproject.toml` and `constraints.txt` read it.
 """
 
@@ -15,14 +15,13 @@ class Measured(NamedTuple):
 
     triton: tuple[int, int]
     torch: tuple[str, ...]  # the PyTorch releases whose builds for CUDA pin it
-    # Whether kernels are launched past Triton's launcher (direct_start.py), which relies on undocumented details. With
-    # Triton's own launcher a launch takes 50 us or more on the host.
+    # Whether direct_start.py launches kernels in place of Triton's launcher, which takes 50 us or more on the host.
+    # direct_start.py relies on undocumented details.
     direct: bool = True
-    run: str = ""  # the folder of a stored run of the speed benchmark, in experiments/results; "": none is stored
 
 
 MEASURED = (
-    Measured((3, 6), ("2.11",), run="speed/h200-f8db2f94"),
+    Measured((3, 6), ("2.11",)),
     Measured((3, 7), ("2.12", "2.13")),
     Measured((3, 8), ("2.14",)),
     Measured((3, 9), ("2.15",)),
@@ -39,7 +38,7 @@ def is_measured(version: tuple[int, int]) -> bool:
 
 
 def named(versions: tuple[tuple[int, int], ...] | None = None) -> str:
-    """The measured versions of Triton, as sentences name them.
+    """Versions of Triton as text for sentences; by default the measured versions.
 
     >>> named(((3, 6), (3, 7)))
     '3.6 and 3.7'
@@ -49,12 +48,12 @@ def named(versions: tuple[tuple[int, int], ...] | None = None) -> str:
 
 
 def releases() -> str:
-    """The PyTorch releases whose builds for CUDA bring a measured Triton."""
+    """The PyTorch releases whose builds for CUDA install a measured Triton, as text."""
     return f"{MEASURED[0].torch[0]} to {MEASURED[-1].torch[-1]}"
 
 
 def triton_release() -> str:
-    """The whole version of the installed Triton."""
+    """The full version string of the installed Triton."""
     import triton  # late: this module must be importable without Triton
 
     return str(triton.__version__)

@@ -31,7 +31,7 @@ HALF = Request(
     keys=1024.0, backward=False, device=GPU,
 )  # fmt: skip
 PLAIN = gate.Kind("bfloat16", 128, False, False, (), (), False)
-WRONG = "their results are wrong, by so many times the error that is allowed: out 300"
+WRONG = "their results are wrong; errors as multiples of the allowed error: out 300"
 UNMEASURED = "Triton 9.9.9 is not among the versions that they were measured with, 3.6, 3.7, 3.8 and 3.9"
 # A kernel that is broken on purpose: the assembler is given another program than Triton has made.
 BREAKING = """
@@ -49,7 +49,7 @@ def new_version(monkeypatch, tmp_path):
     """A version that was not measured, and nothing known of it."""
     monkeypatch.setattr(gate, "triton_version", lambda: (9, 9))
     monkeypatch.setattr(gate, "triton_release", lambda: "9.9.9")
-    monkeypatch.setattr(notice, "_said", set())
+    monkeypatch.setattr(notice, "_said", notice.BoundedDict(64))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     clear_caches()
     yield tmp_path
@@ -345,7 +345,7 @@ SERIALISED = "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_asyn
         (SERIALISED + REPORT.format(0, 168),
          "the assembler serialises matrix products: (C7510) Potential Performance Loss: wgmma.mma_async instructions "
          "are serialized"),
-        ("", "the assembler reports nothing of forward_kernel"),
+        ("", "the assembler reports nothing about forward_kernel"),
     ],
 )  # fmt: skip
 def test_the_assemblers_report_is_read(report, fault):
@@ -396,7 +396,7 @@ def test_kernels_that_are_exact_pass(small, hopper, capsys, backward):
 def test_kernels_that_are_not_exact_do_not_pass(small, capsys):
     small(lambda results: (results[0] * 1.01, results[1]))
     why, certain = checked(capsys)
-    assert why.startswith("their results are wrong, by so many times the error that is allowed: out ") and certain
+    assert why.startswith("their results are wrong; errors as multiples of the allowed error: out ") and certain
 
 
 def test_what_is_raised_is_said(small, capsys):
@@ -425,7 +425,7 @@ def test_a_full_disk_is_no_verdict(small, capsys):
 
 def test_kernels_of_which_the_assembler_says_nothing_do_not_pass(small, capsys):
     small(lambda results: results, says="")
-    assert checked(capsys) == ("the assembler reports nothing of forward_kernel", True)
+    assert checked(capsys) == ("the assembler reports nothing about forward_kernel", True)
 
 
 COMPILED = """
@@ -436,7 +436,7 @@ from triton import knobs
 knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
 report = io.StringIO()
 with contextlib.redirect_stdout(report):
-    compiled(128, torch.bfloat16, False, False, False)
+    compiled(128, torch.bfloat16)
 print(repr(fault_in(report.getvalue(), {"forward_kernel": 168, "backward_kernel": 168, "finish_kernel": 1})))
 """
 
@@ -584,7 +584,7 @@ def test_a_kernel_that_is_broken_here_does_not_serve(new_version, monkeypatch):
     )  # fmt: skip
     assert found.exact, found
     (warning,) = said
-    assert "and their results are wrong, by so many times the error that is allowed: out " in str(warning.message)
+    assert "and their results are wrong; errors as multiples of the allowed error: out " in str(warning.message)
     chosen = explain(q, k, v, mask)
     assert chosen.forward.family == chosen.backward.family == "portable"
     assert UNMEASURED in chosen.forward.refusals[0][1]

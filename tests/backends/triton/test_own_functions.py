@@ -173,7 +173,7 @@ LARGE = torch.ones(4000, 40, requires_grad=True)
 @pytest.mark.parametrize(
     ("function", "given", "text"),
     [
-        (lambda s, b, h, q, k: s - s.mean(-1, keepdim=True), (), "must consist of elementwise operations"),
+        (lambda s, b, h, q, k: s - s.mean(-1, keepdim=True), (), "must consist of operations on single numbers"),
         (lambda s, b, h, q, k, x: s + x[q], (torch.ones(9),), "must have an entry for each q that indexes it, 16 in"),
         (lambda s, b, h, q, k, x: s * x[h * 3000, q * 2], (LARGE,), "16,384 entries"),
         (lambda s, b, h, q, k, x: s + x[q // 2, k], (FAR,), "2^31 entries"),

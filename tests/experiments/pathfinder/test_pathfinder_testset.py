@@ -1,5 +1,7 @@
 """Test sets are checked by their hashes."""
 
+import json
+
 import pytest
 
 from experiments.pathfinder import generate as generating
@@ -29,7 +31,7 @@ def test_a_test_set_is_checked_by_its_hash(tmp_path, few_images):
 
 
 def test_all_folds_have_a_known_hash():
-    known = testset.json.loads(testset.HASHES.read_text())
+    known = json.loads(testset.HASHES.read_text())
     arena = [(size, contour) for size in (32, 64, 128, 256) for contour in (6, 9, 14)]
     assert known.keys() == {testset.settings_of(*fold).name for fold in (*arena, *testset.BEYOND)}
     assert len(set(known.values())) == 13

@@ -145,7 +145,7 @@ def _power(number: int) -> int:
 
 
 def _stride(x: Tensor, name: str) -> int:
-    """From one batch element to the next of `x`, `[B]`."""
+    """The stride between the batch elements of `x`, `[B]`."""
     stride = x.stride(0) if len(x) > 1 else 0
     check_count(f"the stride of {name}", stride, remedy="Call .contiguous().")
     return stride

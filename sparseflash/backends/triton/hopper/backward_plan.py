@@ -84,7 +84,7 @@ class Entry(NamedTuple):
     rank: Any  # in the chain
 
 
-# Kernels count the numbers of all entries in 32 bits.
+# Kernels index the numbers of all entries with 32 bits.
 MOST_ENTRIES_LISTED = COUNT // len(Entry._fields) - 1
 
 # Where kernels find them.
@@ -171,11 +171,12 @@ def backward_plan(
 
 
 def check_entries(lists: TileLists, pattern: Tensor, q_len: int, k_len: int) -> None:
-    """Raises ValueError if the entries of `pattern [B, Hq]` are more than kernels can count. Waits for the device if so
-    many are possible.
+    """Raises ValueError if `pattern [B, Hq]` has more than `MOST_ENTRIES_LISTED` entries.
+
+    Synchronises with the device only if the sizes allow so many entries.
     """
     tiles = math.prod(-(-n // size) for n, size in zip((k_len, q_len), lists.tiling[:2]))
-    most = tiles if lists.each is not None else min(tiles, len(lists.tile) - 1)  # rows that are alike share a list
+    most = tiles if lists.each is not None else min(tiles, len(lists.tile) - 1)  # equal rows share a list
     if pattern.numel() * most <= MOST_ENTRIES_LISTED:
         return
     columns = -(-k_len // lists.tiling.held)

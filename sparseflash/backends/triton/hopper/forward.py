@@ -330,10 +330,10 @@ def rescaled(acc, factors):
 
 @gluon.jit
 def opaque(x):
-    """x, unchanged, but computed where this stands: a volatile move, for which ptxas writes no instruction.
+    """x, unchanged: a scheduling barrier, written as a volatile move for which ptxas emits no instruction.
 
-    It holds back what is computed from x. Without it the LLVM of Triton 3.7 and 3.9 (not that of 3.6 and 3.8) moves
-    the tests of a mask's bits out of the branch for partial tiles: every tile then pays for them, in front of its
+    LLVM cannot move computations of x across it. Without the barrier, LLVM in Triton 3.7 and 3.9 (not in 3.6 and 3.8)
+    hoists the tests of mask bits out of the branch for partial tiles. Every tile then runs the tests before its matrix
     products, and the forward has 0.80 to 0.88 of its speed.
     """
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)

@@ -31,7 +31,7 @@ def pointers_of_pairs(
     """Where the numbers of a tile of scores lie in a tensor [B, Hq, Nq, Nk] of these strides.
 
     The start is a 64-bit scalar and the rest fits in 32 bits, unless tokens are gathered or there is a fifth stride
-    (`changed.strides_of_pairs`): 64-bit addresses of all scores would take more registers than there are.
+    (`changed.strides_of_pairs`). 64-bit addresses for all scores would need more registers than a thread has.
     """
     rows, columns = tl.arange(0, TILE_M), tl.arange(0, TILE_N)
     if len(strides) > 4:

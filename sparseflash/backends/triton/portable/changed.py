@@ -132,14 +132,15 @@ def _codes(table: Codes) -> dict[str, Tensor]:
 
 
 def strides_of_pairs(strides: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of batch, head, query and key as the kernels take them: with a fifth number if queries lie so far apart
-    that offsets in a tile do not fit in 32 bits. Those of keys are 1 or 0.
+    """Strides of batch, head, query and key as the kernels take them. The key stride is 1 or 0.
+
+    A fifth number is added if the query stride is so large that offsets in a tile overflow 32 bits.
     """
     return strides if strides[2] < FAR else (*strides, 1)
 
 
 def _in_dtype(table: Tensor, dtype: torch.dtype) -> Tensor:
-    """A table in another dtype, in which finite entries become no -inf, as that is dead."""
+    """A table in another dtype. Finite entries are clamped, because -inf would make their scores dead."""
     lowest = torch.finfo(dtype).min
     if torch.finfo(table.dtype).min < lowest:
         table = table.clamp(min=lowest).masked_fill_(table == -torch.inf, -torch.inf)
@@ -147,9 +148,7 @@ def _in_dtype(table: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _readable(values: Tensor) -> Tensor:
-    """The same values, neighbouring keys side by side, and neighbouring queries not too far apart, unless they have so
-    many keys.
-    """
+    """The same values with a key stride of 1, and a query stride below `FAR` unless there are that many keys."""
     if (values.stride(-1) != 1 and values.shape[-1] != 1) or values.shape[-1] < FAR <= values.stride(-2):
         values = values.contiguous()
     return aligned_start(values)

@@ -100,7 +100,7 @@ class Source:
                 entries[at] = len(more)
                 more.append(f"tl.zeros(score.shape, tl.int32) + {self._entry(made.nodes[at], loads[at])}")
         result = self._value(output)
-        if made.score not in made.reads(output):  # which alone has the shape of a tile for certain
+        if made.score not in made.reads(output):  # only the score is certain to have the shape of a tile
             result = f"tl.zeros(score.shape, tl.float32) + {result}"
         if self._outside:
             result = f"tl.where({' + '.join(self._outside)} == 0, {result}, float('nan'))"
@@ -166,7 +166,7 @@ class Source:
             self._write_load(number, node)
             return
         if node.op in ("add", "sub", "mul", "neg", "pow") and not _fits(self._range(number)):
-            # As in PyTorch, whose places have 64 bits.
+            # PyTorch computes with positions in 64 bits.
             of_numbers = (self._made.nodes[each].op == "number" for each in node.inputs)
             inputs = [x if of else f"tl.cast({x}, tl.int64)" for x, of in zip(inputs, of_numbers)]
         if node.op == "remainder":
@@ -182,7 +182,7 @@ class Source:
         self._lines.append(f"x{number} = {text.format(*inputs)}")
 
     def _range(self, number: int) -> tuple[int, int] | None:
-        """The smallest and the largest value of an integer that is computed from places and numbers; else None."""
+        """The smallest and the largest value of an integer computed from b, h, q, k and constants; None if unknown."""
         node = self._made.nodes[number]
         if node.kind != "int":
             return (0, 1) if node.kind == "bool" else None
@@ -285,7 +285,7 @@ class Source:
 
 
 def _by_corners(of: Callable[..., int]) -> Callable[..., tuple[int, int]]:
-    """The range of what is largest and smallest where its operands are."""
+    """The range of an operation whose extremes lie at the extremes of its operands."""
 
     def found(*ranges: tuple[int, int]) -> tuple[int, int]:
         values = [of(*corner) for corner in product(*ranges)]
@@ -294,7 +294,7 @@ def _by_corners(of: Callable[..., int]) -> Callable[..., tuple[int, int]]:
     return found
 
 
-# The ranges of integers from those of their operands; divisors are positive.
+# For each operation, the range of an integer result from the ranges of its operands; divisors are positive.
 _CORNERS: dict[str, Callable[..., tuple[int, int]]] = {
     "add": _by_corners(operator.add), "sub": _by_corners(operator.sub), "mul": _by_corners(operator.mul),
     "neg": _by_corners(operator.neg), "minimum": _by_corners(min), "maximum": _by_corners(max),
@@ -306,7 +306,7 @@ _CORNERS: dict[str, Callable[..., tuple[int, int]]] = {
 
 
 def _fits(found: tuple[int, int] | None) -> bool:
-    """Whether integers in a range fit in 32 bits; also if it is not known."""
+    """Whether integers in a range fit in 32 bits; True if the range is unknown."""
     return found is None or (found[0] >= -COUNT and found[1] < COUNT)
 
 

@@ -112,9 +112,9 @@ def distances(
 ):  # fmt: skip
     """What slopes are multiplied by: the distance of query and key, aligned at the ends, or log(1 + distance).
 
-    Positions are counted from a token of the tile, as integers, before they become fp32: positions above 2^24 are no
-    numbers of fp32, however near the tokens are. Then the subtraction in fp32, one operation a score, is as exact as
-    the distance is a number of fp32. The token is the first of what a program holds, which is never gathered.
+    Positions are integers relative to a token of the tile before they are converted to fp32, because fp32 cannot
+    represent all positions above 2^24. The fp32 subtraction, one operation per score, is then as exact as fp32
+    represents the distance. The reference token is the first of the tile that a program holds, which is never gathered.
     """
     q, k = token_numbers(first_q, TILE_M) + (k_len - q_len), token_numbers(first_k, TILE_N)
     start = first_k if TRANSPOSED else first_q + (k_len - q_len)

@@ -21,9 +21,9 @@ def softmax_step(
     m_i is the maximum of the raw scores if KEEP or CHANGES, otherwise of the scaled ones. The scale is not negative, so
     if all scores are live the maximum may be taken before scaling.
 
-    A changed score may be -inf, also in a tile of which all are live, and then has no weight; or finite and as low as
-    numbers go, and then it has the weight that softmax gives it. So the maximum is subtracted before the factor, which
-    is positive here, could make the one of the other.
+    A changed score may be -inf, even in a tile that is all live, and then has no weight. It may also be finite and as
+    low as the lowest number, and then has the weight that softmax gives it. So the maximum is subtracted before the
+    scores are multiplied by qk_scale, which is positive here: the product could turn a low finite score into -inf.
     """
     if CHANGES:
         if live is not None:
@@ -54,8 +54,8 @@ def softmax_step(
 
 @triton.jit
 def scaled_maximum(m_i, qk_scale):
-    """The maximum of raw scores as one of scaled ones. It stays finite, also where a bias is the lowest number that
-    there is; of rows without a live key it stays -inf.
+    """The maximum of the scaled scores, from the maximum of the raw scores. It stays finite even if a bias is the
+    lowest finite number; for rows without a live key it stays -inf.
     """
     return tl.where(m_i == float("-inf"), m_i, tl.maximum(m_i * qk_scale, LOWEST))
 
@@ -76,7 +76,8 @@ def recomputed_weights(
     the lse in base 2. Each has one number per query and broadcasts with `scores`.
     """
     if CHANGES and not KEEP:
-        # No weight is above 1, but the difference of two very low numbers may be any. lse2 is never -inf.
+        # Weights are at most 1, but the difference of two very low numbers has a large rounding error. lse2 is never
+        # -inf.
         exponent = scores * qk_scale - lse2
         exps = tl.exp2(tl.minimum(exponent, 0.0, propagate_nan=tl.PropagateNan.ALL))
     else:

@@ -99,7 +99,7 @@ def test_a_folder_is_taken_as_it_is_and_a_version_is_installed_once(tmp_path, mo
     assert len(asked) == 1 and asked[0][-1] == "triton==3.5.0"
     assert "pip installs Triton 3.5.0 into" in capsys.readouterr().err
     assert (versions.folder_of(version("triton"), tmp_path) / "triton" / "__init__.py").exists() and len(asked) == 1
-    with pytest.raises(RuntimeError, match="must hold a Triton that says its version; it says none"):
+    with pytest.raises(RuntimeError, match="must hold a Triton that sets __version__; found none"):
         versions.version_in(tmp_path / "triton-3.5.0")
 
 

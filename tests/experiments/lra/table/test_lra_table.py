@@ -311,7 +311,7 @@ def test_the_damaged_result_of_a_run_is_named(tmp_path, name, value):
 )
 def test_the_damaged_log_of_a_run_is_named(tmp_path, record):
     finished_run(tmp_path / "a")
-    (tmp_path / "a" / "log.jsonl").write_text(json.dumps(record) + "\n")
+    (tmp_path / "a" / "log.jsonl").write_text(json.dumps(record | {"step": 1}) + "\n")
     with pytest.raises(
         ValueError, match=r"^\S*a.log.jsonl must be the log of a run with its accuracies; got \w+Error: "
     ):
