@@ -121,7 +121,7 @@ def _of_arrays(
             fits = all(
                 _agree(_of_one(function, [x.expand(shape)[place] for x in arguments], single), wanted[place])
                 for place in _some(wanted)
-            )
+            ) and all(_agree(half, wanted[place]) for place, half in _halves(function, arguments, single, shape))
         except Exception:
             fits = False
     if not fits:
@@ -131,6 +131,22 @@ def _of_arrays(
             f"for arrays what it returns for each of their numbers; vmap raised {text}."
         ) from refused
     return answer.view((1,) * (len(shape) - answer.ndim) + tuple(answer.shape))
+
+
+def _halves(
+    function: Function, arguments: Sequence[Tensor], single: Callable[[Any], Tensor], shape: Sequence[int]
+) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
+    """The answers to the first and to the second half of the places, by each dimension. They differ from the answer to
+    all places for a function that reads more of an array than each number by itself, as its largest number.
+    """
+    for dim, size in enumerate(shape):
+        for half in (slice(0, size // 2), slice(size // 2, size)) if size > 1 else ():
+            place = (*[slice(None)] * dim, half)
+            some = [x.expand(*[1] * (len(shape) - x.ndim), *x.shape) for x in arguments]
+            some = [x[place] if x.shape[dim] > 1 else x for x in some]
+            sizes = [*shape]
+            sizes[dim] = half.stop - half.start
+            yield place, single(function(*some)).expand(sizes)
 
 
 def _of_one(function: Function, numbers: Sequence[Tensor], single: Callable[[Any], Tensor]) -> Tensor:
@@ -155,13 +171,14 @@ def _some(answer: Tensor) -> list[tuple[int, ...]]:
 
 
 def _agree(one: Tensor, other: Tensor) -> bool:
+    if one.numel() != other.numel():
+        return False
+    one = one.reshape(other.shape)
     if one.dtype == torch.bool:
-        return one.numel() == 1 and bool(one) == bool(other)
+        return torch.equal(one, other.bool())
     # Vectorised loops may round differently from operations on single numbers.
     tolerance = 1e-2 if other.dtype.itemsize == 2 else 1e-4
-    return one.numel() == 1 and torch.allclose(
-        one.reshape(()).double(), other.double(), tolerance, tolerance, equal_nan=True
-    )
+    return torch.allclose(one.double(), other.double(), tolerance, tolerance, equal_nan=True)
 
 
 class NumbersAsIndices(TorchFunctionMode):

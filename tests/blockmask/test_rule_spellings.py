@@ -193,3 +193,21 @@ def test_threads_may_make_masks_together():
         )
         assert all(torch.equal(mask.to_dense(), wanted) for mask in made)
     assert torch._C._functorch._is_vmap_fallback_enabled() == allowed
+
+
+@pytest.mark.parametrize("depends", [
+    lambda q, k: (q < q.max()) | (k != 7), lambda q, k: (k > k.min()) | (q != 900), lambda q, k: k <= q.sort(1).values,
+    lambda q, k: k.flip(-1) <= q, lambda q, k: q.double().mean() >= k,
+])  # fmt: skip
+def test_an_array_whose_numbers_depend_on_one_another_is_refused(depends):
+    """Also where vmap cannot call the rule, here for isin, and few places show it."""
+    some = torch.tensor([0, 5, 900])
+    with pytest.raises(TypeError, match="live must be a function of single numbers"):
+        BlockMask.from_function(lambda q, k: torch.isin(k, some) | (k <= q) & depends(q, k), 1000, block=64)
+
+
+def test_isin_serves():
+    some = torch.tensor([0, 5, 900])
+    mask = BlockMask.from_function(lambda q, k: torch.isin(k, some) | (k <= q), 1000, block=64)
+    q, k = torch.arange(1000)[:, None], torch.arange(1000)
+    assert torch.equal(mask.to_dense()[0, 0], (k == 0) | (k == 5) | (k == 900) | (k <= q))
