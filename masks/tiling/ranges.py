@@ -20,6 +20,7 @@ from sparseflash.masks.tiling.grid import block_shapes, checked_order, coordinat
 from sparseflash.masks.tiling.kinds import by_kind
 
 _BOXES_AT_ONCE = 1 << 22  # boxes listed at a time: about 100 MB of temporaries
+_ENDS_AT_ONCE = 1 << 20  # ends of windows cut at a time: about 50 MB of temporaries
 
 
 class Range(NamedTuple):
@@ -78,12 +79,17 @@ def _parts_seen(windows: Tensor, window: Tensor, keys: Tensor, key_shape: Tensor
     lowest, highest = keys.aminmax(dim=1)
     number, count = number_combinations([profile[window], lowest[key_shape], highest[key_shape], offset])
     one = number.new_zeros(count).scatter_(0, number, torch.arange(len(number), device="cpu"))
-    low, high = (x[key_shape[one], None] for x in (lowest, highest))
-    first, last = (profiles[profile[window[one]]] - offset[one, None, None]).unbind(2)
-    first = first + (low - first + step - 1).clamp(min=0).div(step, rounding_mode="floor") * step
-    steps = (torch.minimum(last, high) - first).div(step, rounding_mode="floor").clamp(min=-1)
-    cut = torch.stack([first.masked_fill(steps < 0, 0), steps], 2)
-    return bitmask.deduplicate(cut)[1][number]
+    parts, found, known = [], [], 0
+    for some in one.split(max(1, _ENDS_AT_ONCE // windows[0].numel())):
+        low, high = (x[key_shape[some], None] for x in (lowest, highest))
+        first, last = (profiles[profile[window[some]]] - offset[some, None, None]).unbind(2)
+        first = first + (low - first + step - 1).clamp(min=0).div(step, rounding_mode="floor") * step
+        steps = (torch.minimum(last, high) - first).div(step, rounding_mode="floor").clamp(min=-1)
+        distinct, which = bitmask.deduplicate(torch.stack([first.masked_fill(steps < 0, 0), steps], 2))
+        parts.append(distinct)
+        found.append(which + known)
+        known += len(distinct)
+    return bitmask.deduplicate(torch.cat(parts))[1][torch.cat(found)][number]
 
 
 def _live(window: Tensor, keys: Tensor, steps: list[int]) -> Tensor:
