@@ -84,19 +84,17 @@ def row_frame(q_len: int, k_len: int, block: tuple[int, int], causal: bool, devi
     # Tiles at the same distance from the diagonal hold the same scores, until the ends cut them.
     distances, which = np.unique(first[rows] - cols * block_k if causal else rows * 0 + k_len, return_inverse=True)
     words = bitmask.below(distances[:, None] + np.arange(1, block_q + 1), block_k)
-    part = (torch.from_numpy(rows), torch.from_numpy(cols), torch.from_numpy(which + 1), torch.from_numpy(words))
     with contents_when_faking():
+        part = (torch.from_numpy(rows), torch.from_numpy(cols), torch.from_numpy(which + 1), torch.from_numpy(words))
         _, _, tile, bits, _ = arrays_of(q_len, k_len, block_q, block_k, [part], 1, 1)
-    kinds = np.zeros((row_blocks, int((stop - whole).max(initial=0)) + 1), dtype=np.int32)
-    kinds[rows, at] = tile.numpy()
+        kinds = np.zeros((row_blocks, int((stop - whole).max(initial=0)) + 1), dtype=np.int32)
+        kinds[rows, at] = tile.numpy()
+        of_rows = [torch.from_numpy(x.astype(np.int32)) for x in (stop[:, None], whole[:, None] - 1, kinds)]
 
-    def there(x: Tensor) -> Tensor:
-        # The copy need not have finished when this returns: the kernels that read it are queued after it.
-        return x.to(device, non_blocking=True)
-
-    ends, last_whole = (there(torch.from_numpy(x.astype(np.int32)).unsqueeze(1)) for x in (stop, whole - 1))
+    # The copies need not have finished when this returns: the kernels that read them are queued after them.
+    ends, last_whole, of_tiles, bits = (x.to(device, non_blocking=True) for x in (*of_rows, bits))
     rooms = 0, *_longer_than(stop, col_blocks).cumsum().tolist()
-    return RowFrame(q_len, k_len, block, ends, last_whole, there(torch.from_numpy(kinds)), there(bits), rooms)
+    return RowFrame(q_len, k_len, block, ends, last_whole, of_tiles, bits, rooms)
 
 
 # What `torch.compiler.assume_constant_result` sets, without the second that importing the compiler takes.
@@ -127,13 +125,8 @@ def frame(
         forced = open_ & ((j < sink) | (near & (local > 0)))
         forced_in_row = int(forced.sum(1).max())
 
-    def there(x: Tensor) -> Tensor:
-        return x.to(device, non_blocking=True)  # as in `row_frame`
-
-    return Frame(
-        q_len, k_len, block, causal, there(open_), there(forced), there(kind.view(-1)), there(of.bits), of.rooms,
-        forced_in_row,
-    )  # fmt: skip
+    open_, forced, kind, bits = (x.to(device, non_blocking=True) for x in (open_, forced, kind.view(-1), of.bits))
+    return Frame(q_len, k_len, block, causal, open_, forced, kind, bits, of.rooms, forced_in_row)
 
 
 frame._dynamo_marked_constant = True  # type: ignore[attr-defined]
