@@ -12,7 +12,7 @@ from sparseflash.blockmask.cache import bounded_tensors
 from sparseflash.limits import check_count
 from sparseflash.masks import fused
 from sparseflash.masks.tiling.arguments import head_count
-from sparseflash.masks.tiling.chosen import Frame, as_heads, dynamic_mask, frame, pattern_of
+from sparseflash.masks.tiling.chosen import RowFrame, as_heads, dynamic_mask, pattern_of, row_frame
 
 
 @torch.no_grad()
@@ -31,10 +31,10 @@ def mask_of_index(
         )
     if counts is not None:
         counts = _checked_counts(counts, index)
-    of = frame(q_len, k_len, (block_q, block_k), flag(causal, "causal"), 0, 0, index.device)
+    of = row_frame(q_len, k_len, (block_q, block_k), flag(causal, "causal"), index.device)
     batch, heads, rows, choices = index.shape
-    room = batch * heads * of.rooms[min(choices, of.open.shape[1])]
-    if choices <= fused.LONGEST_LIST and fused.serves(index, rows, of.open.shape[1], longest=None):
+    room = batch * heads * of.rooms[min(choices, -(-k_len // block_k))]
+    if fused.serves(index, rows, choices, longest=fused.LONGEST_LIST):
         from sparseflash.masks.fused.index import tiles_of_index  # imports Triton
 
         return dynamic_mask(of, *tiles_of_index(index, counts, of, room), of.bits, (batch, heads), group)
@@ -89,15 +89,15 @@ def _first_keys(block_k: int, rows: int, device: torch.device) -> Tensor:
 _first_keys._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _tiles(index: Tensor, counts: Tensor | None, of: Frame, room: int) -> tuple[Tensor, Tensor, Tensor]:
+def _tiles(index: Tensor, counts: Tensor | None, of: RowFrame, room: int) -> tuple[Tensor, Tensor, Tensor]:
     """The arrays `(indptr, indices, tile)` of the mask, with room for `room` tiles.
 
     Takes time and memory in proportion to the lists, not to all the tiles that there are.
     """
-    rows, cols = of.open.shape
-    col, first = _sorted_once(index, counts, cols)
-    place = torch.arange(rows, device=index.device)[:, None] * cols + col.clamp(max=cols - 1)
-    return _compacted(first & of.open.view(-1)[place], col, of.kind[place], room)
+    col, first = _sorted_once(index, counts, -(-of.k_len // of.block[1]))
+    at = (col - of.last_whole).clamp(0, of.kinds.shape[1] - 1)
+    kind = of.kinds.expand(*col.shape[:2], -1, -1).gather(3, at)
+    return _compacted(first & (col < of.stop), col, kind, room)
 
 
 def _sorted_once(index: Tensor, counts: Tensor | None, cols: int) -> tuple[Tensor, Tensor]:

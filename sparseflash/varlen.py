@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal, overload
 
@@ -14,6 +15,9 @@ from sparseflash.blockmask.arguments import Block, block_pair, checked_device, i
 from sparseflash.blockmask.cache import BoundedDict, once
 from sparseflash.blockmask.compiling import contents_when_faking
 from sparseflash.blockmask.ops.place import place
+from sparseflash.masks.causal import causal
+from sparseflash.masks.dense import dense
+from sparseflash.masks.documents import documents
 from sparseflash.pattern import Pattern, check_pattern, mask_of_lengths
 
 _masks = BoundedDict(32)  # by lengths, pattern, block and device
@@ -213,20 +217,21 @@ def _mask_and_lengths(
 
 
 def _made(q_sums: tuple[int, ...], k_sums: tuple[int, ...], pattern: Pattern | None, block: Block) -> BlockMask:
-    of_length: dict[tuple[int, int], BlockMask] = {}
-    parts = []
-    for i in range(len(q_sums) - 1):
-        size = q_sums[i + 1] - q_sums[i], k_sums[i + 1] - k_sums[i]
-        if 0 in size:
-            continue
-        if size not in of_length:
-            of_length[size] = mask_of_lengths(pattern, *size, block=block)
-        parts.append((of_length[size], q_sums[i], k_sums[i]))
-    if not parts:
+    q_sizes, k_sizes = ([stop - start for start, stop in pairwise(sums)] for sums in (q_sums, k_sums))
+    sizes = list(zip(q_sizes, k_sizes, strict=True))
+    if not any(q_size and k_size for q_size, k_size in sizes):
         nothing = torch.zeros(0, dtype=torch.int64, device="cpu")
         block_q, block_k = block_pair(block)
         words = torch.zeros(0, block_q, bitmask.words_per_row(block_k), dtype=torch.int32, device="cpu")
         return BlockMask._of(q_sums[-1], k_sums[-1], block_q, block_k, [(nothing, nothing, nothing, words)], 1, 1)
+    # These patterns have a rule for all sequences together, so no mask is made for each length.
+    rule, options = (pattern, {}) if pattern is not None else (dense, {"block": block})
+    if isinstance(pattern, partial) and not pattern.args:
+        rule, options = pattern.func, pattern.keywords
+    if (rule is causal or rule is dense) and options.keys() <= {"block"}:
+        return documents(q_sizes, k_sizes, causal=rule is causal, **options)
+    of_size = {size: mask_of_lengths(pattern, *size, block=block) for size in dict.fromkeys(sizes) if 0 not in size}
+    parts = [(of_size[size], *start) for size, start in zip(sizes, zip(q_sums, k_sums)) if size in of_size]
     return place(parts, q_sums[-1], k_sums[-1])
 
 

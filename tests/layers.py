@@ -77,7 +77,14 @@ MAY_IMPORT = {
         "masks/block_index.py",
     ),
     "sparseflash/pattern.py": ("sparseflash/blockmask",),
-    "sparseflash/varlen.py": ("sparseflash/attention.py", "sparseflash/blockmask", "sparseflash/pattern.py"),
+    "sparseflash/varlen.py": (
+        "sparseflash/attention.py",
+        "sparseflash/blockmask",
+        "sparseflash/pattern.py",
+        "masks/causal.py",
+        "masks/dense.py",
+        "masks/documents.py",
+    ),
     "sparseflash/scaled_dot_product.py": (
         "sparseflash/attention.py",
         "sparseflash/blockmask",

@@ -1,5 +1,6 @@
 """Packed sequences: each gets what attention gives it alone."""
 
+from cProfile import Profile
 from functools import partial
 
 import pytest
@@ -13,7 +14,7 @@ import sparseflash
 from sparseflash import BlockMask, attention_varlen, masks, testing, varlen
 from sparseflash.blockmask.ops.place import place
 from sparseflash.varlen import varlen_mask
-from strategies import SEEDS
+from strategies import SEEDS, blocks
 from waiting import waiting_raises
 
 
@@ -86,10 +87,41 @@ def test_the_mask_is_block_diagonal(sizes, equal, name):
     assert mask == BlockMask.from_dense(want, block=(mask.block_q, mask.block_k))
 
 
-@given(st.lists(st.integers(0, 90), min_size=1, max_size=6).filter(any), st.booleans())
-def test_documents_are_the_same_made_directly(lengths, causal):
-    pattern = partial(masks.causal if causal else masks.dense, block=32)
-    assert varlen_mask(sums(lengths), pattern=pattern) == masks.documents(lengths, causal=causal, block=32)
+BLOCKS = blocks((16, 32, 128))
+
+
+@given(SIZES, st.booleans(), BLOCKS)
+@example([(5, 5)] * 40, True, (128, 16))
+def test_documents_are_the_same_placed_one_by_one(sizes, is_causal, block):
+    q_lengths, k_lengths = ([size[side] for size in sizes] for side in range(2))
+    rule = masks.causal if is_causal else masks.dense
+    want = masks.documents(q_lengths, k_lengths, causal=is_causal, block=block)
+    direct = varlen_mask(sums(q_lengths), sums(k_lengths), partial(rule, block=block))
+    one_by_one = varlen_mask(sums(q_lengths), sums(k_lengths), lambda q, k=None: rule(q, k, block=block))
+    assert direct == want and one_by_one == want  # equal masks have equal arrays
+    if not is_causal:
+        assert varlen_mask(sums(q_lengths), sums(k_lengths), block=block) == want
+
+
+@pytest.mark.parametrize("pattern", [masks.causal, None, partial(masks.causal, offset=0, block=64)])
+def test_a_pattern_of_the_library_makes_its_mask_for_all_sequences(pattern):
+    lengths, k_lengths = [100, 3, 0, 129], [90, 5, 7, 129]
+    mask = varlen_mask(sums(lengths), sums(k_lengths), pattern)
+    live = torch.block_diag(*(dense_of(pattern, q, k)[0] for q, k in zip(lengths, k_lengths) if q and k))
+    empty = torch.zeros(232, 7, dtype=torch.bool)  # the keys of the sequence without queries
+    live = torch.cat([live[:, :95], empty, live[:, 95:]], 1).bool()
+    assert mask == BlockMask.from_dense(live, block=(mask.block_q, mask.block_k))
+
+
+def test_no_operation_is_done_sequence_by_sequence():
+    def calls(count):
+        lengths = [1 + number * 37 % 90 for number in range(count)]  # the same 90 lengths, at other places
+        profile = Profile()
+        mask = profile.runcall(varlen_mask, sums(lengths), pattern=window_rule, block=32)
+        assert mask.q_len == sum(lengths)
+        return sum(entry.callcount for entry in profile.getstats())
+
+    assert calls(1800) - calls(180) < 10 * (1800 - 180)
 
 
 @pytest.mark.parametrize("backend", ["blockwise", "triton"])

@@ -27,14 +27,14 @@ LONGEST_LIST = 128  # of chosen blocks, which are compared with one another, too
 _DEVICES = ["cuda"]  # tests add the CPU, for the interpreter
 
 
-def serves(x: Tensor, row_blocks: int, col_blocks: int, *, longest: int | None = LONGEST_ROW) -> bool:
-    """Whether the kernels here make the choice by `x` among this many tiles, at most `longest` of them in a row."""
+def serves(x: Tensor, row_blocks: int, in_row: int, *, longest: int = LONGEST_ROW) -> bool:
+    """Whether the kernels here make the choice by `x` among `in_row` tiles of each row, which are at most `longest`."""
     return (
         not torch.compiler.is_compiling()
         and x.device.type in _DEVICES
-        and (longest is None or col_blocks <= longest)
+        and in_row <= longest
         and x.numel() < 2**31
-        and row_blocks * col_blocks * x.shape[0] * x.shape[1] < 2**31
+        and row_blocks * in_row * x.shape[0] * x.shape[1] < 2**31
         and type(x) is Tensor  # neither a fake tensor nor one that is being traced
         and runs_kernels(x.device)
     )

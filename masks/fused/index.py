@@ -12,14 +12,14 @@ from torch import Tensor
 from sparseflash.backends.triton.launcher import Launch
 from sparseflash.blockmask.cache import bounded
 from sparseflash.masks.fused.unused import clear_unused
-from sparseflash.masks.tiling.chosen import Frame
+from sparseflash.masks.tiling.chosen import RowFrame
 
 
-def tiles_of_index(index: Tensor, counts: Tensor | None, of: Frame, room: int) -> tuple[Tensor, Tensor, Tensor]:
+def tiles_of_index(index: Tensor, counts: Tensor | None, of: RowFrame, room: int) -> tuple[Tensor, Tensor, Tensor]:
     """The arrays `(indptr, indices, tile)` of the mask of `index [B, H, Mq, K]`, with room for `room` tiles."""
     index = index.contiguous()
     counts = None if counts is None else counts.contiguous()
-    device, (rows, cols), choices = index.device, of.open.shape, index.shape[3]
+    device, (rows, width), choices = index.device, of.kinds.shape, index.shape[3]
     lists = index.numel() // choices
     ordered = torch.empty(lists, choices, dtype=torch.int32, device=device)
     found = torch.empty(lists + 1, dtype=torch.int32, device=device)
@@ -30,9 +30,12 @@ def tiles_of_index(index: Tensor, counts: Tensor | None, of: Frame, room: int) -
         padded, index.dtype, index.data_ptr() % 16, None if counts is None else counts.dtype,
         0 if counts is None else counts.data_ptr() % 16, device,
     )  # fmt: skip
-    sorting.start(lists, index, counts, of.open, ordered, found, rows, cols, choices, padded)
+    sorting.start(lists, index, counts, of.stop, ordered, found, rows, choices, padded)
     indptr = found.cumsum(0, dtype=torch.int32)
-    storing.start(lists, ordered, of.kind, indptr, indices, tile, rows, cols, choices, room, -(-room // lists), padded)
+    storing.start(
+        lists, ordered, of.last_whole, of.kinds, indptr, indices, tile, rows, width, choices, room, -(-room // lists),
+        padded,
+    )  # fmt: skip
     return indptr, indices, tile
 
 
@@ -48,11 +51,11 @@ def _kernels(
     )
 
 
-@triton.jit(do_not_specialize=["rows", "cols", "choices"])
+@triton.jit(do_not_specialize=["rows", "choices"])
 def sort_kernel(
-    index_ptr, counts_ptr, open_ptr,  # int [lists, choices], int [lists] or None, bool [rows, cols]
+    index_ptr, counts_ptr, stop_ptr,  # int [lists, choices], int [lists] or None, int32 [rows]
     ordered_ptr, found_ptr,  # int32 [lists, choices], int32 [1 + lists], the first one 0
-    rows, cols, choices, CHOICES: tl.constexpr,
+    rows, choices, CHOICES: tl.constexpr,
 ):  # fmt: skip
     """Writes the distinct blocks of one list that may be chosen, in ascending order, and counts them."""
     program = tl.program_id(0).to(tl.int64)
@@ -61,8 +64,7 @@ def sort_kernel(
     if counts_ptr is not None:
         here = here & (lane.to(tl.int64) < tl.load(counts_ptr + program).to(tl.int64))
     col = tl.load(index_ptr + program * choices + lane, mask=here, other=-1).to(tl.int64)
-    here = here & (col >= 0) & (col < cols)
-    here = here & tl.load(open_ptr + program % rows * cols + col, mask=here, other=0).to(tl.int1)
+    here = here & (col >= 0) & (col < tl.load(stop_ptr + program % rows))
     col = tl.where(here, col, -1).to(tl.int32)
     again = (col[None, :] == col[:, None]) & (lane[None, :] < lane[:, None])
     first = here & (tl.max(again.to(tl.int32), 1) == 0)
@@ -74,11 +76,11 @@ def sort_kernel(
         tl.store(found_ptr, 0)
 
 
-@triton.jit(do_not_specialize=["rows", "cols", "choices", "room", "share"])
+@triton.jit(do_not_specialize=["rows", "width", "choices", "room", "share"])
 def store_kernel(
-    ordered_ptr, kind_ptr, indptr_ptr,  # int32 [lists, choices], [rows, cols], [lists + 1]
+    ordered_ptr, last_whole_ptr, kinds_ptr, indptr_ptr,  # int32 [lists, choices], [rows], [rows, width], [lists + 1]
     indices_ptr, tile_ptr,  # int32 [room]
-    rows, cols, choices, room, share,  # the part of the room that a program fills
+    rows, width, choices, room, share,  # the part of the room that a program fills
     CHOICES: tl.constexpr,
 ):  # fmt: skip
     """Stores the tiles of one row, and zeros in a part of the unused room."""
@@ -87,7 +89,9 @@ def store_kernel(
     start, stop = tl.load(indptr_ptr + program), tl.load(indptr_ptr + program + 1)
     here = lane < stop - start
     col = tl.load(ordered_ptr + program * choices + lane, mask=here, other=0)
-    kind = tl.load(kind_ptr + program % rows * cols + col, mask=here, other=0)
+    row = program % rows
+    at = tl.maximum(col - tl.load(last_whole_ptr + row), 0)
+    kind = tl.load(kinds_ptr + row * width + at, mask=here, other=0)
     tl.store(indices_ptr + start + lane, col, mask=here)
     tl.store(tile_ptr + start + lane, kind, mask=here)
     clear_unused(indices_ptr, tile_ptr, tl.load(indptr_ptr + tl.num_programs(0)), share, room, CHOICES)

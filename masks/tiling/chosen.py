@@ -11,22 +11,42 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.arguments import dense_tensor, described, has_integers, integer_tensor
+from sparseflash.blockmask.build import arrays_of
 from sparseflash.blockmask.cache import bounded_tensors
 from sparseflash.blockmask.compiling import contents_when_faking
-from sparseflash.blockmask.csr import row_of_entry
 from sparseflash.limits import check_count
+from sparseflash.masks.tiling.draws import Integers
+from sparseflash.masks.tiling.listing import columns_between
 
 # Shares are added up in units of 2^-40, because a sum of integers does not depend on the order.
 SHARE_UNITS = float(1 << 40)
 
 
+class RowFrame(NamedTuple):
+    """The tiles that may be chosen, by block rows, on the device of the choice.
+
+    Row i may choose column j iff `j < stop[i]`, and `kinds[i, max(j - last_whole[i], 0)]` is what is then live in the
+    tile.
+    """
+
+    q_len: int
+    k_len: int
+    block: tuple[int, int]
+    stop: Tensor  # int32 [Mq, 1]
+    last_whole: Tensor  # int32 [Mq, 1]: up to this column, neither the diagonal nor the end of the keys cuts a tile
+    kinds: Tensor  # int32 [Mq, n], as `BlockMask.tile`
+    bits: Tensor  # int32 [T, block_q, words]
+    rooms: tuple[int, ...]  # tiles of a pattern if every row keeps as many as it can of at most 0, 1, ..., Mk
+
+
 class Frame(NamedTuple):
-    """The tiles that may be chosen, on the device of the choice."""
+    """The same for each tile, and which tiles are always chosen."""
 
     q_len: int
     k_len: int
@@ -36,58 +56,86 @@ class Frame(NamedTuple):
     forced: Tensor  # bool [Mq, Mk]: it always is
     kind: Tensor  # int32 [Mq * Mk]: what is live in it if chosen, as `BlockMask.tile`
     bits: Tensor  # int32 [T, block_q, words]
-    rooms: tuple[int, ...]  # tiles of a pattern if every row keeps as many as it can of at most 0, 1, ..., Mk
+    rooms: tuple[int, ...]  # as in `RowFrame`
     forced_in_row: int  # the largest number in any row
+
+
+@bounded_tensors(maxsize=32)
+def row_frame(q_len: int, k_len: int, block: tuple[int, int], causal: bool, device: torch.device) -> RowFrame:
+    """All tiles, or those of `masks.causal`, whose diagonal is aligned at the bottom right.
+
+    Takes time and memory in proportion to the block rows and columns. A frame is made once and cached. To torch.compile
+    it is a constant, because how it is made cannot be traced.
+    """
+    block_q, block_k = block
+    row_blocks, col_blocks = -(-q_len // block_q), -(-k_len // block_k)
+    first = np.arange(row_blocks) * block_q + (k_len - q_len)  # the keys on the diagonal
+    last = np.minimum(first + block_q, k_len) - 1
+    whole, stop = np.full(row_blocks, k_len // block_k), np.full(row_blocks, col_blocks)
+    if causal:
+        whole, stop = np.minimum(whole, np.maximum(first + 1, 0) // block_k), np.maximum(last // block_k + 1, 0)
+    rows, cols = columns_between(whole, stop - 1)
+    at = cols - whole[rows] + 1
+    if q_len % block_q and whole[-1] > 0:
+        # The end of the queries cuts the other tiles of the last row, too, which are all equal: the first stands for
+        # them.
+        place = np.searchsorted(rows, row_blocks - 1)
+        rows, cols, at = np.insert(rows, place, row_blocks - 1), np.insert(cols, place, 0), np.insert(at, place, 0)
+    # Tiles at the same distance from the diagonal hold the same scores, until the ends cut them.
+    distances, which = np.unique(first[rows] - cols * block_k if causal else rows * 0 + k_len, return_inverse=True)
+    words = bitmask.below(distances[:, None] + np.arange(1, block_q + 1), block_k)
+    with contents_when_faking():
+        part = (torch.from_numpy(rows), torch.from_numpy(cols), torch.from_numpy(which + 1), torch.from_numpy(words))
+        _, _, tile, bits, _ = arrays_of(q_len, k_len, block_q, block_k, [part], 1, 1)
+        kinds = np.zeros((row_blocks, int((stop - whole).max(initial=0)) + 1), dtype=np.int32)
+        kinds[rows, at] = tile.numpy()
+        of_rows = [torch.from_numpy(x.astype(np.int32)) for x in (stop[:, None], whole[:, None] - 1, kinds)]
+
+    # The copies need not have finished when this returns: the kernels that read them are queued after them.
+    ends, last_whole, of_tiles, bits = (x.to(device, non_blocking=True) for x in (*of_rows, bits))
+    rooms = 0, *_longer_than(stop, col_blocks).cumsum().tolist()
+    return RowFrame(q_len, k_len, block, ends, last_whole, of_tiles, bits, rooms)
+
+
+# What `torch.compiler.assume_constant_result` sets, without the second that importing the compiler takes.
+row_frame._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @bounded_tensors(maxsize=32)
 def frame(
     q_len: int, k_len: int, block: tuple[int, int], causal: bool, sink: int, local: int, device: torch.device
 ) -> Frame:
-    """All tiles, or those of `masks.causal`. Forced are the first `sink`, and those nearer than `local` to the
-    diagonal.
+    """The tiles of `row_frame`, of which the first `sink` are forced, and those nearer than `local` to the diagonal.
 
-    The diagonal is aligned at the bottom right; a block row may cross it in several tiles, which are all at distance 0.
-    A frame is made once and cached. To torch.compile it is a constant, because how it is made cannot be traced.
+    A block row may cross the diagonal in several tiles, which are all at distance 0. Scores of all tiles are chosen
+    from, so this is no larger than the scores of a few heads.
     """
     block_q, block_k = block
     shift = k_len - q_len
     with contents_when_faking():
+        of = row_frame(q_len, k_len, block, causal, torch.device("cpu"))
         i, j = (torch.arange(-(-n // b), device="cpu") for n, b in ((q_len, block_q), (k_len, block_k)))
         i = i[:, None]
+        open_ = j < of.stop
+        at = (j - of.last_whole).clamp_(0, of.kinds.shape[1] - 1)
+        kind = of.kinds.gather(1, at).masked_fill_(~open_, 0)
         first, last = i * block_q + shift, (i * block_q + block_q).clamp(max=q_len) - 1 + shift  # keys on the diagonal
-        inside = (i * block_q + block_q <= q_len) & (j * block_k + block_k <= k_len)
-        open_ = (j * block_k <= last) if causal else torch.ones_like(inside)
-        full = inside & (j * block_k + block_k - 1 <= first) if causal else inside
-        rows, cols = (open_ & ~full).nonzero(as_tuple=True)
-        edges = BlockMask.from_function(
-            lambda q, k: (k <= q + shift) | (not causal), q_len, k_len, block=block, candidates=(rows, cols)
-        )
-        kind = torch.zeros_like(inside, dtype=torch.int32)
-        kind[row_of_entry(edges.indptr, len(edges.indices)), edges.indices.long()] = edges.tile
         own = torch.div(first, block_k, rounding_mode="floor"), torch.div(last, block_k, rounding_mode="floor")
         near = (j > own[0] - local) & (j < own[1] + (1 if causal else local))
         forced = open_ & ((j < sink) | (near & (local > 0)))
-        rooms = 0, *_longer_than(open_.sum(1), open_.shape[1]).cumsum(0).tolist()
         forced_in_row = int(forced.sum(1).max())
 
-    def there(x: Tensor) -> Tensor:
-        # The copy need not have finished when this returns: the kernels that read it are queued after it.
-        return x.to(device, non_blocking=True)
-
-    return Frame(
-        q_len, k_len, block, causal, there(open_), there(forced), there(kind.view(-1)), there(edges.bits), rooms,
-        forced_in_row,
-    )  # fmt: skip
+    open_, forced, kind, bits = (x.to(device, non_blocking=True) for x in (open_, forced, kind.view(-1), of.bits))
+    return Frame(q_len, k_len, block, causal, open_, forced, kind, bits, of.rooms, forced_in_row)
 
 
-# What `torch.compiler.assume_constant_result` sets, without the second that importing the compiler takes.
 frame._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _longer_than(counts: Tensor, stop: int) -> Tensor:
+def _longer_than(counts: Integers, stop: int) -> Integers:
     """How many of some counts are above 0, 1, ..., stop - 1."""
-    return len(counts) - torch.bincount(counts, minlength=stop + 1).cumsum(0)[:stop]
+    found: Integers = len(counts) - np.bincount(counts, minlength=stop + 1).cumsum()[:stop]
+    return found
 
 
 class Kept(NamedTuple):
@@ -112,8 +160,9 @@ def compact(kept: Tensor, room: int) -> Kept:
 
 
 def dynamic_mask(
-    frame: Frame, indptr: Tensor, indices: Tensor, tile: Tensor, bits: Tensor, heads: tuple[int, int], group: int
-) -> BlockMask:
+    frame: Frame | RowFrame, indptr: Tensor, indices: Tensor, tile: Tensor, bits: Tensor, heads: tuple[int, int],
+    group: int,
+) -> BlockMask:  # fmt: skip
     """The mask of kept tiles, with `heads = (B, H)`: `group` query heads use pattern b * H + h."""
     pattern = pattern_of(*heads, group, tile.device)
     # Once detached, constants are values of the graph that torch.compile traces, and it can return a mask made of them.

@@ -20,6 +20,7 @@ from sparseflash.masks.tiling.grid import block_shapes, checked_order, coordinat
 from sparseflash.masks.tiling.kinds import by_kind
 
 _BOXES_AT_ONCE = 1 << 22  # boxes listed at a time: about 100 MB of temporaries
+_ENDS_AT_ONCE = 1 << 20  # ends of windows cut at a time: about 50 MB of temporaries
 
 
 class Range(NamedTuple):
@@ -52,15 +53,43 @@ def within_ranges(
     windows = windows.unflatten(2, (len(shape), 2))
     steps = [r.step for r in ranges]
     rows, cols = _tiles_seen(shape, windows, window, query_corners, steps, order, block_k)
-    # Tiles with the same window, key shape and offset between the two hold the same bits.
     offset = key_corners[cols] - query_corners[rows]
-    codes = [window[rows], key_shape[cols], *offset.unbind(1)]
+    # Tiles hold the same bits if their keys have one shape and, on each axis, the same part of it is seen.
+    codes = [key_shape[cols]]
+    for axis, step in enumerate(steps):
+        codes.append(
+            _parts_seen(windows[:, :, axis], window[rows], key_shapes[:, :, axis], codes[0], offset[:, axis], step)
+        )
 
     def live(some: Tensor) -> Tensor:
         keys = key_shapes.index_select(0, key_shape[cols[some]]) + offset[some, None]
         return _live(windows.index_select(0, window[rows[some]]), keys, steps)
 
     return by_kind(live, rows, cols, codes, count, block=(block_q, block_k))
+
+
+def _parts_seen(windows: Tensor, window: Tensor, keys: Tensor, key_shape: Tensor, offset: Tensor, step: int) -> Tensor:
+    """A number for each tile, int64 `[E]`; those with equal numbers see the same part of equal key shapes, on one axis.
+
+    `windows` int32 `[W, block_q, 2]`, from the first query; `keys` int32 `[S, block_k]`, from the first key, which is
+    `offset` int32 `[E]` from the first query. Few combinations of these are distinct, and once a window is cut to the
+    keys of the tile, still fewer.
+    """
+    profiles, profile = bitmask.deduplicate(windows.contiguous())
+    lowest, highest = keys.aminmax(dim=1)
+    number, count = number_combinations([profile[window], lowest[key_shape], highest[key_shape], offset])
+    one = number.new_zeros(count).scatter_(0, number, torch.arange(len(number), device="cpu"))
+    parts, found, known = [], [], 0
+    for some in one.split(max(1, _ENDS_AT_ONCE // windows[0].numel())):
+        low, high = (x[key_shape[some], None] for x in (lowest, highest))
+        first, last = (profiles[profile[window[some]]] - offset[some, None, None]).unbind(2)
+        first = first + (low - first + step - 1).clamp(min=0).div(step, rounding_mode="floor") * step
+        steps = (torch.minimum(last, high) - first).div(step, rounding_mode="floor").clamp(min=-1)
+        distinct, which = bitmask.deduplicate(torch.stack([first.masked_fill(steps < 0, 0), steps], 2))
+        parts.append(distinct)
+        found.append(which + known)
+        known += len(distinct)
+    return bitmask.deduplicate(torch.cat(parts))[1][torch.cat(found)][number]
 
 
 def _live(window: Tensor, keys: Tensor, steps: list[int]) -> Tensor:
@@ -140,6 +169,12 @@ def _boxes_seen(windows: Tensor, steps: list[int], sides: Tensor, jumps: Tensor)
     that one in row-major order, in which a step on each axis is `jumps`.
     """
     axes = len(steps)
+    # A window whose steps leave out no box along an axis sees the boxes from that of its first place to that of its
+    # last, so boxes are counted there instead of places.
+    whole = torch.tensor(steps, device="cpu") <= sides
+    unit = torch.where(whole, sides, 1)
+    windows = torch.div(windows, unit[:, None], rounding_mode="floor")
+    steps = [1 if one else step for one, step in zip(whole.tolist(), steps, strict=True)]
     lowest = windows[..., 0].amin(1)  # [W, axes], from the corner
     # Room for one more step, which the differences below may fill; a multiple of the step.
     extent = [
@@ -164,7 +199,9 @@ def _boxes_seen(windows: Tensor, steps: list[int], sides: Tensor, jumps: Tensor)
             split = covered.unflatten(axis + 1, (extent[axis] // step, step))
             covered = split.cumsum(axis + 1, dtype=torch.int32).flatten(axis + 1, axis + 2)
         which, *place = (covered > 0).nonzero(as_tuple=True)
-        box = (torch.div(torch.stack(place, 1) + lowest[some[which]], sides, rounding_mode="floor") * jumps).sum(1)
+        box = (
+            torch.div(torch.stack(place, 1) + lowest[some[which]], sides // unit, rounding_mode="floor") * jumps
+        ).sum(1)
         least, span = int(box.min()), int(box.max() - box.min()) + 1
         seen = torch.unique_consecutive((which * span + box - least).sort().values)
         counts.append(torch.bincount(seen // span, minlength=len(some)))

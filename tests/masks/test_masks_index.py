@@ -8,11 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from algebra_checks import peak_of
 from exactness import check
-from sparseflash import BlockMask, attention, masks
+from sparseflash import BlockMask, attention, clear_caches, masks
 from sparseflash.backends.problem import Problem as Planned
 from sparseflash.backends.triton.schedule.plan import plan_of
 from sparseflash.masks import block_index, fused
+from sparseflash.masks.tiling.chosen import row_frame
 from strategies import SEEDS, Problem, blocks, lengths, problems
 from waiting import NoWaiting, assert_replays_as_called
 
@@ -91,6 +93,21 @@ def test_the_capacity_is_that_of_the_lists(way):
         assert len(causal.indices) == 6 * (1 + 2 + 3 * 6)
         wide = BlockMask.from_block_index(index.expand(2, 3, 8, 3).repeat(1, 1, 1, 9), block=16, q_len=128)
         assert len(wide.indices) == 6 * 8 * 8  # never more than there are blocks
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_long_sequence_takes_memory_by_its_lists_from_the_first_call(causal):
+    rows = 524_288 // 64
+    index = torch.arange(rows, dtype=torch.int32)[:, None] - torch.arange(4, dtype=torch.int32)
+
+    def made():
+        clear_caches()
+        return BlockMask.from_block_index(index, block=64, q_len=524_280, causal=causal)
+
+    mask, seconds, megabytes = peak_of(made)
+    assert seconds < 1 and megabytes < 10
+    frame = row_frame(524_280, 524_280, (64, 64), causal, index.device)  # what is kept on the device
+    assert sum(x.nbytes for x in frame if isinstance(x, torch.Tensor)) < mask.nbytes
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Patterns over grids: each keeps exactly the scores of its formula, in every order of the tokens."""
 
 import itertools
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from grids import all_axes, in_order, orders, shapes
 from mask_rules import assert_keeps
 from sparseflash import BlockMask, masks
 from sparseflash.masks import order
+from sparseflash.masks.tiling import ranges
 from sparseflash.masks.tiling.grid import coordinates
 from sparseflash.masks.tiling.ranges import _box_side
 from strategies import blocks
@@ -286,6 +288,24 @@ def test_a_window_in_the_order_of_tiles_has_far_fewer_live_tiles():
         len(masks.neighborhood(image, window=13, order=by, block=64).indices) for by in (None, order.tiles(image, 8))
     )
     assert rows > 4 * tiles
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"dilation": (1, 2, 2), "edges": "crop"}, {"causal": (True, False, False)}, {"order": None}],
+    ids=["plain", "dilated", "causal", "row-major"],
+)  # fmt: skip
+def test_few_more_tiles_of_a_window_are_evaluated_than_are_distinct(options):
+    shape, evaluated = (10, 24, 48), []
+    options = {"order": order.tiles(shape, (2, 8, 8)), **options}
+    live = ranges._live
+
+    def counted(window, *arguments):
+        evaluated.append(len(window))
+        return live(window, *arguments)
+
+    with mock.patch.object(ranges, "_live", counted):
+        mask = masks.neighborhood(shape, window=(5, 9, 12), **options)
+    assert sum(evaluated) <= 3 * (len(mask.bits) + 1)
 
 
 def test_tile_sizes_of_queries_and_keys_may_differ():

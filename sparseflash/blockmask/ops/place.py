@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from sparseflash.blockmask import BlockMask, bitmask
+from sparseflash.blockmask.build import Integers
 from sparseflash.blockmask.ops.padding import bake_lengths
 from sparseflash.blockmask.ops.reblock import to_one_block
 from sparseflash.blockmask.ops.tilelist import TileList, mask_of, take_patterns
-from sparseflash.blockmask.stats import pattern_count
 from sparseflash.blockmask.unique import distinct
 
 Placed = tuple[BlockMask, int, int]  # a mask, the token of its first query and that of its first key
+Words = NDArray[np.uint32]  # unsigned, because a shift to the right must not copy the sign bit
+
+_WORDS_AT_ONCE = 1 << 16  # words made at a time, so that temporaries fit in a CPU's caches
 
 
 def place(parts: Sequence[Placed], q_len: int, k_len: int) -> BlockMask:
@@ -26,77 +32,159 @@ def place(parts: Sequence[Placed], q_len: int, k_len: int) -> BlockMask:
     True
 
     The parts must be at least one, lie inside, share no score, have no more than one batch element, and the same number
-    of heads or one. Places need not be multiples of the block: bits are shifted once for each distinct mask and place
-    within a block. Time and memory are proportional to the tiles of all parts.
+    of heads or one. Places need not be multiples of the block: bits are shifted once for each distinct combination of
+    tiles and place within a block. Time and memory are proportional to the tiles of all parts, and no operation is done
+    part by part.
     """
     once = {id(mask): mask for mask, _, _ in parts}
-    canonical = [bake_lengths(mask.canonical()) for mask in once.values()]
-    once = dict(zip(once, to_one_block(canonical), strict=True))
-    first = next(iter(once.values()))
-    block_q, block_k = first.block_q, first.block_k
-    heads = max(mask.shape[1] for mask in once.values())
-    for mask in once.values():
+    masks = to_one_block([bake_lengths(mask.canonical()) for mask in once.values()])
+    heads = max(mask.shape[1] for mask in masks)
+    for mask in masks:
         if mask.shape[0] != 1 or mask.shape[1] not in (1, heads):
             raise ValueError(
                 f"the masks of sequences must be of one batch element and of 1 or {heads} heads; got one of "
                 f"{mask.shape[0]} batch elements and {mask.shape[1]} heads."
             )
+    block_q, block_k = masks[0].block_q, masks[0].block_k
     row_blocks, col_blocks = -(-q_len // block_q), -(-k_len // block_k)
-    shifted: dict[tuple[int, int, int], tuple[int, Tensor, Tensor, Tensor]] = {}
-    rows, cols, kinds, words = [], [], [], []
+    number = {key: index for index, key in enumerate(once)}
+    source, q_start, k_start = np.array([(number[id(mask)], q, k) for mask, q, k in parts], dtype=np.int64).T
+    # The blocks of the result cut a part's tiles where it does not begin at a block: the first block that begins inside
+    # the part begins with its query `q_cut` and key `k_cut`. Equal masks that are cut alike are cut once.
+    q_cut, k_cut = -q_start % block_q, -k_start % block_k
+    code, which = _distinct((source * block_q + q_cut) * block_k + k_cut)
+    cut = _cut(_listed(masks, heads), masks, code // (block_q * block_k), code // block_k % block_q, code % block_k)
+    part, tile = _runs(cut.start[which], cut.start[which + 1])
+    row = cut.head[tile] * row_blocks + cut.row[tile] + (-(-q_start // block_q))[part]
+    col = cut.col[tile] + (-(-k_start // block_k))[part]
+    row, col, kind, words = _merged(row, col, cut.kind[tile], cut.words, col_blocks)
+    return mask_of(TileList(
+        q_len, k_len, block_q, block_k,
+        torch.from_numpy(row), torch.from_numpy(col), torch.from_numpy(kind), torch.from_numpy(words.view(np.int32)),
+        torch.arange(heads, device="cpu").view(1, heads), heads,
+    ))  # fmt: skip
+
+
+class _Tiles(NamedTuple):
+    """Tiles of several masks: mask m has those from `start[m]` to `start[m + 1]`."""
+
+    start: Integers
+    head: Integers
+    row: Integers
+    col: Integers
+    kind: Integers  # 0 for a full tile, t > 0 for `words[t - 1]`
+    words: Words
+
+
+def _listed(masks: Sequence[BlockMask], heads: int) -> _Tiles:
+    """The tiles of the masks, those of a pattern once for each of its heads."""
+    listed: list[tuple[Tensor, ...]] = []
     known = 0
-    for mask, q_start, k_start in parts:
-        key = id(mask), q_start % block_q, k_start % block_k
-        if key not in shifted:
-            made = _moved(once[key[0]], key[1], key[2])
-            row, entry = take_patterns(made, made.pattern.long().expand(1, heads).reshape(-1))
-            own = made.blocks[0]
-            row = row // own * row_blocks + row % own
-            kind = made.tile[entry].long()
-            shifted[key] = known, row, made.indices[entry].long(), kind.add(known).masked_fill_(kind == 0, 0)
-            words.append(made.bits)
-            known += len(made.bits)
-        _, row, col, kind = shifted[key]
-        rows.append(row + q_start // block_q)
-        cols.append(col + k_start // block_k)
-        kinds.append(kind)
-    listed = TileList(
-        q_len, k_len, block_q, block_k, torch.cat(rows), torch.cat(cols), torch.cat(kinds), torch.cat(words),
-        torch.arange(heads, device=first.device).view(1, heads), heads,
-    )  # fmt: skip
-    return mask_of(_merged(listed, col_blocks))
+    for mask in masks:
+        rows, entry = take_patterns(mask, mask.pattern.long().expand(1, heads).reshape(-1))
+        kind, own = mask.tile[entry].long(), mask.blocks[0]
+        listed.append((rows // own, rows % own, mask.indices[entry].long(), torch.where(kind > 0, kind + known, 0)))
+        known += len(mask.bits)
+    start = np.cumsum([0, *(len(rows) for rows, *_ in listed)])
+    head, row, col, kind = (torch.cat(column) for column in zip(*listed, strict=True))
+    words = torch.cat([mask.bits for mask in masks]).numpy().view(np.uint32)
+    return _Tiles(start, head.numpy(), row.numpy(), col.numpy(), kind.numpy(), words)
 
 
-def _moved(mask: BlockMask, down: int, right: int) -> BlockMask:
-    """The mask behind `down` queries and `right` keys without a live score, fewer than those of a block each."""
-    if down == right == 0:
-        return mask
-    # A whole block of dead tokens is put before it, and what is too many is cut off.
-    counts = mask.indptr.diff().view(pattern_count(mask), -1)
-    indptr = torch.nn.functional.pad(torch.nn.functional.pad(counts, (1, 0)).view(-1).cumsum(0), (1, 0))
-    longer = BlockMask(
-        mask.q_len + mask.block_q, mask.k_len + mask.block_k, mask.block_q, mask.block_k, indptr.to(torch.int32),
-        mask.indices + 1, mask.tile, mask.bits, mask.pattern,
-    )  # fmt: skip
-    return longer.crop(q=(mask.block_q - down, None), k=(mask.block_k - right, None))
+def _cut(tiles: _Tiles, masks: Sequence[BlockMask], source: Integers, q_cut: Integers, k_cut: Integers) -> _Tiles:
+    """The tiles of masks `source[c]` cut at blocks that begin with query `q_cut[c]` and key `k_cut[c]`.
+
+    Block rows and columns are counted from those blocks, so the tokens before them are in block -1.
+    """
+    block_q, block_k = masks[0].block_q, masks[0].block_k
+    q_lens, k_lens = np.array([(mask.q_len, mask.k_len) for mask in masks]).T
+    which, entry = _runs(tiles.start[source], tiles.start[source + 1])
+    last_row = ((q_lens[source] - 1 - q_cut) // block_q)[which]
+    last_col = ((k_lens[source] - 1 - k_cut) // block_k)[which]
+    # A new tile has up to four parts, each of one old tile: the lower part of a tile and the upper one of the tile
+    # below it, and likewise the right and the left part.
+    heads, rows, cols = (int(x.max(initial=0)) + 2 for x in (tiles.head, tiles.row, tiles.col))
+    keys, kinds, slots = [], [], []
+    for slot in range(4):
+        i, j = tiles.row[entry] - (slot >> 1), tiles.col[entry] - (slot & 1)
+        there = (i <= last_row) & (j <= last_col)
+        if slot >> 1:
+            there &= q_cut[which] > 0
+        if slot & 1:
+            there &= k_cut[which] > 0
+        i, j = i[there], j[there]
+        keys.append(((which[there] * heads + tiles.head[entry[there]]) * rows + i + 1) * cols + j + 1)
+        kinds.append(tiles.kind[entry[there]])
+        slots.append(np.full(len(i), slot))
+    key, group = _distinct(np.concatenate(keys))
+    known = bitmask.choices(torch.from_numpy(tiles.words.view(np.int32)), block_k).numpy().view(np.uint32)
+    of_combination = key // (cols * rows * heads)
+    recipe = np.full((len(key), 5), len(known) - 1, dtype=np.int32)  # dead where nothing is stored
+    recipe[group, np.concatenate(slots)] = np.concatenate(kinds)
+    recipe[:, 4] = k_cut[of_combination] * block_q + q_cut[of_combination]
+    distinct_recipes, number = bitmask.deduplicate(torch.from_numpy(recipe).unsqueeze(-1))
+    words = _words_of(known, distinct_recipes.squeeze(-1).numpy().astype(np.int64), block_k)
+    start = np.searchsorted(of_combination, np.arange(len(source) + 1))
+    head, row, col = key // (cols * rows) % heads, key // cols % rows - 1, key % cols - 1
+    return _Tiles(start, head, row, col, number.numpy() + 1, words)
 
 
-def _merged(listed: TileList, col_blocks: int) -> TileList:
+def _words_of(known: Words, recipes: Integers, block_k: int) -> Words:
+    """The words `[C, block_q, W]` of tiles that are each made of four, whose numbers are followed by `k_cut * block_q +
+    q_cut`.
+    """
+    block_q, width = known.shape[1:]
+    by_row = known.reshape(-1, width)
+    words = np.empty((len(recipes), block_q, width), dtype=np.uint32)
+    # Tiles whose words move by the same number of whole words are made together.
+    skipped = recipes[:, 4] // (block_q * bitmask.WORD)
+    order = skipped.argsort(kind="stable")
+    ends = np.searchsorted(skipped[order], np.arange(1, width + 1))
+    at_once = max(1, _WORDS_AT_ONCE // known[0].size)
+    for skip, group in enumerate(np.split(order, ends[:-1])):
+        for at in range(0, len(group), at_once):
+            some = group[at : at + at_once]
+            k_cut, q_cut = np.divmod(recipes[some, 4, None], block_q)
+            row = np.arange(block_q) + q_cut
+            upper, lower = recipes[some, None, :2] * block_q, (recipes[some, None, 2:4] - 1) * block_q
+            source = np.where((row < block_q)[..., None], upper, lower) + row[..., None]  # [C, block_q, (left, right)]
+            both = by_row[source].reshape(len(some), block_q, 2 * width)
+            shift = (k_cut[:, :, None] - skip * bitmask.WORD).astype(np.uint32)
+            if block_k < bitmask.WORD:
+                words[some] = (both[..., :1] | both[..., 1:] << block_k) >> shift & bitmask.full_word(block_k)
+            else:  # a shift by all 32 bits, where `shift` is 0, gives 0
+                low, high = both[..., skip : skip + width], both[..., skip + 1 : skip + 1 + width]
+                words[some] = low >> shift | high << (bitmask.WORD - shift)
+    return words
+
+
+def _merged(
+    row: Integers, col: Integers, kind: Integers, words: Words, col_blocks: int
+) -> tuple[Integers, Integers, Integers, Words]:
     """The list with the tiles that parts share made one. None of these is full, because parts share no score."""
-    key, group = distinct(listed.row * col_blocks + listed.col)
-    if len(key) == len(group):
-        return listed
-    shared = torch.bincount(group, minlength=len(key)) > 1
-    number = shared.cumsum(0) - 1
-    own, several = ~shared[group], shared[group]
-    words = listed.words.new_zeros(int(shared.sum()), *listed.words.shape[1:])
-    entries = several.nonzero().squeeze(1)
-    for some in entries.split(max(1, bitmask.WORDS_AT_ONCE // words[0].numel())):
-        # The bits are distinct, so adding them never carries and the sum is their union.
-        words.index_add_(0, number[group[some]], listed.words[listed.kind[some] - 1])
-    kinds = torch.arange(1, len(words) + 1, device=key.device) + len(listed.words)
-    return TileList(
-        listed.q_len, listed.k_len, listed.block_q, listed.block_k,
-        torch.cat([listed.row[own], key[shared] // col_blocks]), torch.cat([listed.col[own], key[shared] % col_blocks]),
-        torch.cat([listed.kind[own], kinds]), torch.cat([listed.words, words]), listed.pattern, listed.patterns,
-    )  # fmt: skip
+    key = row * col_blocks + col
+    order = key.argsort(kind="stable")
+    key, kind = key[order], kind[order]
+    first = np.flatnonzero(np.diff(key, prepend=-1))
+    count = np.diff(first, append=len(key))
+    shared = np.flatnonzero(count > 1)
+    union = words[kind[first[shared]] - 1]
+    for more in range(1, int(count.max(initial=0))):
+        still = np.flatnonzero(count[shared] > more)
+        union[still] |= words[kind[first[shared[still]] + more] - 1]
+    kind = kind[first]
+    kind[shared] = np.arange(len(words) + 1, len(words) + 1 + len(shared))
+    return key[first] // col_blocks, key[first] % col_blocks, kind, np.concatenate([words, union])
+
+
+def _distinct(values: Integers) -> tuple[Integers, Integers]:
+    """`distinct` for arrays."""
+    found, number = distinct(torch.from_numpy(values))
+    return found.numpy(), number.numpy()
+
+
+def _runs(start: Integers, stop: Integers) -> tuple[Integers, Integers]:
+    """`(which, index)`: all integers from `start[n]` to before `stop[n]`, and the n of each."""
+    count = stop - start
+    which = np.repeat(np.arange(len(count)), count)
+    return which, np.arange(len(which)) + (start - (count.cumsum() - count))[which]
