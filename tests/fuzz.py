@@ -799,7 +799,7 @@ def fuzz_conditions(rule, sizes, use):
     """A score is changed where a rule says so."""
     batch, heads, q_len, k_len = sizes
     q, k, v = (torch.randn(batch, heads, n, 8, dtype=torch.float64) for n in (q_len, k_len, k_len))
-    change = lambda s, b, h, q, k: torch.where(rule(b, h, q, k), s, 0.5 - s)  # noqa: E731
+    change = lambda s, b, h, q, k: torch.where(torch.as_tensor(rule(b, h, q, k)), s, 0.5 - s)  # noqa: E731
 
     def call():
         made = scores.function(change) if use == "function" else interop.from_score_mod(change, q_len, k_len)

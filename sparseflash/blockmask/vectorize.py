@@ -97,6 +97,7 @@ def _of_arrays(
     """The result of one call with whole arrays, for a function that vmap refused."""
     shape = torch.broadcast_shapes(*(x.shape for x in arguments))
     fits = False
+    function = partial(_unread, function)
     try:
         found = function(*arguments)
     except Exception as error:
@@ -121,7 +122,7 @@ def _of_arrays(
             fits = all(
                 _agree(_of_one(function, [x.expand(shape)[place] for x in arguments], single), wanted[place])
                 for place in _some(wanted)
-            ) and all(_agree(half, wanted[place]) for place, half in _halves(function, arguments, single, shape))
+            ) and all(_agree(some, wanted[place]) for place, some in _slices(function, arguments, single, shape))
         except Exception:
             fits = False
     if not fits:
@@ -133,20 +134,31 @@ def _of_arrays(
     return answer.view((1,) * (len(shape) - answer.ndim) + tuple(answer.shape))
 
 
-def _halves(
+def _unread(function: Function, *arguments: Tensor) -> Any:
+    """The function's answer. Raises TypeError if it makes text of an array, as in `f"{h}"`, where a number is meant."""
+    with _WithoutText():
+        return function(*arguments)
+
+
+class _WithoutText(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.Tensor.__format__, torch.Tensor.__repr__) and args[0].ndim > 0:
+            raise TypeError("text is made of an array")
+        return func(*args, **(kwargs or {}))
+
+
+def _slices(
     function: Function, arguments: Sequence[Tensor], single: Callable[[Any], Tensor], shape: Sequence[int]
 ) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
-    """The answers to the first and to the second half of the places, by each dimension. They differ from the answer to
-    all places for a function that reads more of an array than each number by itself, as its largest number.
+    """The answers for some of the numbers of each dimension alone, with all those of the others. They differ from the
+    answer for all of them if the function reads more of an array than each number by itself, as its maximum.
     """
+    arguments = [x.expand(*[1] * (len(shape) - x.ndim), *x.shape) for x in arguments]
     for dim, size in enumerate(shape):
-        for half in (slice(0, size // 2), slice(size // 2, size)) if size > 1 else ():
-            place = (*[slice(None)] * dim, half)
-            some = [x.expand(*[1] * (len(shape) - x.ndim), *x.shape) for x in arguments]
-            some = [x[place] if x.shape[dim] > 1 else x for x in some]
-            sizes = [*shape]
-            sizes[dim] = half.stop - half.start
-            yield place, single(function(*some)).expand(sizes)
+        for at in {*range(0, size, -(-size // _CHECKED)), size - 1} if size > 1 else ():
+            place = (*[slice(None)] * dim, slice(at, at + 1))
+            some = [x[place] if x.shape[dim] > 1 else x for x in arguments]
+            yield place, single(function(*some)).expand([1 if each == dim else n for each, n in enumerate(shape)])
 
 
 def _of_one(function: Function, numbers: Sequence[Tensor], single: Callable[[Any], Tensor]) -> Tensor:
@@ -160,13 +172,14 @@ def _of_one(function: Function, numbers: Sequence[Tensor], single: Callable[[Any
 
 
 def _some(answer: Tensor) -> list[tuple[int, ...]]:
-    """Indices spread over a result; for bools, spread over the true and over the false elements."""
+    """Some indices of a result; for bools, of the true and of the false elements."""
+    generator = torch.Generator().manual_seed(0)  # equal steps could meet the same keys in every row
     flat = answer.reshape(-1)
     every = torch.ones_like(flat, dtype=torch.bool)
     chosen = []
     for group in (flat, ~flat) if flat.dtype == torch.bool else (every,):
         found = group.nonzero()[:, 0].cpu()
-        chosen.append(found[:: max(1, len(found) // _CHECKED)])
+        chosen.append(found[torch.randperm(len(found), generator=generator)[:_CHECKED]])
     return list(zip(*(x.tolist() for x in torch.unravel_index(torch.cat(chosen), answer.shape))))
 
 
@@ -191,6 +204,8 @@ class NumbersAsIndices(TorchFunctionMode):
                 return _entries(args[0], index)
         if func in (torch.take, torch.Tensor.take) and not kwargs and _is_number(args[1]):
             return _entries(args[0].flatten(), args[1:])
+        if func is torch.isin and not kwargs and len(args) == 2 and all(isinstance(x, Tensor) for x in args):
+            return _is_in(*args)
         return func(*args, **(kwargs or {}))
 
 
@@ -224,6 +239,16 @@ def _without_contents(x: Any) -> Any:
 
 def _in_dtype(x: Any, dtype: torch.dtype) -> Any:
     return x.to(dtype) if isinstance(x, Tensor) and x.dtype != torch.bool else x
+
+
+def _is_in(number: Tensor, others: Tensor) -> Tensor:
+    """`torch.isin`, which vmap cannot call."""
+    dtype = torch.promote_types(number.dtype, others.dtype)
+    number, ordered = number.to(dtype), others.to(dtype).flatten().sort().values
+    if not len(ordered):
+        return torch.zeros_like(number, dtype=torch.bool)
+    at = torch.searchsorted(ordered, number).clamp(max=len(ordered) - 1)
+    return (_entries(ordered, (at,)) if at.ndim == 0 else ordered[at]) == number
 
 
 def _is_number(x: Any) -> bool:
