@@ -110,9 +110,8 @@ def _of_arrays(
             ) from error
         if isinstance(error, IndexError) and isinstance(refused, IndexError):  # a table that is too short
             raise
-        function(
-            *(x.flatten()[0] for x in arguments)
-        )  # if single numbers fail, too, this raises the function's own error
+        # If single numbers fail, too, this raises the function's own error.
+        function(*(x.flatten()[0] for x in arguments))
     else:
         answer = single(found)
         fits = answer.ndim <= len(shape) and all(n in (1, m) for n, m in zip(answer.shape[::-1], shape[::-1]))
@@ -141,6 +140,8 @@ def _unread(function: Function, *arguments: Tensor) -> Any:
 
 
 class _WithoutText(TorchFunctionMode):
+    """Refuses to make text of an array; that of a single number is right."""
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.Tensor.__format__, torch.Tensor.__repr__) and args[0].ndim > 0:
             raise TypeError("text is made of an array")
