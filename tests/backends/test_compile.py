@@ -111,6 +111,26 @@ def test_a_bias_whose_rows_begin_anywhere_leaves_scores_in_the_layout_of_the_pro
     assert all(16 <= count <= 20 for count in counts), counts
 
 
+def test_a_decay_is_fused_by_name_so_that_both_passes_round_it_alike():
+    source = (
+        "import torch\n"
+        "from experiments.benchmarks.compile import report\n"
+        "from experiments.benchmarks.compile.without_gpu import compiling_for\n"
+        "from sparseflash import scores\n"
+        "from sparseflash.scores.change import Scores\n"
+        "changes = Scores((scores.alibi(torch.ones(2)),))\n"
+        "with compiling_for(90, assemble=False) as compiled:\n"
+        "    report.launch_all(90, 'float32', 64, 64, 64, lengths=False, dropout=False, changes=changes)\n"
+        "for name, kernel in compiled: print(name, 'math.fma' in kernel.asm['ttir'])"
+    )
+    done = python("-c", source)
+    assert done.returncode == 0, done.stderr
+    found = dict(line.split() for line in done.stdout.splitlines())
+    assert {name: found[name] for name in found if name in ("forward_kernel", "dq_kernel", "dk_dv_kernel")} == {
+        "forward_kernel": "True", "dq_kernel": "True", "dk_dv_kernel": "True",
+    }, done.stdout  # fmt: skip
+
+
 @pytest.mark.parametrize(("arch", "block"), [(90, 32), (120, 128)])
 def test_fp32_in_pieces_takes_no_descriptors_where_tiles_come_through_registers(arch, block):
     found = reports("--arch", str(arch), "--block", str(block), "--dim", "64", "--arithmetic", "float32")

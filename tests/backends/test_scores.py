@@ -410,6 +410,15 @@ def test_the_kernels_are_exact_on_the_gpu(kind, dtype, dims, blocks, data):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["alibi", "log_decay"])
+@pytest.mark.parametrize("seed", [32119184, 0, 1])
+def test_steep_decays_are_rounded_alike_in_both_passes_on_the_gpu(kind, seed):
+    problem = Problem(recipe=None, batch=2, heads=2, kv_heads=1, q_len=132, k_len=255, dim=16, v_dim=16,
+                      dtype=torch.float32, scale=1.0, layout="contiguous", seed=seed, dropout_p=0.0)  # fmt: skip
+    check(Scored(problem, (kind,), shared=True, half=True), "triton", "cuda")
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("function", FUNCTIONS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 def test_stages_that_do_not_fit_are_left_out_and_the_rest_is_exact_on_the_gpu(dtype, function):

@@ -274,7 +274,7 @@ def test_hopper_lists_no_more_tiles_than_its_kernels_count(monkeypatch):
 def test_far_positions_on_a_gpu():
     """ALiBi, a logarithmic decay and a table, of few queries among 16.9 million keys."""
     q, k, v = (torch.randn(1, 2, n, 64, device="cuda", dtype=torch.bfloat16) for n in (24, LONG, LONG))
-    mask, small = (masks.local(24, keys, window=40, causal=True, block=16).cuda() for keys in (LONG, 80))
+    mask, small = (masks.local(24, keys, window=40, causal=True, block=16).to("cuda") for keys in (LONG, 80))
     slopes, table = torch.tensor([0.5, 0.03125], device="cuda"), torch.randn(2, 9, device="cuda")
     cut = slice(LONG - 80, LONG)
     for change in (scores.alibi(slopes), scores.log_decay(slopes), scores.relative(table, scores.clipped(4))):

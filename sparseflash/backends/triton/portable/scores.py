@@ -71,7 +71,10 @@ def changed_scores(
         scores = ratio * changes.cap
     if changes.slopes_ptr is not None:
         slope = tl.load(changes.slopes_ptr + head).to(tl.float32)
-        scores = scores - slope * distances(first_q, first_k, q_len, k_len, TILE_M, TILE_N, CHANGES, TRANSPOSED)
+        apart = distances(first_q, first_k, q_len, k_len, TILE_M, TILE_N, CHANGES, TRANSPOSED)
+        # Fused by name. A compiler may fuse either of the two products with the subtraction, and the forward and the
+        # backward would then round a steep decay differently: in fp32 weights of 1 were off by 2^-15.
+        scores = tl.fma(-slope, apart, scores)
     if changes.values_ptr is not None:
         values_ptr = changes.values_ptr + tl.cast(head, tl.int64) * changes.values_stride
         if changes.until_ptr is not None:
