@@ -1,4 +1,4 @@
-"""What `attention` answers to keywords of other attentions: how to do the same here, or that it cannot be done."""
+"""Advice for keywords of other attentions: how to do the same here, or that it cannot be done."""
 
 from __future__ import annotations
 
