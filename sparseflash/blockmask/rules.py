@@ -35,10 +35,8 @@ def tiles_of_rule(
     candidates: Candidates | None,
     device: torch.device,
 ) -> tuple[list[Part], Tensor]:
-    """The tiles of each distinct pattern of a rule, and the pattern number of each batch element and head, int64 `[B,
-    H]`.
-
-    See `BlockMask.from_function`.
+    """The tiles of each distinct pattern of a rule, and the pattern number of each batch element and head, int64
+    `[B, H]`; see `BlockMask.from_function`.
     """
     if not takes_numbers(live, batch, heads):
         part = _tiles(live, q_len, k_len, block, candidates, device)

@@ -182,7 +182,7 @@ def derivatives(made: Expression, output: int, of: Sequence[int]) -> list[int]:
 def _rule(
     *factors: Callable[[Callable[..., int], Callable[[float], int], int, tuple[int, ...]], int | None],
 ) -> Callable[..., list[int | None]]:
-    """The gradients of the inputs: the output's gradient times these factors, functions of the operation and its nodes."""
+    """The output's gradient times each factor, a function of the operation and its nodes, for each input."""
 
     def gradients(made: Expression, gradient: int, output: int, *inputs: int) -> list[int | None]:
         found = [factor(made.apply, made.number, output, inputs) for factor in factors]
