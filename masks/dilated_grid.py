@@ -30,7 +30,7 @@ def dilated_grid(
 
         (q - k) % dilation == 0
 
-    however far away, so 1 / dilation^axes of all scores. For a dilated window use `neighborhood(..., dilation=)`.
+    at any distance, so 1 / dilation^axes of all scores. For a dilated window use `neighborhood(..., dilation=)`.
 
     Source: xformers' `dilated_2d_pattern`. In row-major order nearly all live tiles are partial; with
     `order=order.residues(shape, dilation)` tokens that see one another are neighbours, and the mask is block-diagonal.
@@ -61,7 +61,7 @@ def dilated_grid(
     group = (places % places.new_tensor(steps) * places.new_tensor(strides(steps))).sum(1).to(torch.int32)
     queries, query = bitmask.deduplicate(cut(group, block_q)[:, :, None])
     keys, key = bitmask.deduplicate(cut(group, block_k)[:, :, None])
-    # Blocks with the same sequence of groups are alike, and see one another if they have a group in common.
+    # Blocks with the same sequence of groups are alike, and see one another if they share a group.
     meet = incidence(queries[:, :, 0], groups) @ incidence(keys[:, :, 0], groups).T
     rows, cols = entries(incidence(query[:, None], len(queries)) @ meet @ incidence(key[:, None], len(keys)).T)
     codes = [query[rows], key[cols]]

@@ -33,8 +33,9 @@ def local(
     Conventions differ between systems: Hugging Face, Sparse Transformer and this function count `window` keys in the
     causal form; FlashAttention's `window_size=(w, 0)`, Splash and attention-gym see `w + 1`. `left` and `right` are
     FlashAttention's `window_size=(left, right)`; its -1 (no limit) is `k_len` here. With a cache of earlier keys
-    (`k_len > q_len`) the last query is the last key, as in `causal`: `offset` is `k_len - q_len` by default. Source:
-    Longformer (Beltagy et al., 2020), section 3.1; Sparse Transformer (Child et al., 2019).
+    (`k_len > q_len`) the last query is the last key, as in `causal`: `offset` is `k_len - q_len` by default.
+
+    Source: Longformer (Beltagy et al., 2020), section 3.1; Sparse Transformer (Child et al., 2019).
 
     `q_len`, `k_len` (`q_len` by default), `window`, `left`, `right`, `offset`, `block` in tokens. Raises ValueError if
     `window` is not positive, if `left` or `right` is negative, or if `left` or `right` is given alone, or together with

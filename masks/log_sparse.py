@@ -13,7 +13,7 @@ from sparseflash.masks.tiling.signatures import pattern
 
 @pattern
 def log_sparse(q_len: int, *, window: int = 1, restart: int | None = None, block: Block = 128) -> BlockMask:
-    """The `window` latest keys, and those 1, 2, 4, 8, ... tokens before them: about log2(q_len) keys a query.
+    """The `window` latest keys, and the keys 1, 2, 4, 8, ... tokens before them: about log2(q_len) keys a query.
 
     >>> log_sparse(1_048_576)
     BlockMask(1048576 x 1048576, blocks of 128, 106497 tiles: 0 full + 106497 partial (3 distinct), density 0.00191 %)

@@ -46,7 +46,7 @@ def neighborhood(
     rule above on x // d.
 
     Source: Neighborhood Attention (Hassani et al., 2023), dilated (Hassani and Shi, 2022), with stride and causal axes
-    (Hassani et al., 2025); the rule is that of NATTEN's reference kernel (csrc/include/natten/cuda/reference/mask.hpp),
+    (Hassani et al., 2025). The rule equals NATTEN's reference kernel (csrc/include/natten/cuda/reference/mask.hpp),
     which also needs a window of at least 2. Conventions differ: xformers' `local_nd_pattern` is cropped, with a ball
     instead of a box; attention-gym's `generate_natten` has the same rule on square images with odd windows only.
 

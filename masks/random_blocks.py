@@ -32,7 +32,7 @@ def random_blocks(
     Source: the random part of BigBird (Zaheer et al., 2020, section 2) and of DeepSpeed's Variable pattern, which may
     also draw the block itself, a block of the window or, even with `attention="unidirectional"`, a later block.
 
-    `q_len` and `block` in tokens, `count` in blocks; with `heads` above 1 the mask is for that many query heads.
+    `q_len` and `block` in tokens, `count` in blocks; with `heads` above 1 the mask has that number of query heads.
     Raises ValueError if `count` or `seed` is negative or `heads` not positive.
 
         8 blocks, count 2, seed 0     causal

@@ -68,11 +68,13 @@ def fixed(
         attend="summary":  stride - (v + 1) * summary <= k % stride < stride - v * summary
         attend="both":     one or the other
 
-    so with `num_verts=1` the summary is the end of each chunk, the query's own included. If `num_verts` is larger, the
-    heads take turns at that many sub-blocks of the chunk, counted from its end, as the paper advises. The mask then has
-    `heads` heads; otherwise it is one pattern for all heads. Source: Sparse Transformer (Child et al., 2019), section
-    4.3; `num_verts` is OpenAI's name. Their code handles whole blocks only (stride and summary must be multiples of the
-    block), and gives the same set of keys for those. DeepSpeed's "fixed" is another pattern, `deepspeed_fixed`.
+    so with `num_verts=1` the summary is the end of each chunk, the query's own included. With a larger `num_verts`, the
+    heads take turns at that number of sub-blocks of the chunk, counted from its end, as the paper advises. The mask
+    then has `heads` heads; otherwise it is one pattern for all heads.
+
+    Source: Sparse Transformer (Child et al., 2019), section 4.3; `num_verts` is OpenAI's name. Their code handles whole
+    blocks only (stride and summary must be multiples of the block), and gives the same set of keys for those.
+    DeepSpeed's "fixed" is another pattern, `deepspeed_fixed`.
 
     `q_len`, `stride`, `summary`, `block` in tokens. Raises ValueError unless `1 <= num_verts * summary <= stride`, if
     `heads` is not positive, or if `attend` is another word.

@@ -45,7 +45,7 @@ def per_batch(masks: Sequence[BlockMask]) -> BlockMask:
 
         live(b, h, q, k) = live of masks[b] at (h, q, k)
 
-    `masks`: as in `per_head`, except that batch elements add up and heads broadcast. Lengths stay lengths; a mask that
-    has none counts as one without padding.
+    `masks`: as in `per_head`, except that batch elements add up and heads broadcast. Lengths stay lengths; a mask
+    without lengths counts as one without padding.
     """
     return stack_batch(masks)

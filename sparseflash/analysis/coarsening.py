@@ -1,4 +1,4 @@
-"""What a mask would compute in other block sizes: the cost of larger or smaller tiles."""
+"""The live tiles of a mask in other block sizes: the cost of larger or smaller tiles."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Coarsening:
 
 
 def coarsening(mask: BlockMask, blocks: Sequence[Block] = BLOCKS) -> list[Coarsening]:
-    """The live tiles that the mask would have in other block sizes, coarser or finer, one entry for each of `blocks`.
+    """The live tiles of the mask in other block sizes, coarser or finer, one entry for each of `blocks`.
 
     >>> near = BlockMask.from_function(lambda q, k: (q - k).abs() <= 8, 1024, block=64)
     >>> for entry in coarsening(near, (16, 64, 256)):

@@ -1,4 +1,4 @@
-"""Which keys can influence a query through several layers, and how many layers it takes until all of them can."""
+"""Which keys can influence a query through several layers, and the number of layers until all keys can."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def reach(masks: Masks, layers: int | None = None) -> BlockMask:
         R = (M_L or I) (M_(L-1) or I) ... (M_1 or I)
 
     so `R[q, k]` says whether input token k can change the value of token q after the last layer. 0 layers give the
-    identity. The result is exact, token by token: where one of two tiles is full and the
-    other has no empty row or column, the tile graph decides; elsewhere bits are multiplied, once per distinct pair.
+    identity. The result is exact, token by token: where one of two tiles is full and the other has no empty row or
+    column, the tile graph decides; elsewhere bits are multiplied, once per distinct pair.
 
     The result has one head, square blocks of the smallest `block_q` or `block_k` of the masks, one pattern per batch
     element if the masks differ between them, and no `lengths`: padding neither reaches nor is reached.

@@ -41,7 +41,7 @@ class Rows:
         return sum(self.counts) == count and self._are_in_order
 
     def taken(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """The rows of `x [rows, ...]`, written to `out` if it is given; without `out`, x itself if they are all of it."""
+        """The rows of `x [rows, ...]`, written to `out` if it is given; x itself if they are all of it and no `out`."""
         if self.are_all(len(x)):
             return x if out is None else out.copy_(x)
         if out is None:

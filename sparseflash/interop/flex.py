@@ -32,7 +32,7 @@ def to_flex(mask: BlockMask, *, mask_mod: MaskMod | None = None) -> FlexBlockMas
 
     Every mask can be converted, because the `mask_mod` looks scores up in the mask's own bits. Code that
     `torch.compile` generated for one mask serves others whose arrays have the same shapes. A rule that reads no memory
-    is faster: if you have that of the partial tiles, pass it as `mask_mod(b, h, q, k)`, such as
+    is faster: if the partial tiles follow a rule, pass it as `mask_mod(b, h, q, k)`, such as
     `lambda b, h, q, k: k <= q` for a causal mask. It is not compared with the bits.
 
     FlexAttention's format takes `Mq * Mk` entries of 4 bytes in each of four lists per head, and the lookup table as
@@ -69,19 +69,18 @@ def from_flex(block_mask: FlexBlockMask, *, batch: int | None = None, heads: int
 
     A score is live if its block is listed as full, or if it is listed as partial and `mask_mod` returns True.
     `mask_mod` is evaluated only in partial blocks, for the batch elements and heads that the lists distinguish. If one
-    list serves all (B or H of `create_block_mask` was None or 1) but `mask_mod` depends on b or h, their number must be
-    given: `batch`, `heads`, those of the attention.
+    list serves all (B or H of `create_block_mask` was None or 1) but `mask_mod` depends on b or h, pass the attention's
+    `batch` or `heads`.
 
     In eager mode FlexAttention evaluates `mask_mod` everywhere and ignores the lists; for masks made by
     `create_block_mask` with the real B and H both readings agree.
 
-    `mask_mod` may be any function, so a thousand partial blocks of 128 x 128 take about a second on a CPU; full ones
+    `mask_mod` may be any function, so a thousand partial blocks of 128 x 128 take about a second on a CPU; full blocks
     are free. To store a long mask, save the mask itself (`BlockMask.save`) rather than the result of `to_flex`.
 
     Raises TypeError for anything else than a FlexAttention mask; ValueError for blocks that a mask cannot have (powers
     of two from 16 to 256), for lists that name a block twice or out of range, and for numbers of batch elements or
-    heads that are missing or differ from the lists'. Errors of `mask_mod` propagate, such as that of a sliced
-    `BlockMask`.
+    heads that are missing or differ from the lists'. Errors of `mask_mod` propagate.
     """
     from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
@@ -126,14 +125,14 @@ def from_flex(block_mask: FlexBlockMask, *, batch: int | None = None, heads: int
 
 
 def numbers_asked(mask_mod: MaskMod | None, device: torch.device) -> tuple[bool, bool]:
-    """Whether a `mask_mod` may depend on the number of the batch element, and on that of the head.
+    """Whether a `mask_mod` may depend on the number of the batch element, and on the number of the head.
 
     >>> numbers_asked(lambda b, h, q, k: (k <= q) & (q - k < h), torch.device("cpu"))
     (False, True)
 
-    If FlexAttention can call it but it cannot be traced, such as a rule that reads a number from a tensor in Python, it
-    may depend on both. If even FlexAttention cannot call it the answer is neither: its error will be raised when it is
-    evaluated.
+    A rule that FlexAttention can call but that cannot be traced, because it reads a number from a tensor in Python, may
+    depend on both. For a rule that even FlexAttention cannot call, the answer is neither: its error is raised when it
+    is evaluated.
     """
     if mask_mod is None:
         return False, False
@@ -160,9 +159,7 @@ def _can_be_asked(mask_mod: MaskMod, numbers: Sequence[Tensor]) -> bool:
 
 
 def _reads(node: Node) -> bool:
-    """Whether an operation reads a number's value, rather than only makes another tensor like it, as `and_masks`
-    does.
-    """
+    """Whether an operation reads a number's value, and does not only make another tensor like it (`and_masks`)."""
     name = str(getattr(node.target, "__name__", node.target)).partition(".")[0]
     return not (name.startswith("new_") or name.endswith("_like"))
 

@@ -61,8 +61,8 @@ def from_scipy(matrix: Any, *, block: Block | None = None) -> BlockMask:
     True entries are live; stored False entries and duplicates are fine. `block`, in tokens: by default the blocks of a
     BSR matrix if a mask can have them, else 128. Time and memory are proportional to the stored entries.
 
-    Raises TypeError if the input is not sparse or not boolean (choose what is live: `matrix != 0`), ValueError for an
-    empty list or matrices of different shapes.
+    Raises TypeError if the input is not sparse or not boolean (use `matrix != 0`, say), ValueError for an empty list or
+    matrices of different shapes.
     """
     from scipy import sparse
 
