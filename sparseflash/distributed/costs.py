@@ -117,7 +117,7 @@ class Loads:
 
     @property
     def balance(self) -> float:
-        """The mean rank's share of the most loaded one's tiles: 1 is perfect."""
+        """Mean over largest number of live tiles of a rank: 1 is perfect."""
         return float(self.total.mean() / self.total.max()) if self.total.max() else 1.0
 
 

@@ -54,7 +54,6 @@ def from_score_mod(
     `torch.where(condition, score, -inf)` stays a function, too, and its dead scores are computed; make the condition a
     mask instead. Raises ValueError for a `score_mod` that cannot be recorded, or that captures a learned tensor and is
     not recognised.
-    being recognised.
     """
     found = recorded(score_mod, (), torch.device(device), may_capture_learned=True)
     changes = _recognised(found, (q_len, q_len if k_len is None else k_len))

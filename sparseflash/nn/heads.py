@@ -83,7 +83,7 @@ def check_input(x: Tensor, name: str, weight: Tensor | None, padding: str) -> No
 
 
 def plain_weight(projection: nn.Module) -> Tensor | None:
-    """The weight by which a projection multiplies its input; None unless the projection is PyTorch's own layer.
+    """The weight of a projection, used as it is; None unless the projection is PyTorch's own layer.
 
     Another class, hooks, a replaced `forward` or a weight's own class may cast or move the input or the weight before.
     """

@@ -14,7 +14,7 @@ from sparseflash.blockmask.arguments import dense_tensor
 if TYPE_CHECKING:
     from sparseflash.blockmask import BlockMask
 
-# Zeros to which the gradients of a change's tensors are added; None where no gradient is wanted.
+# Accumulators for the gradients of a change's tensors; None where no gradient is wanted.
 Learned = Sequence[Tensor | None]
 _LANES = 64
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

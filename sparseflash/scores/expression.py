@@ -1,4 +1,4 @@
-"""Functions of single scores as data: a list of elementwise operations, from which kernels are made.
+"""Functions of single scores as data: a list of elementwise operations. Kernels are made from it.
 
 An expression is a list of nodes, each computed from earlier ones. `evaluated` runs it in PyTorch; `derivatives` adds
 the nodes of its derivatives.

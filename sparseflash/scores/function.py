@@ -137,7 +137,6 @@ def function(
 
     Raises ValueError for a function that captures a tensor that requires gradients, which would receive none. The
     kernels raise ValueError when they are called for a function that they do not take.
-    kernels are called for one that they do not take.
     """
     if not callable(change):
         raise TypeError(f"a function of (score, b, h, q, k, *tensors) must be given; got {type(change).__name__}.")

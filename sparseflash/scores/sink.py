@@ -59,6 +59,7 @@ def sink(logits: Tensor) -> Sink:
 
     `lse` includes the sink. A query without a live key still has `out = 0` and `lse = -inf`, and contributes nothing to
     the gradient.
+
     Source: OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025; with logits 0 it is Miller's "Attention Is Off By
     One", 2023.
     """
