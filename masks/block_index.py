@@ -42,7 +42,6 @@ def mask_of_index(
 
 
 def _checked_counts(counts: Tensor, index: Tensor) -> Tensor:
-    """The counts as `[B, H, Mq]`."""
     checked_integers(counts, "counts")
     shape = tuple(index.shape[:3])
     if counts.ndim > 3 or (1,) * (3 - counts.ndim) + tuple(counts.shape) != shape:

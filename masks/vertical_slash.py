@@ -71,7 +71,6 @@ def vertical_slash(q_len: int, *, vertical: Any, slash: Any, block: Block = 128)
 
 
 def _heads(values: Any) -> list[Any]:
-    """The list of each head."""
     if isinstance(values, Tensor | np.ndarray):
         return list(values) if values.ndim == 2 and len(values) else [values]
     if isinstance(values, Sequence) and len(values) and all(is_list(value) for value in values):

@@ -50,5 +50,4 @@ if not TYPE_CHECKING:
         return import_module(f"sparseflash.{name}")
 
     def __dir__():
-        """Lists the public names only."""
         return [*__all__, *_MODULES, "__version__"]

@@ -259,7 +259,6 @@ def _checked(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Any, block_table: Any, starts: Any, window: Any, sinks: Any,
     pages: Any, page: Any, mask: Any,
 ) -> Cached:  # fmt: skip
-    """Raises TypeError or ValueError unless the arguments fit together."""
     dense_tensor(q, "q")  # the others are compared with it
     table = None if block_table is None else _integers(block_table, "block_table", 2, q)
     if table is None or not isinstance(k_cache, Tensor) or not isinstance(v_cache, Tensor):

@@ -83,12 +83,10 @@ def selected_attention(
 
 
 def _by_heads(x: Tensor, group: int) -> Tensor:
-    """`[B, Hkv, Nq, rows, ...]` as `[B, Hq, Nq, ...]`."""
     return x[:, :, :, :group].transpose(2, 3).flatten(1, 2)
 
 
 def _checked_index(index: Tensor, batch: int, kv_heads: int, q_len: int, device: torch.device) -> Tensor:
-    """The lists as `[B, Hkv, Nq, K]`."""
     checked_integers(index, "index")
     shape = (1,) * (4 - index.ndim) + tuple(index.shape)
     if index.ndim not in (3, 4) or shape[0] not in (1, batch) or shape[1:3] != (kv_heads, q_len):

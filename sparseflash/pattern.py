@@ -26,7 +26,6 @@ def check_pattern(pattern: object) -> None:
 
 
 def _call(pattern: Pattern | None, q_len: int, k_len: int, **_: Any) -> None:
-    """Calls a pattern as `mask_of_lengths` does, for torch.compile."""
     if callable(pattern):
         if _is_rule(pattern):
             call_rules(2, pattern)

@@ -133,7 +133,6 @@ def attention_varlen(
 def _nested(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | None, block: Block, *options: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`attention_varlen` of nested tensors."""
     packed: list[Any] = []  # annotations of nested tensors lack their methods
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or not x.is_nested or x.layout != torch.jagged or x.ndim != 4:

@@ -306,7 +306,6 @@ def _place(mask: BlockMask, users: tuple[tuple[int, int], ...], where: str) -> s
 
 
 def _some(numbers: list[int]) -> str:
-    """The first few of a list of numbers."""
     return ", ".join(map(str, numbers[:4])) + (f" and {len(numbers) - 4} more" if len(numbers) > 4 else "")
 
 

@@ -40,7 +40,6 @@ def live_tiles_in_order(mask: BlockMask, order: Tensor) -> int:
 
 
 def _places(mask: BlockMask, order: Tensor) -> Tensor:
-    """The new position of each old token."""
     try:
         order = tensor_of(order).cpu()
     except (TypeError, ValueError, RuntimeError) as error:

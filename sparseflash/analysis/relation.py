@@ -63,7 +63,6 @@ class Relation:
         return bitrows.of_pairs(*((cols, rows) if transposed else (rows, cols)), self.count, self.count)
 
     def live(self) -> Bits:
-        """The bit matrix of the live tiles."""
         return self.full | self.partial()
 
     def fills_rows(self) -> NDArray[np.bool_]:
@@ -89,7 +88,6 @@ class Relation:
         return kind
 
     def is_everything(self) -> bool:
-        """Whether every token sees every token."""
         return not len(self.key) and bitrows.count(self.full, self.count) == self.count**2
 
     def is_causally_everything(self) -> bool:

@@ -52,7 +52,6 @@ class BoundedDict(dict[Any, Any]):
         super().__setitem__(key, value)
 
     def put(self, key: Any, value: T) -> T:
-        """Stores and returns the value."""
         self[key] = value
         return value
 

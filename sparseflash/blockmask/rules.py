@@ -127,7 +127,6 @@ def _tiles(
     candidates: Candidates | None,
     device: torch.device,
 ) -> Part:
-    """The tiles of a rule of two positions."""
     block_q, block_k = block
     row_blocks, col_blocks = -(-q_len // block_q), -(-k_len // block_k)
     if isinstance(candidates, tuple):
@@ -171,7 +170,6 @@ def _candidate_pairs(
 
 
 def _answer(rule: Callable[[Tensor, Tensor], Tensor], name: str, q: Tensor, k: Tensor) -> Tensor:
-    """Calls a rule for many pairs at once."""
 
     def checked(answer: Any) -> Tensor:
         if answer is None:

@@ -229,7 +229,6 @@ class _AsSingle(NumbersAsIndices):
 
 
 def _dtypes(*values: Any) -> set[torch.dtype]:
-    """The dtypes of tensors of numbers among values."""
     return {x.dtype for x in tree_iter(values) if isinstance(x, Tensor)} - {torch.bool}
 
 

@@ -147,7 +147,6 @@ def read(path: Path, *, block: tuple[int, int] = (128, 128)) -> BlockMask:
 
 
 def _stored(path: Path) -> BlockMask:
-    """The mask of a file of `torch.save`."""
     archives.check_pt(path)
     stored = torch.load(path, weights_only=True)
     if not isinstance(stored, dict) or stored.get("kind") != _KIND or stored.get("format") not in FORMATS:

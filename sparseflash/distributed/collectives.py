@@ -28,7 +28,6 @@ class Collectives:
         """Needs nothing."""
 
     def start(self, tensors: Sequence[Tensor], message: Message) -> tuple[list[Tensor], Wait]:
-        """See `Transport`."""
         group = alive(self.group)
         received, works, sending = [], [], []  # sent tensors must live until they have been sent
         for x in tensors:

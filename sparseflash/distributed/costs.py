@@ -93,7 +93,6 @@ class Loads:
 
     @classmethod
     def of(cls, mask: BlockMask, assignment: Assignment, readers: Readers) -> Loads:
-        """Reads the mask's lists once."""
         row_blocks, patterns = mask.blocks[0], pattern_count(mask)
         counts = np.diff(mask.indptr.numpy())
         rank = np.tile(assignment.queries.rank_of_block(mask.block_q), patterns).repeat(counts)
@@ -112,7 +111,6 @@ class Loads:
 
     @property
     def total(self) -> Floats:
-        """Live tiles of local and remote keys."""
         return self.local + self.remote
 
     @property
@@ -130,7 +128,6 @@ class Traffic:
 
     @classmethod
     def of(cls, readers: Readers, heads: Heads) -> Traffic:
-        """Live remote keys, by blocks."""
         sent, received = np.zeros(readers.ranks, np.int64), np.zeros(readers.ranks, np.int64)
         for rank in range(readers.ranks):
             rows = readers.rows_of(rank, heads) * (readers.owner != rank)
@@ -157,7 +154,6 @@ class Estimate:
     total: float
 
     def __str__(self) -> str:
-        """The strategy, and the number of stages."""
         return f"keys, {self.stages} st." if self.strategy == "keys" else self.strategy
 
     @property

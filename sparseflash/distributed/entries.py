@@ -42,7 +42,6 @@ class Entries:
 
     @property
     def block_rows(self) -> int:
-        """Of the rank."""
         return -(-self.q_len // self.whole.block_q)
 
     def rows_with(self, columns: Booleans) -> Booleans:

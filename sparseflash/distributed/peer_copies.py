@@ -49,13 +49,11 @@ class PeerCopies:
         self._last: torch.cuda.Event | None = None  # after the last barrier, on any stream
 
     def begin(self, room: Callable[[], int]) -> None:
-        """See `Transport`."""
         if size := room():
             self._make_room(size)
 
     @torch.no_grad()  # `index_select` into the buffer would refuse gradients of gradients
     def start(self, tensors: Sequence[Tensor], message: Message) -> tuple[list[Tensor], Wait]:
-        """See `Transport`."""
         table = message.between()
         received = [x.new_empty((sum(message.incoming), x.shape[1])) for x in tensors]
         if not table.any():  # on no rank
@@ -130,7 +128,6 @@ class PeerCopies:
         return None if self.stream is None else self.stream.record_event()
 
     def _wait_for(self, event: torch.cuda.Event | None) -> None:
-        """Lets the current stream wait."""
         if self.stream is not None and event is not None:
             torch.cuda.current_stream(self.stream.device).wait_event(event)
 

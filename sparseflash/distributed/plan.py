@@ -117,7 +117,6 @@ class ShardPlan:
 
     @cached_property
     def loads(self) -> Loads:
-        """The live tiles of each rank."""
         return Loads.of(self.mask, self.assignment, self.readers)
 
     def traffic(self, batch: int, kv_heads: int) -> Traffic:

@@ -44,7 +44,6 @@ class Readers:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks."""
         return len(self.reads)
 
     def remote(self, rank: int) -> Booleans:

@@ -44,7 +44,6 @@ class Shards:
 
     @cached_property
     def ranks(self) -> int:
-        """The number of ranks."""
         return int(self.rank_of_chunk.max()) + 1
 
     @cached_property

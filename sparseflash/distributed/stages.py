@@ -56,11 +56,9 @@ class Stage:
         return {}
 
     def mask_on(self, device: torch.device) -> BlockMask:
-        """The mask on a device, moved there once."""
         return once(self._moved, ("mask", device), lambda: self.mask.to(device))
 
     def queries_on(self, device: torch.device) -> Tensor | None:
-        """`queries` on a device, moved there once."""
         queries = self.queries
         return None if queries is None else once(self._moved, ("queries", device), lambda: queries.to(device))
 
@@ -73,7 +71,6 @@ class Route:
 
     @cached_property
     def exchanging(self) -> list[Stage]:
-        """The stages that exchange something."""
         return [stage for stage in self.stages if stage.exchanges]
 
     @cached_property
@@ -135,7 +132,6 @@ class _Work:
 
     @property
     def tokens(self) -> int:
-        """The rank's keys."""
         return self.assignment.keys.counts[self.rank]
 
     @cached_property
@@ -266,7 +262,6 @@ def _rows_between(readers: Readers, heads: Heads, stages: int, number: int) -> I
 
 
 def _part(blocks: Integers, stages: int, number: int) -> Integers:
-    """The blocks of a message that go with an exchange."""
     return np.compress(_parts(len(blocks), stages) == number, blocks)
 
 

@@ -35,7 +35,6 @@ class SymmetricMemory:
         self.timeout_ms = round(1e3 * timeout.total_seconds())
 
     def of(self, rank: int) -> Tensor:
-        """See `PeerMemory`."""
         return self.buffers[rank]
 
     def barrier(self) -> None:

@@ -82,7 +82,6 @@ def causal_window(rule: Any) -> tuple[bool, int | None]:
 
 
 def _integers_in(known: Any) -> Iterator[int]:
-    """The integers in a fingerprint."""
     if isinstance(known, tuple):
         if len(known) == 2 and known[0] is int:
             yield known[1]

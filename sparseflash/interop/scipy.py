@@ -83,7 +83,6 @@ def from_scipy(matrix: Any, *, block: Block | None = None) -> BlockMask:
 
 
 def _part(matrix: Any, q_len: int, k_len: int, block_q: int, block_k: int) -> Part:
-    """The tiles of one matrix."""
     if matrix.format == "bsr" and tuple(matrix.blocksize) == (block_q, block_k):
         matrix = matrix.copy()
         matrix.sum_duplicates()  # in place

@@ -86,7 +86,6 @@ def from_torch_sparse(matrix: Tensor | Sequence[Tensor], *, block: Block | None 
 
 
 def _part(matrix: Tensor, q_len: int, k_len: int, block_q: int, block_k: int) -> Part:
-    """The tiles of one tensor."""
     if matrix.layout == torch.sparse_coo:
         matrix = matrix.coalesce()
         q, k = matrix.indices()[:, matrix.values()]

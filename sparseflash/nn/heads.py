@@ -38,7 +38,6 @@ class Heads(nn.Module):
         self.mask = LayerMask(mask)
 
     def extra_repr(self) -> str:
-        """For `print(model)`."""
         groups = "" if self.kv_heads == self.num_heads else f", kv_heads={self.kv_heads}"
         dropped = f", dropout={self.dropout:g}" if self.dropout else ""
         return f"{self.embed_dim}, {self.num_heads} heads of {self.head_dim}{groups}{dropped}, mask={self.mask!r}"

@@ -246,7 +246,6 @@ def copy_projections(module: nn.MultiheadAttention, projections: tuple[nn.Linear
 
 
 def _copy(parameter: Tensor, source: Tensor) -> None:
-    """Copies the values and `requires_grad`."""
     with torch.no_grad():
         parameter.copy_(source)
     parameter.requires_grad_(source.requires_grad)

@@ -42,7 +42,6 @@ class Rotary(nn.Module):
         self.head_dim, self.base = head_dim, base
 
     def extra_repr(self) -> str:
-        """For `print(model)`."""
         return f"{self.head_dim}, base={self.base:g}"
 
     def forward(self, positions: Tensor) -> Rotation:
@@ -82,7 +81,6 @@ class Rotary2D(nn.Module):
         self.wavelengths = wavelengths[0], wavelengths[1]
 
     def extra_repr(self) -> str:
-        """For `print(model)`."""
         return f"{self.head_dim}, width={self.width}, first={self.first}"
 
     def forward(self, positions: Tensor) -> Rotation:

@@ -73,7 +73,6 @@ class Change:
         return cls(*tensors, *numbers)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Change:
-        """The same change with other tensors of the same shapes."""
         return self.of(tensors, self.numbers())
 
     def prepared(self, sizes: Sizes) -> Change:
@@ -113,7 +112,6 @@ class Scores:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kind of each change."""
         return tuple(change.kind for change in self.changes)
 
     def __add__(self, other: Change | Scores) -> Scores:
@@ -135,7 +133,6 @@ class Scores:
         return Scores(tuple(changes))
 
     def changed(self, scores: Tensor, at: Place) -> Tensor:
-        """The changed scores, differentiable by autograd."""
         return self.steps(scores, at)[-1]
 
     def steps(self, scores: Tensor, at: Place) -> list[Tensor]:
@@ -160,15 +157,12 @@ class Scores:
         return gradient
 
     def find(self, kind: str) -> Any:
-        """The change of this kind, or None."""
         return next((change for change in self.changes if change.kind == kind), None)
 
     def without(self, kind: str) -> Scores:
-        """All changes but the one of this kind."""
         return Scores(tuple(change for change in self.changes if change.kind != kind))
 
     def tensors(self) -> list[Tensor]:
-        """The tensors of all changes."""
         return [x for change in self.changes for x in change.tensors()]
 
     def by_kind(self, wanted: Sequence[bool]) -> dict[str, list[bool]]:
@@ -188,7 +182,6 @@ class Scores:
         )
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Scores:
-        """The same changes with other tensors of the same shapes."""
         changes, rest = [], iter(tensors)
         for change in self.changes:
             changes.append(change.with_tensors([next(rest) for _ in change.tensors()]))

@@ -55,7 +55,6 @@ class Expression:
         self.places = tuple(self._put(Node(name, kind="int")) for name in PLACES)
 
     def number(self, value: float | int | bool) -> int:
-        """A constant."""
         kind: Kind = "bool" if isinstance(value, bool) else "int" if isinstance(value, int) else "float"
         return self._put(Node("number", value=value, kind=kind))
 
@@ -87,7 +86,6 @@ class Expression:
         return self._put(Node(op, tuple(inputs), kind=kind))
 
     def as_float(self, node: int) -> int:
-        """The node as a floating-point number."""
         found = self.nodes[node]
         if found.op == "number":
             return self.number(float(found.value))

@@ -114,7 +114,7 @@ def compare(
         gradients: False for a function without gradients, such as one that decodes; then only its results are compared.
         scores: the score modifications that the function applies, as `attention` takes them. The gradients of tensors
             that require grad are compared, too, as `d0`, `d1` and so on, by their place in `scores.tensors()`.
-        every_draw: False to stop at the first draw that shows the function to be exact: more could only allow larger errors.
+        every_draw: False to stop at the first draw that shows the function to be exact.
         heads: the number of pairs of a batch element and a key head to compare, with their query heads
             (`sampled_heads`), for long sequences.
         blocks: the number of block rows to compare, and of key blocks with all rows that see them (`sampled_part`).

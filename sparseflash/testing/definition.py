@@ -46,7 +46,6 @@ class Inputs:
         return Inputs(*(x.detach().to(dtype) for x in self._tensors()))
 
     def leaves(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Copies of q, k and v that require grad."""
         q, k, v = (x.detach().clone().requires_grad_() for x in (self.q, self.k, self.v))
         return q, k, v
 
@@ -260,5 +259,4 @@ def _row_ranges(inputs: Inputs, mask: BlockMask | None, part: Part | None) -> It
 
 
 def _rows_at_once(inputs: Inputs) -> int:
-    """The number of queries whose scores are computed together."""
     return max(1, SCORES_AT_ONCE // (inputs.q.shape[0] * inputs.q.shape[1] * max(1, inputs.k.shape[2])))

@@ -143,7 +143,6 @@ def _sources(order: Tensor, block: int) -> _Sources:
 
 
 def _gather_queries(mask: BlockMask, order: Tensor) -> BlockMask:
-    """The mask with its queries in an arbitrary order."""
     row, col, kind, words = _concatenated(_gathered(mask, _sources(order, mask.block_q)))
     return mask_of(
         TileList(

@@ -178,7 +178,6 @@ def _merged(
 
 
 def _distinct(values: Integers) -> tuple[Integers, Integers]:
-    """`distinct` for arrays."""
     found, number = distinct(torch.from_numpy(values))
     return found.numpy(), number.numpy()
 
