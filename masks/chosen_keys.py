@@ -49,8 +49,8 @@ def selected_keys(
     `grouped.selected_attention` reads only the chosen blocks, query by query.
 
     The mask is dynamic, and the host does not wait for the device. So memory is reserved for the largest possible
-    number of tiles: a block row has at most `min(Mk, K * block_q)` of them, of `block_q * block_k / 8` bytes each; at
-    16,384 tokens that is 17 MB a head if causal. `most` bounds the tiles of a row, and so memory and work; a row with
+    number of tiles: a block row has at most `min(Mk, K * block_q)` of them, of `block_q * block_k / 8` bytes each.
+    `most` bounds the tiles of a row, and so memory and work; a row with
     more **loses** the tiles with the fewest chosen keys (of equals, the later ones). Working memory is bounded, too:
     choices are packed about 16 million at a time.
 

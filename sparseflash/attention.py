@@ -69,16 +69,15 @@ def attention(
             key head `h // (Hq // Hkv)`.
         v: values `[B, Hkv, Nk, Dv]`. q, k and v must share one floating dtype and one device, and their last dimension
             must be contiguous. The Triton kernels copy a tensor whose rows are not aligned to 16 bytes.
-        mask: the live scores; None: all scores are live. Its lengths must be Nq and Nk, and its batch and head counts
-            must equal B and Hq, or be 1. It must be on q's device: move it once with `mask.to(device)`, because moving
-            it here would copy it at every call. Tokens past a sequence's length (`mask.with_lengths`) are dead. Dead
-            keys and values must still be finite, because a weight of 0 times NaN is NaN: fill padding with zeros.
+        mask: the live scores; None: all. Its lengths must be Nq and Nk, its batch and head counts B and Hq, or 1. It
+            must be on q's device: move it once with `mask.to(device)`. Dead keys and values, padding included, must be
+            finite, because a weight of 0 times NaN is NaN.
         scale: factor of the scores, `1 / sqrt(D)` by default.
         return_lse: also return `lse [B, Hq, Nq]`, the natural logarithm of the sum of exponentials of each query's live
             scores, in fp32 (fp64 for fp64 inputs). It is differentiable, and dropout does not affect it.
         dropout_p: the probability that a softmax weight is set to 0, below 1; kept weights are divided by the
-            probability of being kept. It is rounded to a multiple of 1/256, to at least 1/256 and at most 255/256
-            unless it is 0. As in PyTorch's own attention, pass 0 yourself when you are not training.
+            probability of being kept. It is rounded to a multiple of 1/256, to at least 1/256 unless it is 0. Pass 0
+            when you are not training, as to PyTorch's own attention.
         seed: the seed of the dropout: an int, or one int64 in a tensor on q's device, which may change between replays
             of a CUDA graph. The same seed drops the same weights in every backend and on every device
             (`dropout.keep_mask` returns them). None: drawn from the PyTorch generator of q's device, so
@@ -108,8 +107,8 @@ def attention(
     Under `torch.autocast` the inputs are cast as for PyTorch's own attention.
 
     fp32 on the GPU uses TF32 if PyTorch's matrix products do (`torch.backends.cuda.matmul`). If not, every number is
-    split into three bf16 pieces, whose products on tensor cores are as accurate as fp32. Unless few keys are read, the
-    split q, k, v and output gradient are stored during the call, 6 bytes a number. Infinite inputs give NaN then.
+    split into three bf16 pieces, whose products on tensor cores are as accurate as fp32; infinite inputs then give NaN,
+    and the pieces of q, k, v and the output gradient may take 6 bytes a number during the call.
 
     For gradients in fp16 and bf16 the Triton kernels recompute the weights from lse in fp32, as FlashAttention does. A
     weight may then be off by `score / 2^20` of itself, which is within the rounding of fp16 for scores below 1,000.

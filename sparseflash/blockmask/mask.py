@@ -671,10 +671,10 @@ class BlockMask:
         ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▒▒
         █ full  ▓▒░ partly live: 2/3, 1/3, less  · empty; a cell is 64 x 64 tokens
 
-        Queries run down and keys to the right; a cell is two columns wide. If there are more tiles than fit, a cell is
-        a square of 2 x 2, 4 x 4, ... tiles and shows their exact mean. `█`: only full tiles; `▓`, `▒`, `░`: at least
-        2/3, at least 1/3, less than 1/3 of the scores live; `·`: none. `ascii` draws with `#*+-.` instead. `heads` and
-        `batch` select by index; each distinct pattern is drawn once, at most 16 of them.
+        Queries run down and keys to the right. A cell is a tile, or a square of 2 x 2, 4 x 4, ... tiles if they do not
+        fit, and shows the exact mean. `█`: only full tiles; `▓`, `▒`, `░`: at least 2/3, at least 1/3, less than 1/3 of
+        the scores live; `·`: none. `ascii` draws with `#*+-.` instead. `heads` and `batch` select by index; each
+        distinct pattern is drawn once, at most 16 of them.
 
         Raises ValueError if width is below 2, or a head or batch element is out of range.
         """
@@ -715,11 +715,10 @@ class BlockMask:
         `figure.savefig("mask.png")`. With `ax`, draws the one selected pattern there and returns `ax`:
         `mask.plot(plt.gca())`.
 
-        Full tiles are blue. Partial tiles are orange, and paler the fewer of their scores are live. If there are more
-        than `cells` tiles on a side, one cell shows a square of 2 x 2, 4 x 4, ... tiles, tinted by the exact share of
-        live scores and with a hue between the two where full and partial tiles meet. Time is proportional to the live
-        tiles, so a million tokens are fine. `elements=True` draws every single score instead (the default up to 256
-        tokens, possible up to 4096).
+        Full tiles are blue. Partial tiles are orange, paler with fewer live scores. If a side has more than `cells`
+        tiles, one cell shows a square of 2 x 2, 4 x 4, ... tiles, tinted by the exact share of live scores. Time is
+        proportional to the live tiles. `elements=True` draws every single score instead (the default up to 256 tokens,
+        possible up to 4096).
 
         Needs the extra `plot`. Raises ImportError without matplotlib; ValueError for several patterns on one `ax`, a
         head or batch element out of range, or `elements` for a mask that is too long.

@@ -78,9 +78,9 @@ def register(pattern: Pattern = None, *, name: str = "block_sparse", block: Bloc
         ImportError: Transformers is missing or too old.
 
     Models raise ValueError if a layer needs something other than a mask or a score modification (keys that it chooses
-    itself, a paged cache) or must return attention weights (`output_attentions`; GPT-2 and OPT do not pass that on, and
-    return an empty tuple of them). They raise TypeError or AttributeError if they compute with their masks themselves,
-    and NotImplementedError for `torch.export`.
+    itself, a paged cache) or must return attention weights (`output_attentions`; GPT-2 and OPT return an empty tuple
+    instead). They raise TypeError or AttributeError if they compute with their masks themselves, and
+    NotImplementedError for `torch.export`.
     """
     attentions, rules = _interfaces()
     if not isinstance(name, str) or not name.isidentifier() or "flash" in name:

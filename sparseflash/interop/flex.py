@@ -75,8 +75,8 @@ def from_flex(block_mask: FlexBlockMask, *, batch: int | None = None, heads: int
     In eager mode FlexAttention evaluates `mask_mod` everywhere and ignores the lists; for masks made by
     `create_block_mask` with the real B and H both readings agree.
 
-    `mask_mod` may be any function, so a thousand partial blocks of 128 x 128 take about a second on a CPU; full blocks
-    are free. To store a long mask, save the mask itself (`BlockMask.save`) rather than the result of `to_flex`.
+    Time is proportional to the partial blocks. To store a long mask, save the mask itself (`BlockMask.save`) rather
+    than the result of `to_flex`.
 
     Raises TypeError for anything else than a FlexAttention mask; ValueError for blocks that a mask cannot have (powers
     of two from 16 to 256), for lists that name a block twice or out of range, and for numbers of batch elements or

@@ -139,9 +139,8 @@ def compare(
     `delta = sum(out * dout)` is computed from the rounded out, as in FlashAttention. The error is up to
     `eps * weight * sum(|dout| * mean |v|)`, the mean over the query's keys with their weights. Where one key has
     nearly all the weight, dweight and delta cancel. A plain computation rounds both alike, and may then be more exact
-    than these gradients and than their sums, which are the gradients of tensors in `scores`. To do better, the forward
-    would have to keep out in fp32. The portable kernels sum the gradients of scores in fp32. The Hopper kernels also
-    sum in fp32, but after the gradients have been rounded for the matrix products.
+    than these gradients and than the gradients of tensors in `scores`, which are their sums. The portable kernels sum
+    the gradients of scores in fp32, the Hopper kernels after rounding them for the matrix products.
 
     Raises what `attention` would for q, k, v and the mask; ValueError for results of a wrong shape and for gradients
     that do not arrive at q, k or v.
