@@ -1,11 +1,11 @@
-"""Wild calls of the public API, and what must become of each: a right result, or one clear error of the library's own.
+"""Random calls of the public API: each must give a right result, or one clear error raised by the library itself.
 
     PYTHONPATH=.:tests python tests/fuzz.py --calls 20000 --seconds 540 --record calls.json [--device cuda]
 
-runs more of them than the tests do, by families in turn, and counts what was drawn and how it ended. With `--record`, a
-later run goes on where one stopped, with other seeds. An error is the library's own if a
-`raise` of the library raised it, as ValueError, TypeError, NotImplementedError or RuntimeError, with a text; one that
-PyTorch, NumPy or Python raises from inside is a bug, as is any other kind.
+runs more calls than the tests do, by families in turn, and counts how they ended. With `--record`, a later run
+continues with other seeds. An error counts as the library's own if a `raise` of the library raised it, as ValueError,
+TypeError, NotImplementedError or RuntimeError, with a text; an error that PyTorch, NumPy or Python raises from inside
+is a bug, as is any other kind.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ KINDS = (ValueError, TypeError, NotImplementedError, RuntimeError)
 
 
 def draws(**strategies):
-    """Marks a family with what its arguments are drawn from."""
+    """Marks a family with the strategies of its arguments."""
 
     def mark(family):
         family.strategies = strategies
@@ -61,7 +61,7 @@ def outcome(call):
             return "result", call()
         except KINDS as error:
             if str(error).startswith("Inference tensors cannot be saved for backward"):
-                return "refused", error  # PyTorch's own rule, which says what to do
+                return "refused", error  # PyTorch's own rule, with a remedy
             trace = error.__traceback__
             while trace.tb_next is not None:
                 trace = trace.tb_next
@@ -86,7 +86,7 @@ FILLS = ("normal", "large", "nan", "inf", "zero")
 
 
 def tensor(shape, dtype=torch.float32, layout="plain", fill="normal", grad=False, seed=0):
-    """A tensor of that kind."""
+    """A tensor with these properties."""
     generator = torch.Generator().manual_seed(seed)
     if dtype.is_floating_point or dtype.is_complex:
         made = torch.randn(shape, generator=generator).to(dtype)
@@ -126,7 +126,7 @@ SIZES = {"batch": [1, 2, 3, 0], "heads": [1, 2, 4, 3, 0], "tokens": [17, 1, 40, 
 
 @st.composite
 def attention_inputs(draw):
-    """Shapes, dtypes and layouts of q, k and v. Every other time all fit together, else but for mostly one thing."""
+    """Shapes, dtypes and layouts of q, k and v. Every other time all fit together; otherwise mostly one does not."""
     fits = draw(st.booleans())
     pick = lambda name: draw(st.sampled_from(SIZES[name][: -1 if fits else None]))  # noqa: E731
     batch, kv_heads, q_len, k_len, dim = pick("batch"), pick("heads"), pick("tokens"), pick("tokens"), pick("dim")
@@ -158,20 +158,21 @@ def attention_inputs(draw):
 
 
 def built(specs, odd_place, odd):
-    """q, k and v; now and then one of them is no tensor."""
+    """q, k and v; now and then one of them is not a tensor."""
     made = [tensor(**spec) for spec in specs]
     if 0 <= odd_place < 3:
         made[odd_place] = odd
     return made
 
 
-# Of scores in half precision. Beyond it `attention` promises no finite gradients: weights are recomputed for them as
-# exp(score - lse), and a few roundings at the magnitude of lse, 2^-20 of it, may then be a factor of e and more.
+# Of scores in half precision. Beyond it `attention` promises no finite gradients: the weights are recomputed as
+# exp(score - lse), and a few roundings at the magnitude of lse, 2^-20 of it, may then be a factor of e or more.
 LARGEST_IN_HALF = 2.0**20
 
 
 def are_plain(inputs, specs, scale=None):
-    """Whether the result is known: finite numbers on a device that holds them, and scores that are not too large."""
+    """Whether the result can be predicted: finite numbers on a device that holds them, and scores that are not too
+    large."""
     return (
         all(isinstance(x, torch.Tensor) and x.device.type == DEVICE.type for x in inputs)
         and all(spec["fill"] in ("normal", "zero") for spec in specs)
@@ -180,7 +181,7 @@ def are_plain(inputs, specs, scale=None):
 
 
 def factor_of(q, scale):
-    """What products are multiplied by."""
+    """The factor of the products."""
     return 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
 
 
@@ -199,7 +200,7 @@ def truth(q, k, v, live, scale=None):
 
 
 def check_attention(inputs, specs, result, live, scale=None, dropped=False):
-    """The shape and dtype of an output, its numbers if they are known, and that there are gradients."""
+    """Checks the shape and dtype of an output, its numbers if they are known, and that gradients exist."""
     q, k, v = inputs
     assert result.shape == (*q.shape[:-1], v.shape[-1]) and result.dtype == q.dtype
     known = are_plain(inputs, specs, scale)
@@ -242,7 +243,7 @@ def pattern(name, q_len, k_len):
 
 
 def mostly(usual, wild):
-    """The usual, and one time in ten something wild."""
+    """The usual value, and one time in ten a wild one."""
     return st.integers(0, 9).flatmap(lambda n: st.sampled_from(wild) if n == 5 else st.sampled_from(usual))
 
 
@@ -548,7 +549,7 @@ FROM = {
     "from_flashinfer": ("indptr", "indices", "M", "N", "R", "C", "mask", "block"),
     "from_fa4": ("tensors", "q_len", "k_len"), "from_flex": ("block_mask", "batch", "heads"),
 }  # fmt: skip
-# The sides of blocks that a library takes, and which of them take whole blocks only.
+# The block sizes that a library takes, and which of them take whole blocks only.
 BLOCKS = {"fa4": (128,), "flex": (128, 16), "deepspeed": (16, 32)}
 WHOLE = ("deepspeed", "flashinfer")
 
@@ -595,7 +596,7 @@ NEEDED = {"causal", "M", "N", "R", "C", "indices"}
 
 @st.composite
 def conversions(draw):
-    if draw(st.integers(0, 3)) == 0:  # most others are too much alike to be drawn again
+    if draw(st.integers(0, 3)) == 0:  # the others are too much alike to be drawn again
         name = draw(st.sampled_from(sorted(FROM))).removeprefix("from_")
         return name, [draw(convertible(name))], {}
     if draw(st.booleans()):
@@ -666,7 +667,7 @@ EDGES = {
                       **{name: sometimes(name) for name in EDGES}),
        backend=mostly([None, "blockwise", "reference"], ["triton"]))  # fmt: skip
 def fuzz_minus_inf(case, backend):
-    """-inf in every kind of scores gives what a mask gives."""
+    """-inf in every kind of scores equals a mask."""
     if DEVICE.type == "cpu" and backend == "triton" and case.dtype == torch.bfloat16:
         return "refused"  # by the interpreter
     kind, found = outcome(lambda: case.results(backend, DEVICE))
@@ -702,8 +703,8 @@ HUGE = st.sampled_from([0, 1, 7, 2**23 - 8, 2**23, 2**31 // 127 + 1, 2**31 - 1, 
 
 @st.composite
 def strided(draw, *shape, last=1):
-    """A tensor of which dimensions are expanded, and those of one element have any stride; of the last dimension that
-    of `last`. A number of tokens that is expanded costs no memory."""
+    """A tensor with expanded dimensions and arbitrary strides in dimensions of size 1; the last stride is `last`. An
+    expanded number of tokens costs no memory."""
     kept = [size if draw(st.integers(0, 2)) and size < 10**4 else 1 for size in shape[:-1]]
     x = torch.randn(*kept, shape[-1], generator=torch.Generator().manual_seed(draw(st.integers(0, 99))))
     strides = [0 if k == 1 and n > 1 else s for k, n, s in zip(kept, shape, x.stride())]
@@ -713,7 +714,7 @@ def strided(draw, *shape, last=1):
 
 @st.composite
 def expanded_inputs(draw):
-    """q, k and v, a change of scores by name with its tensor, and a window."""
+    """q, k and v, a score modification by name with its tensor, and a window."""
     batch, kv_heads, group, dim = (draw(st.sampled_from(sizes)) for sizes in ([1, 2], [1, 2], [1, 3], [16, 24]))
     q_len = draw(st.sampled_from([1, 17, 40]))
     k_len = draw(st.sampled_from([1, 40, 70, 2**24 + 70, 2**31 - 256, 2**33]))
@@ -754,7 +755,7 @@ def fuzz_strides(drawn, backend, grad):
     mask = None if window is None else masks.local(q_len, seen, window=window, causal=True, block=16).to(DEVICE)
     change = None if values is None else build(values.double())
     want = attention(*small, mask, scores=change, backend="reference", return_lse=True)
-    for got, wanted in zip(found, want):  # lse tells the scores of keys that are all alike
+    for got, wanted in zip(found, want):  # lse shows the scores of keys that are all alike
         torch.testing.assert_close(got.double(), wanted, atol=4e-3, rtol=4e-3)
     if grad:
         gradients = (torch.autograd.grad(out[0].sum(), leaves) for out, leaves in ((found, inputs), (want, small)))
@@ -767,7 +768,7 @@ def fuzz_strides(drawn, backend, grad):
        block=mostly([16, (16, 32)], [3]),
        use=st.sampled_from(["from_function", "from_flex", "to_flashmask", "function", "from_score_mod"]))  # fmt: skip
 def fuzz_rules(rule, sizes, block, use):
-    """Rules of b and h mean what they say of single numbers, wherever they are taken."""
+    """Rules of b and h have the same meaning for single numbers and in all uses."""
     batch, heads, *lengths = sizes
     if use in ("function", "from_score_mod"):
         return fuzz_conditions(rule, sizes, use)
@@ -819,7 +820,7 @@ FAMILIES = {name.removeprefix("fuzz_"): each for name, each in sorted(globals().
 
 
 def stop_if_device_failed(family, number, drawn):
-    """Ends the process at the call by which a GPU failed: no later one on it can succeed, so none would be simpler."""
+    """Ends the process at the call by which a GPU failed, because every later call on it fails, too."""
     if DEVICE.type == "cuda":
         try:
             torch.cuda.synchronize(DEVICE)
@@ -842,7 +843,7 @@ def run(family, examples, number=None, ends=None, **options):
         try:
             end = wild(**drawn)
         except Exception:
-            ends["failure"] += 1  # those by which Hypothesis simplifies one are counted, too
+            ends["failure"] += 1  # calls by which Hypothesis simplifies a failure are counted, too
             stop_if_device_failed(family, number, drawn)
             raise
         stop_if_device_failed(family, number, drawn)
@@ -856,11 +857,11 @@ CALLS = 100  # of a family before the next has its turn
 
 
 def one_turn(family, number):
-    """How that many calls ended, and what went wrong as lines of text."""
+    """The counts of this number of calls, and the failures as lines of text."""
     ends = Counter()
     try:
         return run(family, CALLS, number, ends, deadline=None, database=None), []
-    except Exception as failure:  # a group, if there are several
+    except Exception as failure:  # a group for several failures
         failures = getattr(failure, "exceptions", [failure])
         notes = ["".join(getattr(each, "__notes__", [])[:1]) for each in failures]
         what = [f"{type(each).__name__}: {each} {note}" for each, note in zip(failures, notes)]
@@ -895,7 +896,7 @@ def main():
     while sum(sum(counts.values()) for counts in done["ends"].values()) < chosen.calls:
         if time.perf_counter() - start > chosen.seconds:
             break
-        # Seeds count turns, so the family whose turn it is follows from the seed, too.
+        # Seeds count turns, so the seed also determines the family.
         family = families[done["seed"] % len(families)]
         ends, failures = one_turn(family, done["seed"])
         print(*failures, sep="\n", end="\n" if failures else "", flush=True)

@@ -1,8 +1,8 @@
 """Matrix products in Triton's interpreter: summed in fp64 and rounded once, in place of its `create_dot`.
 
-The interpreter multiplies by BLAS, whose sums of x y^T and of y x^T differ in their last bits. The kernels rely on what
-matrix units do: the same products in the same order, whichever operand comes first. What matrix units lose while they
-sum is in `tensor_cores.py`, and on a GPU.
+The interpreter multiplies by BLAS, whose sums of x y^T and of y x^T differ in their last bits. The kernels rely on
+matrix units, which form the same products in the same order, whichever operand comes first. `tensor_cores.py` has the
+rounding of their sums.
 """
 
 import numpy as np

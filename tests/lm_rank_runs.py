@@ -1,6 +1,6 @@
-"""What the tests of experiments.lm run in several processes: runs in which all take part.
+"""Runs of experiments.lm in several processes, for its tests.
 
-Each is also paused and resumed. The first process writes what came out to <out>/found.json.
+Each is also paused and resumed. The first process writes the results to <out>/found.json.
 """
 
 import json
@@ -18,7 +18,7 @@ from experiments.training.sharding import whole
 from lm_models import tiny
 from rank_runs import refused, waiting_threads
 
-# Runs whose sequences are shared, each with a path of its own through the model.
+# Runs with shared sequences, each with its own path through the model.
 KINDS = {
     "plain": {"pattern": "local|butterfly", "log_every": 1, "steps": 6},
     "divided": {"sharding": "fsdp", "pattern": "local,dense", "recompute": True, "steps": 4},
@@ -63,7 +63,7 @@ def command(words: list[str]) -> None:
 
 
 def trained(config: Config, store: Store, folder: Path, ranks: Ranks) -> dict[str, object]:
-    """What tests say of a run, and of one with a pause."""
+    """The results of a run that tests check, and of one with a pause."""
     run = Run(config, store, folder, ranks=ranks)
     kinds = {type(parameter).__name__ for parameter in run.model.parameters()}
     torch.save(first_gradients(run), folder / f"gradients{ranks.rank}.pt")

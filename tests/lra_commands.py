@@ -6,7 +6,7 @@ from experiments.lra import cli
 from experiments.lra.config import DEFAULTS
 from lra_runs import TINY
 
-WINDOW = {"window": TINY.window}  # which the local mask alone has
+WINDOW = {"window": TINY.window}  # an option of the local mask alone
 OPTIONS = {name: value for name, value in vars(TINY).items() if name not in WINDOW and value != DEFAULTS[name]}
 
 

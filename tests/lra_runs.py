@@ -1,4 +1,4 @@
-"""Small data and settings for runs of experiments.lra, and what tests compare of runs."""
+"""Small data and settings for runs of experiments.lra, and the values that tests compare."""
 
 import torch
 

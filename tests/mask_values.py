@@ -1,4 +1,4 @@
-"""Masks to try `BlockMask` with, and when two are one value."""
+"""Masks for tests of `BlockMask`, and their equality."""
 
 import torch
 from hypothesis import settings

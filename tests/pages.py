@@ -1,4 +1,4 @@
-"""The pages of the repository: what is written in Markdown, and the code in it."""
+"""The Markdown pages of the repository, and the code in them."""
 
 import re
 from pathlib import Path
@@ -29,12 +29,12 @@ def examples(page):
 
 
 def outputs(page):
-    """The text block that directly follows each Python example, which is what it prints; empty where there is none."""
+    """The text block that directly follows each Python example, its output; empty if it has none."""
     return [output for _, output in EXAMPLE.findall(text(page))]
 
 
 def cannot_run_here(source):
-    """Whether an example says in its first line that it needs a GPU, a model or whatever else a test has not."""
+    """Whether an example says in its first line that it needs a GPU, a model or anything else that a test lacks."""
     return source.startswith("# Needs ")
 
 
@@ -44,5 +44,5 @@ def without_blocks(page):
 
 
 def inline_code(page):
-    """What stands between single backticks outside of blocks of code."""
+    """The text between single backticks outside of blocks of code."""
     return [" ".join(code.split()) for code in re.findall(r"(?<!`)`([^`]+)`(?!`)", without_blocks(page))]

@@ -1,4 +1,4 @@
-"""Small images for the tests of experiments.pathx, and what their masks must be."""
+"""Small images for the tests of experiments.pathx, and their expected masks."""
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ def image(seed, *, lit=0.4, side=SIDE):
 
 
 def pairs_live(relation, y, x, other_y, other_x):
-    """The rules as relations.py states them, on whole numbers."""
+    """The rules of relations.py, on whole numbers."""
     dy, dx, numbers = abs(y - other_y), abs(x - other_x), relation.numbers
     if relation.kind == "dense":
         return True

@@ -11,7 +11,7 @@ def objective_of(config):
 
 
 def training_step(model, optimizer, batch, config, lr):
-    """A step as a run with these settings takes it."""
+    """A step as in a run with these settings."""
     return steps.Steps(model, optimizer, objective_of(config), next(model.parameters()).device)(batch, lr)
 
 

@@ -39,7 +39,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
 
 def made(name, dtype=torch.bfloat16):
-    """A model with eager attention, and what it is compared by."""
+    """A model with eager attention, and the yardstick of its results."""
     shape = MODELS[name]
     model = shape.made(dtype, DEVICE, tokens=TOKENS, small=True, check=True)
     return model, Yardstick.of(
@@ -137,7 +137,7 @@ def test_a_batch_with_padding_on_the_left_generates_eagers_tokens(cache):
 
 
 def test_a_finished_mask_of_one_block_is_not_waited_for():
-    """As the windows of a Swin have it."""
+    """As for the windows of a Swin."""
     q, k, v = (torch.randn(8, 3, 49, 32, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
     mask = torch.randn(8, 1, 49, 49, device=DEVICE, dtype=torch.bfloat16)
     called = layer.Attention(None, 128)

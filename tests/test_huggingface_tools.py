@@ -1,4 +1,4 @@
-"""What is used together with Transformers: generation, PEFT, Accelerate, Trainer, device maps, beside SDPA."""
+"""Tools used together with Transformers: generation, PEFT, Accelerate, Trainer, device maps, beside SDPA."""
 
 import copy
 

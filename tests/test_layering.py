@@ -1,4 +1,4 @@
-"""Who imports whom, and what `import sparseflash` does not need."""
+"""The imports between modules, and packages that `import sparseflash` does not need."""
 
 import ast
 import re
@@ -174,7 +174,7 @@ def circle(graph):
     "module", [m for m in MODULES if not below(path_of(m), "experiments", *KERNELS, separator="/")]
 )
 def test_only_the_kernels_import_triton(module):
-    """Themselves, or by what they import: `backends.triton` has modules that work without Triton, too."""
+    """Directly or through their imports: `backends.triton` has modules that work without Triton, too."""
     loaded, waiting = {module}, [module]
     while waiting:
         new = modules_of(MODULES[waiting.pop()].at_import) - loaded

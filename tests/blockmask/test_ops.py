@@ -82,7 +82,7 @@ def test_the_laws_of_boolean_algebra(group):
     assert x & (y | z) == (x & y) | (x & z)
     assert x | y == y | x and x & y == y & x and x ^ y == y ^ x
     assert (x ^ y) ^ y == (x | y).reblock(((x ^ y).block_q, (x ^ y).block_k)) - (y - x)
-    # And with the padding kept apart, up to how it is kept.
+    # And with separate padding, up to its representation.
     assert ((a | b) - (a & b)).bake_lengths() == (a ^ b).bake_lengths() == x ^ y
     assert ((a - b) - c).bake_lengths() == (a - (b | c)).bake_lengths()
 

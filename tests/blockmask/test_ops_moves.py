@@ -111,11 +111,11 @@ def test_select_takes_batch_elements_and_heads_of_the_dense_matrix(mask, data):
     dense = mask.to_dense()
     batch, elements = data.draw(chosen(dense.shape[0]))
     heads, numbers = data.draw(chosen(dense.shape[1]))
-    # What has one has the same for all, and keeps it.
+    # A size of 1 is shared by all, and stays 1.
     elements, numbers = (x if size > 1 else [0] for x, size in zip((elements, numbers), dense.shape))
     result = mask.select(batch=batch, heads=heads)
     result.validate()
-    # A pattern for all heads, or elements, says no more than it did.
+    # A pattern for all heads, or elements, is equivalent to a shared one.
     assert torch.equal(result.to_dense().expand(len(elements), len(numbers), -1, -1), dense[elements][:, numbers])
     assert torch.equal(mask.to_dense(), dense)
     assert mask.select() == mask
@@ -478,7 +478,7 @@ def test_a_million_tokens_keep_the_window_they_had():
 
 
 def test_everything_is_made_on_the_device_of_the_mask():
-    # An array that asked for no device would lie on this one, where there is no data.
+    # An array created without a device would lie on this one, without data.
     mask, other = masks.local(300, window=70, block=32), masks.butterfly(300, block=16, causal=True)
     padded, order = mask.with_lengths(torch.tensor([3, 130, 300])), random_order(300, 7)
     moved = torch.cat([torch.arange(256).view(8, 32).flip(0).flatten(), torch.arange(256, 300)])

@@ -94,7 +94,7 @@ def test_validate_names_the_broken_rule(rule, broken):
 
 
 def rules_of(mask):
-    """The rules that `validate` holds a mask to, those after a broken one excepted; a number is "n"."""
+    """The rules that `validate` checks, except those after a broken one; a number is "n"."""
     rules, before = set(), sys.getprofile()
 
     def called(frame, event, argument):

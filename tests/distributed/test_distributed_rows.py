@@ -1,4 +1,4 @@
-"""Sums of rows that ranks exchange: every row once for every tensor that has it, rounded once."""
+"""Sums of rows that ranks exchange: every row counts once for every tensor that has it, and is rounded once."""
 
 import numpy as np
 import torch

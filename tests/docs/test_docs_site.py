@@ -1,4 +1,4 @@
-"""What the site of the documentation does besides Markdown: links that lead out of it, doctests, its list of pages."""
+"""The documentation site besides Markdown: links that lead out of it, doctests, its list of pages."""
 
 import ast
 import re

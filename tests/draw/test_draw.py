@@ -1,4 +1,4 @@
-"""Pictures of masks: the shares behind them are exact, and each drawing shows what the mask holds."""
+"""Pictures of masks: their shares are exact, and each drawing shows the contents of the mask."""
 
 import io
 import re
@@ -40,7 +40,7 @@ def per_head(*densities, tokens=512, block=32, seed=0):
 
 
 def whole(dense, block_q, block_k):
-    """Which scores lie in tiles that are live from corner to corner, the ones cut by an end not."""
+    """The scores in tiles that are live from corner to corner, but not in tiles that an end cuts."""
     found = np.zeros_like(dense)
     for q in range(0, dense.shape[0], block_q):
         for k in range(0, dense.shape[1], block_k):

@@ -15,7 +15,7 @@ from strategies import block_masks, blocks, dense_masks, lengths
 
 
 def canonical(mask, *, like=None):
-    """The mask that the dense matrix of `mask` gives: without lengths, in canonical form."""
+    """The canonical mask of the dense matrix of `mask`, without lengths."""
     block = (mask.block_q, mask.block_k) if like is None else like
     return BlockMask.from_dense(mask.to_dense(), block=block)
 

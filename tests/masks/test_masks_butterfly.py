@@ -1,4 +1,6 @@
-"""Butterflies: each keeps exactly the scores of its formula, and reaches everything in as many layers as it says."""
+"""Butterflies: each keeps exactly the scores of its formula, and reaches everything in the documented
+number of layers.
+"""
 
 import pytest
 import torch

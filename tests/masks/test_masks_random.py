@@ -1,4 +1,4 @@
-"""Random patterns: what the draw decides lies where it may, the rest is exact, and a seed is a mask."""
+"""Random patterns: drawn tiles lie where they may, the rest is exact, and a seed determines the mask."""
 
 import inspect
 import math
@@ -170,7 +170,7 @@ def test_heads_draw_for_themselves(build):
     assert mask.pattern.tolist() == [[0, 1, 2, 3]]
     assert build(16 * 40, block=16).pattern.tolist() == [[0]]
     first = build(16 * 40, heads=1, block=16).to_dense()[0, 0]
-    assert torch.equal(first, mask.to_dense()[0, 0])  # more heads leave those before as they were
+    assert torch.equal(first, mask.to_dense()[0, 0])  # more heads do not change the first ones
 
 
 PINNED = {
@@ -265,7 +265,7 @@ WITHOUT_ARGUMENTS = [
     name for name, found in vars(masks).items()
     if callable(found) and name in masks.__all__ and [
         each.name for each in inspect.signature(found).parameters.values() if each.default is each.empty
-    ] == ["q_len"] and name != "local"  # which must have a window
+    ] == ["q_len"] and name != "local"  # it must have a window
 ]  # fmt: skip
 
 

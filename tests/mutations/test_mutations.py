@@ -1,4 +1,4 @@
-"""The listed faults can still be made, and the runner tells what tests say of them."""
+"""The listed faults can still be made, and the runner reports the outcome of their tests."""
 
 from pathlib import Path
 

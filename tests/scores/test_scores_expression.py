@@ -1,4 +1,4 @@
-"""Functions of scores as expressions: they compute what the functions do, and so do their derivatives."""
+"""Functions of scores as expressions: they and their derivatives equal the functions'."""
 
 import re
 
@@ -139,7 +139,7 @@ def test_results_have_the_kinds_of_pytorchs(function):
 
 @pytest.mark.parametrize("around", [torch.inference_mode, torch.enable_grad, lambda: torch.autocast("cpu")])
 def test_functions_are_recorded_alike_in_any_mode(around):
-    """In inference mode PyTorch hands on operators as they are called, not what they consist of."""
+    """In inference mode PyTorch passes operators as they are called, not their parts."""
     gain, table = inputs()[1:]
     for name in UNARY:
         for place in OF_PLACES:

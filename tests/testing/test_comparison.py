@@ -1,4 +1,4 @@
-"""A function of q, k and v held against the definition: what is right passes, and what is wrong is named."""
+"""Comparison of a function of q, k and v with the definition: right results pass, and wrong ones are named."""
 
 import math
 from unittest import mock
@@ -115,7 +115,7 @@ def test_ours_is_exact(mask, dtype, seed):
 
 
 def test_kernels_are_exact_where_no_query_has_two_keys():
-    """dq and dk are 0 there, and the plain computation finds just that."""
+    """dq and dk are 0 there, also in the plain computation."""
     q, k, v = (
         x.requires_grad_() for x in tensors(masks.dense(1), batch=2, heads=4, dim=32, v_dim=32, dtype=torch.float16)
     )
@@ -244,7 +244,7 @@ def test_the_scale_and_given_gradients_count():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_one_query_is_held_to_a_yardstick_of_many_draws(tokens, dtype):
-    """A plain result of few numbers is sometimes right to the last bit, and then twice its error is nothing."""
+    """A plain result of few numbers is sometimes right to the last bit, and then allows no error."""
     mask = masks.dense(tokens, 40)
     for seed in range(10):
         testing.assert_exact(ours(mask), *tensors(mask, heads=1, kv_heads=1, dtype=dtype, seed=seed), mask)
