@@ -51,7 +51,6 @@ class Extents:
         self._starts, self._stops = self._start.tolist(), self._stop.tolist()
 
     def check(self, pointers, mask, does):
-        """Raises IndexError if an address that the mask lets through is not inside."""
         # Descriptors of Triton 3.7 pass an array, whose `data` is its memory.
         live = mask if isinstance(mask, np.ndarray) else mask.data
         at = pointers.data

@@ -23,7 +23,6 @@ INTEGERS = st.sampled_from(
 
 
 def by(way):
-    """Makes CPU tensors use one of the ways."""
     return mock.patch.object(fused, "_DEVICES", ["cpu"] if way == "kernels" else [])
 
 

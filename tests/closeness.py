@@ -40,7 +40,6 @@ def assert_exact(got, truth, draws, factor, label, score_magnitude=0.0):
 
 
 def _record(folder, label, ratios):
-    """Appends to a file of the folder, for experiments.benchmarks.exactness."""
     os.makedirs(folder, exist_ok=True)
     with open(os.path.join(folder, f"{os.getpid()}.jsonl"), "a") as file:
         file.write(json.dumps({**label, **ratios}) + "\n")

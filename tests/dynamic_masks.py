@@ -56,8 +56,6 @@ def made_dynamic(mask, seed):
 
 @dataclass(frozen=True)
 class Loosened:
-    """A recipe whose mask is made dynamic."""
-
     recipe: Recipe
     seed: int
 
@@ -66,6 +64,5 @@ class Loosened:
 
 
 def dynamic_problems(**sizes):
-    """As `problems`, all with dynamic masks."""
     drawn = problems(value_dims=(16,), **sizes).filter(lambda problem: problem.recipe is not None)
     return st.builds(lambda p, seed: replace(p, recipe=Loosened(p.recipe, seed)), drawn, SEEDS)

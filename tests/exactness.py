@@ -107,7 +107,6 @@ def check(problem, backend, device="cpu", arithmetic=None):
 
 
 def check_results(problem, got, backend, device="cpu", arithmetic=None):
-    """`check` for given results."""
     truth = results(problem, "reference", device, torch.float64)
     label = {
         "backend": backend,
@@ -123,7 +122,6 @@ def check_results(problem, got, backend, device="cpu", arithmetic=None):
 
 
 def score_magnitude(problem):
-    """The largest `|scale| * sum |q| |k|` of any score."""
     q, k = (x.detach().double().abs() for x in problem.tensors()[:2])
     k = k.repeat_interleave(problem.heads // problem.kv_heads, dim=1)
     scale = problem.dim**-0.5 if problem.scale is None else abs(problem.scale)
@@ -136,7 +134,6 @@ def loads(way):
 
 
 def spread_out(dim, dtype, tokens=200, lengths=(200, 141), block=128, seed=7):
-    """A problem with full, partial and dead tiles, a ragged end, empty rows and columns and padding."""
     arguments = {"q_len": tokens, "k_len": tokens, "block": (block, block), "heads": [[0, 1]], "holes": "none",
                  "patterns": [["full", "dead"], ["upper", "random"]], "seed": seed}  # fmt: skip
     return Problem(
@@ -162,7 +159,6 @@ def sizes_for(arithmetic, dim):
 
 
 def gradients_by(backend):
-    """The argument of `check_weights_of_one`."""
 
     def gradients_of(q, k, v, dout, mask, scale):
         q, k, v = (x.requires_grad_() for x in (q, k, v))

@@ -79,7 +79,6 @@ def python(*words, server=None, environment=None):
 
 
 def started(*words, folder, server=None, environment=None):
-    """The process of `python`, which writes into `stdout` and `stderr` of the folder."""
     words = [str(word) for word in words]
     return (server or after_torch()).start(_run, (words, Path(folder), environment), daemon=False)
 

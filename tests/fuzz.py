@@ -40,7 +40,6 @@ KINDS = (ValueError, TypeError, NotImplementedError, RuntimeError)
 
 
 def draws(**strategies):
-    """Marks a family with the strategies of its arguments."""
 
     def mark(family):
         family.strategies = strategies
@@ -54,7 +53,6 @@ class Subclass(torch.Tensor):
 
 
 def outcome(call):
-    """`("result", value)` or `("refused", error)`; raises AssertionError for others."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -86,7 +84,6 @@ FILLS = ("normal", "large", "nan", "inf", "zero")
 
 
 def tensor(shape, dtype=torch.float32, layout="plain", fill="normal", grad=False, seed=0):
-    """A tensor with these properties."""
     generator = torch.Generator().manual_seed(seed)
     if dtype.is_floating_point or dtype.is_complex:
         made = torch.randn(shape, generator=generator).to(dtype)
@@ -158,7 +155,6 @@ def attention_inputs(draw):
 
 
 def built(specs, odd_place, odd):
-    """q, k and v; now and then one of them is not a tensor."""
     made = [tensor(**spec) for spec in specs]
     if 0 <= odd_place < 3:
         made[odd_place] = odd
@@ -181,7 +177,6 @@ def are_plain(inputs, specs, scale=None):
 
 
 def factor_of(q, scale):
-    """The factor of the products."""
     return 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
 
 
@@ -192,7 +187,6 @@ def largest_score(q, k, scale):
 
 
 def truth(q, k, v, live, scale=None):
-    """Dense attention in fp64."""
     q, k, v = (x.detach().as_subclass(torch.Tensor).double() for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) if k.shape[1] else x for x in (k, v))
     products = (q @ k.mT * factor_of(q, scale)).masked_fill(~live, -math.inf)
@@ -200,7 +194,6 @@ def truth(q, k, v, live, scale=None):
 
 
 def check_attention(inputs, specs, result, live, scale=None, dropped=False):
-    """Checks the shape and dtype of an output, its numbers if they are known, and that gradients exist."""
     q, k, v = inputs
     assert result.shape == (*q.shape[:-1], v.shape[-1]) and result.dtype == q.dtype
     known = are_plain(inputs, specs, scale)
@@ -220,7 +213,6 @@ def check_attention(inputs, specs, result, live, scale=None, dropped=False):
 
 
 def pattern(name, q_len, k_len):
-    """A mask by a drawn name; some do not fit."""
     q_len, k_len = max(q_len, 1), max(k_len, 1)
     made = {
         "none": lambda: None,
@@ -243,7 +235,6 @@ def pattern(name, q_len, k_len):
 
 
 def mostly(usual, wild):
-    """The usual value, and one time in ten a wild one."""
     return st.integers(0, 9).flatmap(lambda n: st.sampled_from(wild) if n == 5 else st.sampled_from(usual))
 
 
@@ -257,7 +248,6 @@ SEEDS = mostly([None, 3, -1, 2**63 - 1], [2**63, -(2**63), "1", 0.5, True, torch
 
 
 def sizes_of(inputs):
-    """The tokens of q and k, if they have any."""
     return [x.shape[2] if isinstance(x, torch.Tensor) and x.ndim == 4 else 5 for x in inputs[:2]]
 
 
@@ -405,7 +395,6 @@ OWN_MASKS = st.sampled_from(["causal", "local", "random", "nothing", "short", "h
 
 @st.composite
 def fitting_arguments(draw, name, dense):
-    """Arguments that this method of such a mask takes, and the live scores of its result, if known."""
     block = draw(st.sampled_from([16, 32, (16, 64), (64, 32)]))
     if name in ("from_dense", "dense", "from_layout"):
         q_len, k_len = draw(st.integers(1, 70)), draw(st.integers(1, 70))
@@ -462,7 +451,6 @@ def fitting_arguments(draw, name, dense):
 
 @st.composite
 def method_calls(draw):
-    """A method, the mask it is called of, its arguments, and the live scores of its result, if known."""
     name, own = draw(st.sampled_from(sorted(METHODS))), draw(OWN_MASKS)
     if own not in ("meta", "short") and draw(st.booleans()):
         return name, own, *draw(fitting_arguments(name, pattern(own, 40, 40).to_dense()))
@@ -496,7 +484,6 @@ def fuzz_methods(drawn):
 
 @st.composite
 def raw_arrays(draw):
-    """The arrays of a mask, one or more of them changed."""
     mask = pattern(draw(OWN_MASKS.filter(lambda name: name != "meta")), 40, 40)
     names = ["q_len", "k_len", "block_q", "block_k", "indptr", "indices", "tile", "bits", "pattern", "lengths"]
     fields = {name: getattr(mask, name) for name in names}
@@ -556,7 +543,6 @@ WHOLE = ("deepspeed", "flashinfer")
 
 @st.composite
 def convertible(draw, library):
-    """A mask that this library can express."""
     block = draw(st.sampled_from(BLOCKS.get(library, (16, 32, 64))))
     rows = draw(st.integers(1, 4))
     cols = rows if library == "deepspeed" else draw(st.integers(1, 4))
@@ -577,7 +563,6 @@ def convertible(draw, library):
 
 
 def returned(library, mask):
-    """The mask that comes back from a library's form of a mask."""
     made = getattr(interop, f"to_{library}")(mask)
     take = getattr(interop, f"from_{library}")
     if library == "fa4":
@@ -714,7 +699,6 @@ def strided(draw, *shape, last=1):
 
 @st.composite
 def expanded_inputs(draw):
-    """q, k and v, a score modification by name with its tensor, and a window."""
     batch, kv_heads, group, dim = (draw(st.sampled_from(sizes)) for sizes in ([1, 2], [1, 2], [1, 3], [16, 24]))
     q_len = draw(st.sampled_from([1, 17, 40]))
     k_len = draw(st.sampled_from([1, 40, 70, 2**24 + 70, 2**31 - 256, 2**33]))
@@ -731,7 +715,6 @@ def expanded_inputs(draw):
 
 @draws(drawn=expanded_inputs(), backend=mostly([None, "triton", "blockwise"], ["reference"]), grad=st.booleans())
 def fuzz_strides(drawn, backend, grad):
-    """Huge strides, and positions past 2^24, by expanded tensors."""
     q, k, v, name, values, window = drawn
     q_len, k_len = q.shape[2], k.shape[2]
     if k_len > 2**20:  # only where a window leaves few tiles, and no array has a number for each key
@@ -768,7 +751,6 @@ def fuzz_strides(drawn, backend, grad):
        block=mostly([16, (16, 32)], [3]),
        use=st.sampled_from(["from_function", "from_flex", "to_flashmask", "function", "from_score_mod"]))  # fmt: skip
 def fuzz_rules(rule, sizes, block, use):
-    """Rules of b and h have the same meaning for single numbers and in all uses."""
     batch, heads, *lengths = sizes
     if use in ("function", "from_score_mod"):
         return fuzz_conditions(rule, sizes, use)
@@ -797,7 +779,6 @@ def fuzz_rules(rule, sizes, block, use):
 
 
 def fuzz_conditions(rule, sizes, use):
-    """A score is changed where a rule says so."""
     batch, heads, q_len, k_len = sizes
     q, k, v = (torch.randn(batch, heads, n, 8, dtype=torch.float64) for n in (q_len, k_len, k_len))
     change = lambda s, b, h, q, k: torch.where(torch.as_tensor(rule(b, h, q, k)), s, 0.5 - s)  # noqa: E731
@@ -857,7 +838,6 @@ CALLS = 100  # of a family before the next has its turn
 
 
 def one_turn(family, number):
-    """The counts of this number of calls, and the failures as lines of text."""
     ends = Counter()
     try:
         return run(family, CALLS, number, ends, deadline=None, database=None), []
@@ -869,7 +849,6 @@ def one_turn(family, number):
 
 
 def table(ends):
-    """How the calls of each family ended, as lines of text."""
     total = Counter()
     for family, counts in sorted(ends.items()):
         total.update(counts)

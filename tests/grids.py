@@ -29,7 +29,6 @@ def shapes(draw: DrawFn, most: int = MOST_TOKENS) -> tuple[int, ...]:
 
 
 def orders(shape: tuple[int, ...]) -> SearchStrategy[Tensor | None]:
-    """None, the orders of the library, and orders without any structure."""
     count = math.prod(shape)
     tile = st.tuples(*(st.integers(1, side) for side in shape))
     return st.one_of(

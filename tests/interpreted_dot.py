@@ -9,7 +9,6 @@ import numpy as np
 
 
 def summed_alike_in_either_order(builder, a, b, d, *options):
-    """a b + d, for numbers in fp16 or fp32."""
     with np.errstate(over="ignore", invalid="ignore"):  # as in fp32
         product = (a.data.astype(np.float64) @ b.data.astype(np.float64)).astype(d.data.dtype)
         return type(d)(product + d.data, d.dtype.scalar)

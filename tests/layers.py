@@ -467,7 +467,6 @@ class Imports(ast.NodeVisitor):
 
 
 def read(folder, package):
-    """`{module name: Imports}` of a package and its parts."""
     modules = {}
     for file in sorted(folder.rglob("*.py")):
         parts = file.relative_to(folder).with_suffix("").parts
@@ -478,7 +477,6 @@ def read(folder, package):
 
 
 def read_all():
-    """`{module name: Imports}` of sparseflash, masks and experiments."""
     library = read(ROOT / "sparseflash", "sparseflash")
     # sparseflash/masks is a symlink to masks; whether a search follows it depends on the version of Python.
     library = {name: imports for name, imports in library.items() if not below(name, "sparseflash.masks")}
@@ -512,7 +510,6 @@ def row_of(path):
 
 
 def allowed(path, imported):
-    """Whether the module at `path` may import the one at `imported`."""
     row = row_of(path)
     return row_of(imported) == row or below(imported, *MAY_IMPORT[row], separator="/")
 

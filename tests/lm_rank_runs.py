@@ -38,7 +38,6 @@ def whole_and_divided(data: Path, out: Path) -> None:
 
 
 def sharing_sequences(data: Path, out: Path, context: int) -> None:
-    """Every `context` processes share the tokens of each of their sequences."""
     found: dict[str, object] = {}
     with process_group("cpu", context) as ranks:
         store = opened(data)
@@ -58,12 +57,10 @@ def sharing_sequences(data: Path, out: Path, context: int) -> None:
 
 
 def command(words: list[str]) -> None:
-    """A command of experiments.lm, as torchrun calls it."""
     app(words, standalone_mode=False)
 
 
 def trained(config: Config, store: Store, folder: Path, ranks: Ranks) -> dict[str, object]:
-    """The results of a run that tests check, and of one with a pause."""
     run = Run(config, store, folder, ranks=ranks)
     kinds = {type(parameter).__name__ for parameter in run.model.parameters()}
     torch.save(first_gradients(run), folder / f"gradients{ranks.rank}.pt")
@@ -80,7 +77,6 @@ def trained(config: Config, store: Store, folder: Path, ranks: Ranks) -> dict[st
 
 
 def first_gradients(run: Run) -> dict[str, torch.Tensor]:
-    """The gradients of the run's first step, of all its processes together."""
     steps = run._steps()
     steps.objective = replace(steps.objective, clip=0.0)
     steps.gradients(next(run._batches()))

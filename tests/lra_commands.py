@@ -11,7 +11,6 @@ OPTIONS = {name: value for name, value in vars(TINY).items() if name not in WIND
 
 
 def call(*words, **options):
-    """Run a command; option names with underscores, as fields of Config."""
     words = list(map(str, words))
     for name, value in options.items():
         words += [f"--{name.replace('_', '-')}", str(value)]

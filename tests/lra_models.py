@@ -30,5 +30,4 @@ def examples(lengths) -> Examples:
 
 
 def training_step(model, optimizer, batch: Batch, config: Config, lr: float) -> steps.Outcome:
-    """A step as in a run with these settings."""
     return steps.Steps(model, optimizer, objective_of(config, CPU), CPU)(batch, lr)

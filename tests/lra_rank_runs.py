@@ -49,7 +49,6 @@ SHARED_DROPPING = replace(SHARED, dropout=0.2, attention_dropout=0.2, steps=5)
 
 
 def sharing_batches(data_folder: Path, out: Path) -> None:
-    """Every process has its share of each batch."""
     with process_group("cpu") as ranks:
         data = ranks.first_before_others(lambda: load("listops", data_folder))
         run = Run(TINY, data, out / "plain", ranks=ranks)
@@ -65,7 +64,6 @@ def sharing_batches(data_folder: Path, out: Path) -> None:
 
 
 def sharing_sequences(out: Path, context: int, folders: dict[str, Path]) -> None:
-    """Every `context` processes share the tokens of each of their sequences."""
     with process_group("cpu", context) as ranks:
         shared = replace(SHARED, context_parallel=context)
         data = data_of(shared, folders)
@@ -92,7 +90,6 @@ def data_of(config: Config, folders: dict[str, Path]) -> Data:
 
 
 def first_gradients(run: Run) -> dict[str, torch.Tensor]:
-    """The gradients of the run's first step, of all its processes together."""
     batch = next(run._batches())
     compute_gradients(run.data_parallel, replace(objective_of(run.config, run.device), clip=0.0), batch)
     found = {name: parameter.grad for name, parameter in run.model.named_parameters()}
@@ -114,7 +111,6 @@ def kept_weights(run: Run) -> list[int]:
 
 
 def trained(run: Run, out: Path) -> dict[str, object]:
-    """The results of a trained run that the test checks; its weights are written to <out>."""
     metrics = run.train()
     assert metrics is not None
     torch.save(run.model.state_dict(), out / f"process{run.ranks.rank}.pt")
@@ -122,7 +118,6 @@ def trained(run: Run, out: Path) -> dict[str, object]:
 
 
 def paused_and_not(config: Config, data: Data, out: Path, ranks: Ranks) -> dict[str, object]:
-    """Whether a run that is paused and resumed has the bits of one that is not."""
     whole = Run(config, data, out / "whole", ranks=ranks)
     whole.train()
     # Only the first process's clock counts.

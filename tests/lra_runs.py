@@ -21,7 +21,6 @@ TINY_IMAGES = Config(
 
 
 def weights(run: Trainer) -> dict[str, torch.Tensor]:
-    """A copy of the run's weights."""
     return {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
 
 

@@ -63,7 +63,6 @@ class Case:
         return torch.where(offsets > 0, 3, torch.where(offsets <= -self.tile - 3, 0, near))
 
     def alive(self):
-        """Which scores are not -inf, bool [B, Hq, Nq, Nk]."""
         n, k = self.tokens, torch.arange(self.tokens)
         dead = torch.stack([rule(k, n, self.tile) for rule in PATTERNS.values()])  # [patterns, Nk]
         if self.kind == "key_bias":
@@ -78,7 +77,6 @@ class Case:
         return torch.stack(by_batch)[:, None].expand(-1, self.heads, -1, -1)
 
     def mask(self):
-        """The mask that is combined with the scores of -inf."""
         if self.whole and self.kind != "tile bias":
             return None
         row, k = torch.arange(self.tokens).view(-1, 1), torch.arange(self.tokens)
@@ -170,7 +168,6 @@ class Case:
         return dict(zip(names, (out, lse, *found), strict=True))
 
     def check(self, backend="triton", device="cpu"):
-        """Raises AssertionError unless a backend is as exact as a plain implementation with a mask."""
         with np.errstate(over="ignore", invalid="ignore"):  # of the interpreter's numpy, past the ends
             got = self.results(backend, device)
         truth = self.results("reference", device, torch.float64, by_mask=True)

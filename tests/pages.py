@@ -24,7 +24,6 @@ def text(page):
 
 
 def examples(page):
-    """The Python examples, in order."""
     return [source for source, _ in EXAMPLE.findall(text(page))]
 
 
@@ -39,10 +38,8 @@ def cannot_run_here(source):
 
 
 def without_blocks(page):
-    """The text without blocks of code."""
     return re.sub(r"^( *)```.*?^\1```$", "", text(page), flags=re.DOTALL | re.MULTILINE)
 
 
 def inline_code(page):
-    """The text between single backticks outside of blocks of code."""
     return [" ".join(code.split()) for code in re.findall(r"(?<!`)`([^`]+)`(?!`)", without_blocks(page))]

@@ -69,7 +69,6 @@ class Oracle:
         self.marked = below(self.rng, 2)
 
     def pasted(self, stamp, place):
-        """A small picture on an empty image, its middle at a place."""
         radius, size = len(stamp) // 2, self.p.size
         large = np.zeros((size + 2 * radius, size + 2 * radius))
         large[place[0] : place[0] + len(stamp), place[1] : place[1] + len(stamp)] = stamp
@@ -193,7 +192,6 @@ class Oracle:
         return snake, np.maximum(mask, snake.stamp)
 
     def marked_image(self):
-        """The image with its markers, 0..255, not yet cut to integers."""
         length = self.p.contour_length
         last = self.marked if self.label else 1 - self.marked
         image = self.image / self.image.max()

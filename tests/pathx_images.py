@@ -9,7 +9,6 @@ SIDE = 16
 
 
 def image(seed, *, lit=0.4, side=SIDE):
-    """Random pixels, some of them black. uint8 [side, side]"""
     rng = np.random.default_rng(seed)
     return (rng.integers(1, 256, (side, side)) * (rng.random((side, side)) < lit)).astype(np.uint8)
 

@@ -23,7 +23,6 @@ UNET = Config(
 
 
 def tensors(run):
-    """The weights of a run and their average."""
     own = {f"model.{name}": tensor for name, tensor in run.model.state_dict().items()}
     return own | {f"average.{name}": tensor for name, tensor in run.average.weights.items()}
 

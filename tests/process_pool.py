@@ -28,8 +28,6 @@ TIMEOUT = 60  # seconds that a process waits for the others
 
 @dataclass
 class Member:
-    """One process of a group."""
-
     group: object
     rank: int
     ranks: int
@@ -86,12 +84,10 @@ class Processes:
         pipe.send((ranks, function, _bytes(arguments)))
 
     def receive(self, pipe):
-        """Its result, or `Failed`."""
         ok, data = pipe.recv()
         return torch.load(io.BytesIO(data), weights_only=False) if ok else Failed(*data)
 
     def run(self, ranks, function, *arguments):
-        """The results of `function(member, *arguments)`; raises failures."""
         results = self.each(ranks, function, [arguments] * ranks)
         failed = [result for result in results if isinstance(result, Failed)]
         if failed:  # lost connections are the consequence of another rank's failure

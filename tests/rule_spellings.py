@@ -14,8 +14,6 @@ BATCH, HEADS = 3, 4  # the most of them
 
 @dataclass(frozen=True)
 class Data:
-    """The tensors that rules read."""
-
     seed: int
     length: int  # of queries and keys, at most
 

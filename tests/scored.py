@@ -51,7 +51,6 @@ class Scored:
 
     @property
     def dtype(self):
-        """The dtype of the modifications' tensors."""
         return torch.float32 if not self.half and self.problem.dtype != torch.float64 else self.problem.dtype
 
     @cached_property
@@ -62,7 +61,6 @@ class Scored:
         return self.problem.mask
 
     def tiles(self, drawn, device):
-        """A bias of live tiles that none, some or all of the batch elements and heads share."""
         p, mask = self.problem, self.mask.to(device)
         shape = [(1, p.heads), (p.batch, 1), (1, 1), (p.batch, p.heads)][3 if "tile bias" in self.own else p.seed % 4]
         return scores.tile_bias(drawn(*shape, len(mask.indices), mask.block_q, mask.block_k), mask)
@@ -158,7 +156,6 @@ def scored(draw, *, kinds=(*KINDS, *FUNCTIONS), always=None, **arguments):
 
 
 def results(case, backend, device="cpu", dtype=None):
-    """out, lse, dq, dk, dv, and the gradients of the tensors, by name."""
     problem = case.problem
     q, k, v, dout, dlse = problem.tensors(device)
     if dtype is not None:
@@ -195,7 +192,6 @@ def plain_draws(case, device, truth):
 
 
 def check(case, backend, device="cpu"):
-    """Raises AssertionError unless a backend is as exact as a plain implementation."""
     with np.errstate(over="ignore", invalid="ignore"):  # of the interpreter's numpy
         got = results(case, backend, device)
     check_results(case, got, device)

@@ -34,7 +34,6 @@ def forward(member, mask, q, k, v, plan_options, options):
 
 
 def backward(member, dout, dlse):
-    """This rank's gradients, of q, k and v."""
     out, lse, local, plan = member.kept["graph"]
     results, given = [out], [plan.scatter(dout.to(member.device))]
     if dlse is not None:
@@ -78,7 +77,6 @@ def scored_results(member, case, plan_options, options):
 
 
 def sent(member):
-    """Bytes and messages that this rank sent since the last `forward`."""
     plan = member.kept["graph"][3]
     return plan.sent.bytes, plan.sent.messages
 
@@ -87,7 +85,6 @@ def sent(member):
 
 
 def joined(parts, plan, side, dim=-2):
-    """The whole tensor from the parts on all ranks."""
     shards = plan.queries if side == "queries" else plan.keys
     whole = torch.cat(parts, dim)
     return torch.empty_like(whole).index_copy_(dim, shards.order, whole)
@@ -119,7 +116,6 @@ def sharded(pool, ranks, mask, plan_options=None, **options):
 
 
 def check_transports(pool, ranks, strategy):
-    """Raises AssertionError unless both transports give the same bits."""
     found = [
         pool.run(ranks, several_calls, {"strategy": strategy, "transport": name}) for name in ("collective", "peer")
     ]

@@ -36,5 +36,4 @@ class SharedFiles:
 
 
 def copies_of_files(group):
-    """`PeerCopies` between processes on CPUs."""
     return PeerCopies(dist.get_rank(group), lambda size: SharedFiles(size, group), None)

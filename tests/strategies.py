@@ -314,8 +314,6 @@ def block_masks(
 
 @dataclass(frozen=True)
 class Problem:
-    """The inputs of one attention, forward and backward."""
-
     recipe: Recipe | None  # of the mask; None: attention without a mask
     batch: int
     heads: int
@@ -376,7 +374,6 @@ def problems(
     most_batch: int = 2,
     dropouts: Sequence[float] = (0.0,),
 ) -> Problem:
-    """Attention problems: masks of every kind or none, grouped heads, dtypes, scales, memory layouts, dropout."""
     batch, heads = draw(st.integers(1, most_batch)), draw(st.integers(1, most_heads))
     kv_heads = draw(st.sampled_from([n for n in range(1, heads + 1) if heads % n == 0]))
     recipe = None

@@ -368,7 +368,6 @@ CALLS_OF_KERNELS = {
 
 
 def errors_of_kernels(program=""):
-    """The error of each call without the interpreter, by name."""
     shown = run_without_the_interpreter(f"""
 {program}
 import sparseflash.decode, sparseflash.grouped, sparseflash.scores

@@ -40,7 +40,6 @@ def commands(page):
 
 
 def program_of(name):
-    """The command line of a program as typer's command, or None."""
     first, _, rest = name.partition(".")
     if rest.split(".")[0] in MOVED:
         name = f"{first}.benchmarks.{rest}"
@@ -57,7 +56,6 @@ def program_of(name):
 
 
 def wrong_with(name, rest):
-    """The mistake in a command, if any: the program, a command of it, or an option."""
     command = program_of(name)
     if command is None:
         return f"there is no {name} to run"

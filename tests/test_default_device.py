@@ -94,7 +94,6 @@ def test_orders_lie_on_the_cpu():
 
 
 def many():
-    """Two sequences of different lengths, two heads, ragged ends, tiles of all kinds."""
     rng = np.random.default_rng(0)
     dense = rng.random((2, 2, 100, 100)) < 0.5
     dense[:, 0, :32, :32], dense[:, :, 48:64], dense[1, 1] = True, False, np.tri(100, dtype=bool)
@@ -102,7 +101,6 @@ def many():
 
 
 def chosen():
-    """A dynamic mask."""
     scores = torch.from_numpy(np.random.default_rng(0).standard_normal((2, 4, 4)))
     return masks.top_k_blocks(scores, k=2, q_len=128, block=32, causal=True)
 

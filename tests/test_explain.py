@@ -203,7 +203,6 @@ def test_what_attention_refuses_is_refused():
 
 @pytest.mark.parametrize("backend", ["triton", "hopper"])
 def test_it_waits_for_plans_that_another_stream_makes(backend, monkeypatch):
-    """It reads the number of tiles of their items."""
     monkeypatch.setattr(support, "is_interpreted", lambda: False)
     mask = masks.causal(4096, block=128)
     explain(*empty(), mask, backend=backend, **HOPPER)

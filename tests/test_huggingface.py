@@ -110,7 +110,6 @@ def registered():
 
 
 def pair(model, own="eager", ours="block_sparse"):
-    """A model with its own attention, and the same with this one."""
     kind, config = model
     torch.manual_seed(0)
     theirs = kind(copy.deepcopy(config)).eval()
@@ -209,7 +208,6 @@ def test_a_prompt_that_is_seen_by_all_of_it():
 
 
 def test_images_whose_tokens_see_one_another_in_layers_with_and_without_windows():
-    """Gemma 3 adds rules to those of its text model."""
     vision = {name: SIZES[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")}
     config = transformers.Gemma3Config(
         text_config=GEMMA3_SIZES, vision_config={**vision, "num_attention_heads": 4, "image_size": 28, "patch_size": 7},

@@ -39,7 +39,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
 
 def made(name, dtype=torch.bfloat16):
-    """A model with eager attention, and the yardstick of its results."""
     shape = MODELS[name]
     model = shape.made(dtype, DEVICE, tokens=TOKENS, small=True, check=True)
     return model, Yardstick.of(

@@ -116,7 +116,6 @@ def test_a_wrong_call_of_a_pattern_is_found():
 
 
 def error_of(call):
-    """The error of a call of a pattern, or None."""
     function = getattr(masks, ast.unparse(call.func).rpartition(".")[2])
     try:
         positional = [ast.literal_eval(argument) for argument in call.args]
@@ -132,7 +131,6 @@ def error_of(call):
 
 
 def calls_of_patterns(source):
-    """The calls in a piece of Python; none in other text."""
     try:
         tree = ast.parse(source.strip())
     except SyntaxError:

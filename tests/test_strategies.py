@@ -33,7 +33,6 @@ PROBLEMS = problems(128, (16, 40), (16, 24), (16, 32), DTYPES)
 
 
 def draws(strategy, number):
-    """The values drawn by run `number`."""
     drawn = []
 
     @seed(number)

@@ -41,7 +41,6 @@ PATTERNS = {
 
 
 def dense_of(pattern, q_len, k_len):
-    """Bool `[heads, Nq, Nk]` of one sequence."""
     if pattern is None:
         return torch.ones(1, q_len, k_len, dtype=torch.bool)
     if pattern is window_rule:

@@ -7,7 +7,6 @@ import torch
 
 @contextmanager
 def threads(number):
-    """Sets it inside the context, and restores it afterwards."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:

@@ -11,7 +11,6 @@ ROOT = Path(experiments.__file__).parents[1]
 
 
 def torchrun(*words, processes=2, check=True):
-    """The finished command, whose output is text."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
     environment["PYTHONFAULTHANDLER"] = "1"  # an aborted process prints its traceback

@@ -286,7 +286,6 @@ def test_what_leaves_the_library_is_the_canonical_form(tmp_path_factory, mask, s
 
 
 def outcome(export, mask):
-    """The resulting tensors, as lists; or the error."""
     try:
         leaves, _ = tree_flatten(export(mask))
     except ValueError as error:

@@ -29,7 +29,6 @@ OF_FLEXATTENTION = create_block_mask(lambda b, h, q, k: k <= q, 1, 1, 64, 64, de
 
 @st.composite
 def mask_groups(draw, count, most=MOST):
-    """Masks that can be combined: equal lengths; blocks, heads, batch sizes and padding of their own."""
     q_len = draw(lengths(most))
     k_len = draw(st.just(q_len) | lengths(most))
     batch, heads = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 3]))

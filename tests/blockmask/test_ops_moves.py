@@ -25,7 +25,6 @@ def random_mask(q_len, k_len, block, seed=0):
 
 
 def several(tokens=300):
-    """Masks with full, repeated and single tiles, of square and rectangular blocks, ragged."""
     return [
         masks.local(tokens, window=70, block=(16, 64)),
         masks.butterfly(tokens, block=32, causal=True),
@@ -94,7 +93,6 @@ def test_reblock_refuses_what_is_no_block(block):
 
 
 def chosen(count):
-    """Some of `count`, as a slice, one number, or several in any order; and as a list."""
     several = st.lists(st.integers(0, count - 1), min_size=1, max_size=4)
     ends = st.tuples(st.integers(0, count - 1), st.integers(1, count)).filter(lambda pair: pair[0] < pair[1])
     return (
@@ -264,7 +262,6 @@ def random_order(length, seed):
 
 @st.composite
 def orders(draw, length):
-    """Random orders, and ones with structure: shifts, reversal, strides, windows of tokens, whole blocks moved."""
     kind = draw(st.sampled_from(["random", "shift", "reverse", "stride", "blocks"]))
     tokens = torch.arange(length)
     if kind == "random":

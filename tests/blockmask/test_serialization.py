@@ -32,7 +32,6 @@ def example():
 
 
 def contents(path):
-    """`{member: bytes}` of a file."""
     with zipfile.ZipFile(path) as archive:
         return {name: archive.read(name) for name in archive.namelist()}
 
@@ -64,7 +63,6 @@ def forge(path, version=serialization.VERSION, **changes):
 
 
 def refused(path, why=""):
-    """Asserts that the file is refused, by one of two errors that name it."""
     with pytest.raises((ValueError, OSError)) as caught:
         BlockMask.load(path)
     assert type(caught.value) is ValueError or isinstance(caught.value, OSError), repr(caught.value)

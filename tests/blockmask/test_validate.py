@@ -18,14 +18,12 @@ def changed(array, place, value):
 
 
 def reordered(mask, order):
-    """The same scores with the partial tiles numbered otherwise."""
     order = torch.tensor(order)
     number = torch.cat([torch.zeros(1, dtype=torch.int64), order.argsort() + 1])
     return dataclasses.replace(mask, bits=mask.bits[order], tile=number[mask.tile.long()].int())
 
 
 def stored_twice():
-    """Two heads of one pattern, each with its own copy of it."""
     mask = window()
     return dataclasses.replace(
         mask,

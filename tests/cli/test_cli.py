@@ -59,14 +59,12 @@ def branches(n):
 
 
 def run(*arguments, code=0):
-    """The output of a command that ends with `code`, and its text on standard error."""
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == code, result.output
     return result.output
 
 
 def unwrapped(output):
-    """Without the line ends of a narrow terminal."""
     return " ".join(output.split())
 
 

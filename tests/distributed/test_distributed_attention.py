@@ -264,7 +264,6 @@ def test_the_weights_that_one_process_keeps_are_kept(pool, strategy, backend):
 
 
 def dropping(member, mask, q, seed, state):
-    """This rank's output with dropout, and a number drawn afterwards."""
     torch.manual_seed(state)
     plan = distributed.shard(mask, member.group)
     x = plan.scatter(q.detach())
@@ -439,7 +438,6 @@ def test_tokens_go_to_their_ranks_and_back(pool, x, dim, ranks):
 
 
 def train(member, mask, steps):
-    """A small model with rotary-like positions, whose loss is computed from the gathered output."""
     torch.manual_seed(0)
     plan = distributed.shard(mask, member.group)
     weights = torch.nn.ParameterList(torch.randn(16, 16) / 4 for _ in range(4))

@@ -21,8 +21,6 @@ def pool():
 
 
 class Layer(nn.Module):
-    """One attention layer over local tokens; without a plan, over whole sequences."""
-
     def __init__(self, dropout_p=0.0):
         super().__init__()
         self.dropout_p = dropout_p
@@ -139,7 +137,6 @@ def test_autocast_casts_as_it_does_in_one_process(pool):
 
 
 def plans_of_steps(member):
-    """Masks that change at every step, over a fixed assignment of tokens."""
     first = distributed.shard(masks.causal(96, block=16), member.group)
     found = []
     for window in (5, 40):

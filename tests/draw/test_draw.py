@@ -189,7 +189,6 @@ def test_full_and_partial_have_different_hues_and_any_live_score_is_seen():
 
 
 def drawing(text):
-    """The lines between the summary and the legend."""
     return text.splitlines()[1:-1]
 
 

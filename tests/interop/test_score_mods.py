@@ -17,7 +17,6 @@ PLACES = torch.arange(20)
 
 
 def t5_bucket(offset):
-    """As in models' own code."""
     distance = offset.abs()
     far = 2 + (torch.log(distance.clamp(min=1).float() / 2) / 2.5 * 2).to(torch.int64)
     return torch.where(distance < 2, distance, far.clamp(max=4))
@@ -126,7 +125,6 @@ def test_a_captured_tensor_may_be_learned_where_it_is_recognised():
 
 
 def drawn_table(draw, q_len, k_len, random):
-    """A table that is read by the distance, in one of the usual spellings."""
     shift, most, far = draw(st.integers(-5, 5)), draw(st.integers(1, 6)), q_len + k_len - 1
     differences = (
         lambda q, k: q - k, lambda q, k: k - q, lambda q, k: (q + shift) - (shift + k),

@@ -215,8 +215,6 @@ def test_local_refuses_a_window_that_is_no_integer(window):
 
 
 class Operations(TorchDispatchMode):
-    """Counts the operations of PyTorch."""
-
     def __init__(self):
         super().__init__()
         self.count = 0

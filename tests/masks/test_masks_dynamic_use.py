@@ -22,7 +22,6 @@ def padded_problem(seed=0):
 
 
 def build(name, q, k):
-    """A causal mask of this kind from q and k, for all their heads."""
     if name in BUILD:
         scores = masks.pooled_scores(q, k, block=16)
         return BUILD[name](scores, q_len=N, block=16, causal=True, local_blocks=1)

@@ -22,7 +22,6 @@ WAYS = ("operations", "kernels")
 
 
 def by(way):
-    """Makes CPU tensors use one of the ways."""
     return mock.patch.object(fused, "_DEVICES", ["cpu"] if way == "kernels" else [])
 
 

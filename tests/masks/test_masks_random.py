@@ -44,7 +44,6 @@ def layouts_of(mask):
 
 
 def assert_full_tiles(mask, causal=False):
-    """Rebuilding the mask from its live tiles gives the same one."""
     dense = layouts_of(mask).repeat_interleave(mask.block_q, 1).repeat_interleave(mask.block_q, 2)
     dense = dense[:, : mask.q_len, : mask.q_len]
     assert mask == BlockMask.from_dense(dense.tril() if causal else dense, block=mask.block_q)

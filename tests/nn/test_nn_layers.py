@@ -32,7 +32,6 @@ CPU = torch.device("cpu")
 
 
 def filled(module, seed=0):
-    """The module with biases that are not 0."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():

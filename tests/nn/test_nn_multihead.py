@@ -12,7 +12,6 @@ from sparseflash.nn import MultiheadAttention
 
 
 def pair(mask=None, **arguments):
-    """PyTorch's layer and ours, with the same weights, in fp64."""
     torch.manual_seed(0)
     theirs = torch.nn.MultiheadAttention(16, 2, dtype=torch.float64, **arguments).eval()
     with torch.no_grad():

@@ -60,7 +60,6 @@ def test_the_reference_is_differentiable_twice_and_by_numerical_differences(kind
 
 
 def rest(changes, learned):
-    """The tensors of changes with the learned ones in their places."""
     given = iter(learned)
     return [next(given) if x.requires_grad else x for x in changes.tensors()]
 

@@ -59,14 +59,12 @@ def function_of(first, second, third, one, two, place):
 
 @st.composite
 def functions(draw):
-    """A function of drawn operations."""
     unary, binary = st.sampled_from(sorted(UNARY)), st.sampled_from(sorted(BINARY))
     place = draw(st.sampled_from(sorted(OF_PLACES)))
     return function_of(draw(unary), draw(unary), draw(unary), draw(binary), draw(binary), place)
 
 
 def inputs(dtype=torch.float64):
-    """A score and the two tensors of `functions`, and of the functions below."""
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(shape, generator=generator, dtype=dtype) for shape in (SIZES, (3,), (2, 9, 3))]
 

@@ -71,8 +71,6 @@ def test_the_plain_computation_is_in_the_dtype_of_the_inputs(dtype):
 
 
 class LargestTensor(TorchDispatchMode):
-    """Measures the largest tensor, in numbers, that any operation makes."""
-
     def __init__(self):
         super().__init__()
         self.numel = 0
