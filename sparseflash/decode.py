@@ -301,12 +301,11 @@ def _checked(
         raise ValueError(f"sinks must be at least 0 and go with a window; got {sinks} and window {window}.")
     if table is not None:
         if page not in (None, k_cache.shape[2]):
-            raise ValueError(f"page must be that of the cache, {k_cache.shape[2]} tokens; got {page}.")
+            raise ValueError(f"page must be the page size of the cache, {k_cache.shape[2]} tokens; got {page}.")
         page = k_cache.shape[2]
     if (page is None) != (table is None and pages is None):
         raise ValueError(
-            "page must be given with pages of a contiguous cache, and only then: it is how many tokens a page has; got "
-            f"{page}."
+            f"page, the tokens of a page, must be given with pages of a contiguous cache, and only then; got {page}."
         )
     if page is not None and integer(page, "page", "tokens") < 1:
         raise ValueError(f"page must be at least 1 token; got {page}.")

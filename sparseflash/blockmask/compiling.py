@@ -154,7 +154,7 @@ def _build(
         kind, value = described
         if kind == "tensor":
             raise TypeError(
-                f"{build.__qualname__} must be called outside of what torch.compile compiles if a tensor or array is "
+                f"{build.__qualname__} must be called outside of compiled code if a tensor or array is "
                 "among its arguments: inside, the mask is a constant of the compiled code. Build it outside and pass "
                 "it to the compiled function."
             )
@@ -162,7 +162,7 @@ def _build(
             if "q_len" not in vars(masks[value]):  # traced from its fields; the object does not exist yet
                 raise TypeError(
                     f"{build.__qualname__} must be given masks that exist when torch.compile compiles it; got one that "
-                    "the compiled code makes at each call (chosen from data, or by with_lengths). Combine such a mask "
+                    "the compiled code makes at each call (chosen from data, or by with_lengths). Combine that mask "
                     "with others outside, or call with_lengths last. To always choose some blocks, give them a score "
                     "of infinity."
                 )

@@ -75,7 +75,7 @@ def place(device: str | None) -> torch.device:
     if chosen.type not in ("cpu", "cuda"):
         raise refused
     if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device {device} needs a GPU that PyTorch sees; there is none")
+        raise ValueError(f"--device {device} needs a GPU; PyTorch sees none")
     if chosen.type == "cuda" and chosen.index is not None:
         torch.cuda.set_device(chosen)  # timers synchronise with the current device
     return chosen

@@ -89,7 +89,7 @@ def register(pattern: Pattern = None, *, name: str = "block_sparse", block: Bloc
             f"or a kernel to load; got {name!r}."
         )
     if name == "eager" or (name in attentions and not isinstance(attentions[name], Attention)):
-        raise ValueError(f"name must not be that of another implementation; got {name!r}.")
+        raise ValueError(f"name must not be the name of another implementation; got {name!r}.")
     block_pair(block)
     if callable(pattern):
         _check_takes_a_module(pattern)

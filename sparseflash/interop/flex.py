@@ -90,7 +90,7 @@ def from_flex(block_mask: FlexBlockMask, *, batch: int | None = None, heads: int
     block_q, block_k = block_mask.BLOCK_SIZE
     if block_q not in BLOCKS or block_k not in BLOCKS:
         raise ValueError(
-            f"BLOCK_SIZE must be of {', '.join(map(str, BLOCKS))}; got {block_q} x {block_k}. Pass such a BLOCK_SIZE "
+            f"BLOCK_SIZE must be of {', '.join(map(str, BLOCKS))}; got {block_q} x {block_k}. Pass one of these "
             "to create_block_mask."
         )
     q_len, k_len = block_mask.seq_lengths

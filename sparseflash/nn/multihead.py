@@ -19,7 +19,7 @@ from sparseflash.scores.bias import Bias, bias
 
 _BLOCK = 128
 _PADDING = (
-    "key_padding_mask; a torch.nn.TransformerEncoder makes nested tensors of what is padded unless you set its "
+    "key_padding_mask; a torch.nn.TransformerEncoder makes nested tensors of padded inputs unless you set its "
     "use_nested_tensor = False"
 )
 

@@ -151,7 +151,7 @@ def function(
         for cell in getattr(each, "__closure__", None) or ():
             if isinstance(cell.cell_contents, Tensor) and cell.cell_contents.requires_grad:
                 raise ValueError(
-                    "a function must not capture tensors that require gradients, which would get none: pass them after "
-                    "it, scores.function(change, x), and it gets them as its last arguments."
+                    "a function must not capture tensors that require gradients, because they would receive none: pass "
+                    "them as scores.function(change, x); the function receives them as its last arguments."
                 )
     return Function(change, tensors, derivative, kernel, kernel_derivative)

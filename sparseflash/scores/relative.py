@@ -115,8 +115,7 @@ class Relative(Change):
             )
         if buckets.shape != offsets.shape:
             raise ValueError(
-                f"bucket must return one integer for each of the {len(offsets)} offsets that it gets; got "
-                f"{list(buckets.shape)}."
+                f"bucket must return one integer for each of the {len(offsets)} offsets; got {list(buckets.shape)}."
             )
         q_codes = torch.arange(q_len, dtype=torch.int32, device=device) + (k_len - 1)
         k_codes = torch.arange(k_len, dtype=torch.int32, device=device)

@@ -167,8 +167,8 @@ def results_of(
     for (name, x), gradient in zip(learned.items(), arrived[3:]):
         if gradient is None:
             raise ValueError(
-                f"scores must be those that the function applies, with the same tensors; got {list(x.shape)} as "
-                f"the tensor of {name}, of which its results do not depend."
+                f"scores must be the modifications that the function applies, with the same tensors; got "
+                f"{list(x.shape)} as the tensor of {name}, but the results do not depend on it."
             )
         found[name] = gradient
     return found, of_lse

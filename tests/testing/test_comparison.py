@@ -380,7 +380,9 @@ def test_a_wrong_gradient_of_a_learned_tensor_is_found():
     assert [name for name, ratio in found.ratios.items() if ratio > 1] == ["d0"]
     with pytest.raises(AssertionError, match="every error must be at most"):
         testing.assert_exact(doubled, q, k, v, RAGGED, scores=change)
-    with pytest.raises(ValueError, match=r"scores must be those that the function applies, .* got \[2\] as the .* d0"):
+    with pytest.raises(
+        ValueError, match=r"scores must be the modifications that the function applies, .* got \[2\] as the .* d0"
+    ):
         testing.compare(ours(RAGGED), q, k, v, RAGGED, scores=change)
     with pytest.raises(ValueError, match="one entry for each of the 2 query heads; got 3"):
         testing.compare(ours(RAGGED), q, k, v, RAGGED, scores=scores.alibi(torch.ones(3)))
