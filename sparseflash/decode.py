@@ -305,7 +305,8 @@ def _checked(
         page = k_cache.shape[2]
     if (page is None) != (table is None and pages is None):
         raise ValueError(
-            f"page, the tokens of a page, must be given with pages of a contiguous cache, and only then; got {page}."
+            "page must be given with pages of a contiguous cache, and only then: it is the number of tokens of a page; "
+            f"got {page}."
         )
     if page is not None and integer(page, "page", "tokens") < 1:
         raise ValueError(f"page must be at least 1 token; got {page}.")

@@ -41,10 +41,11 @@ def mask_of_lengths(pattern: Pattern | None, q_len: int, k_len: int, *, block: B
     >>> mask_of_lengths(masks.causal, 100, 100) == mask_of_lengths(lambda q, k: k <= q, 100, 100) == masks.causal(100)
     True
 
-    pattern: a function of one argument takes the length, or both lengths if they differ, and returns the mask. A
-        function of two arguments is a rule for the positions of queries and keys, where the last query and the last key
-        are at the same position. None: all scores are live.
-    block: tokens per side of a tile, for the mask of a rule and of None; other patterns choose their own.
+    Args:
+        pattern: a function of one argument takes the length, or both lengths if they differ, and returns the mask. A
+            function of two arguments is a rule for the positions of queries and keys, where the last query and the last
+            key are at the same position. None: all scores are live.
+        block: tokens per side of a tile, for the mask of a rule and of None; other patterns choose their own.
     """
     if pattern is None:
         return BlockMask.dense(q_len, k_len, block=block)

@@ -57,8 +57,13 @@ def coarsening(mask: BlockMask, blocks: Sequence[Block] = BLOCKS) -> list[Coarse
     A tile is live if any of its scores is. So a coarser block computes more dead scores, while a finer one has a longer
     index and smaller matrix products: at equal over-coverage, 64 to 128 runs fastest on current GPUs.
 
-    `blocks`: sizes in tokens, or `(block_q, block_k)` pairs. Time is proportional to the live tiles (and for finer
-    blocks to the distinct partial ones). Raises ValueError for a bad block, TypeError if `blocks` is not a list.
+    Args:
+        mask: any mask.
+        blocks: sizes in tokens, or `(block_q, block_k)` pairs.
+
+    Time is proportional to the live tiles (and for finer blocks to the distinct partial ones). Raises ValueError for a
+    bad
+    block, TypeError if `blocks` is not a list.
     """
     pairs = [block_pair(block) for block in _listed(blocks)]
     counts, live = [0] * len(pairs), 0

@@ -76,9 +76,15 @@ def flops(
     dP: seven products, `2 (4 D + 3 Dv)`. In fp32 a third pass for delta makes it nine, `2 (5 D + 4 Dv)`. Only
     `performed` counts these, and the padding of the head dims.
 
-    `head_dim`, `v_dim` (by default the same): in channels. `batch`, `heads`: of the attention, by default the mask's.
-    Scores past a sequence's length are not useful; tiles that begin past it are not computed.
-    Raises ValueError if a dim is not positive, or if the mask does not fit the number of heads or batch elements.
+    Args:
+        mask: any mask.
+        head_dim, v_dim: D and Dv; Dv is D by default.
+        backward: count the backward pass, not the forward pass.
+        batch, heads: of the attention, by default the mask's.
+
+    Scores past a sequence's length are not useful; tiles that begin past it are not computed. Raises ValueError if a
+    dim is
+    not positive, or if the mask does not fit the number of heads or batch elements.
     """
     head_dim, v_dim = dims(head_dim, v_dim)
     backward = flag(backward, "backward")

@@ -67,10 +67,14 @@ def lint(
     >>> lint(BlockMask.from_function(lambda q, k: k <= q, 256, block=64), causal=True)
     []
 
-    `masks`: one mask for every layer, or one per layer, first layer first. `causal`: no query may see a later key
-    (`k > q + k_len - q_len`). `layers`: the number of layers of the model, which is compared with the number that
-    connects everything; a list of masks is repeated. `orders`: alternative token orders, by name; new token t is old
-    token `order[t]`. All checks are exact, token by token.
+    Args:
+        masks: one mask for every layer, or one per layer, first layer first.
+        causal: no query may see a later key (`k > q + k_len - q_len`).
+        layers: the number of layers of the model, which is compared with the number that connects everything; a list of
+            masks is repeated.
+        orders: alternative token orders, by name; new token t is old token `order[t]`.
+
+    All checks are exact, token by token:
 
     | code | severity | found if |
     |---|---|---|

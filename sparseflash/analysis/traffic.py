@@ -105,8 +105,15 @@ def bytes_moved(
     Full fp32 counts 4 bytes per number, although the kernel mostly reads three bf16 pieces, 6 bytes. Each head of a
     group reads its keys separately; an L2 cache can serve many of these reads, which the model ignores.
 
-    `sram_bytes`: on-chip memory of one multiprocessor, by default the A100's 192 KiB, as in the paper. `batch`,
-    `heads`: by default the mask's. Raises ValueError if not even 16 queries fit on chip.
+    Args:
+        mask: any mask.
+        head_dim, v_dim: D and Dv; Dv is D by default.
+        dtype: of q, k and v.
+        batch, heads: of the attention, by default the mask's.
+        sram_bytes: on-chip memory of one multiprocessor, by default the A100's 192 KiB, as in the paper.
+        tile_queries: the queries that a program holds, by default as above.
+
+    Raises ValueError if not even 16 queries fit on chip.
     """
     head_dim, v_dim = dims(head_dim, v_dim)
     check_floating(dtype)

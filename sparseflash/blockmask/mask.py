@@ -151,9 +151,10 @@ class BlockMask:
         >>> BlockMask.from_dense(torch.ones(64, 64, dtype=torch.bool).tril(), block=32)
         BlockMask(64 x 64, blocks of 32, 3 tiles: 1 full + 2 partial (1 distinct), density 50.8 %)
 
-        `dense`: bool tensor or array `[Nq, Nk]`, `[Hq, Nq, Nk]` or `[B, Hq, Nq, Nk]`; True is live, and a leading
-        dimension of 1 is shared. `block`: tokens per tile, a power of two from 16 to 256, or `(block_q, block_k)`. Time
-        and memory are proportional to the dense matrix.
+        Args:
+            dense: bool tensor or array `[Nq, Nk]`, `[Hq, Nq, Nk]` or `[B, Hq, Nq, Nk]`; True is live, and a leading
+                dimension of 1 is shared.
+            block: tokens per tile, a power of two from 16 to 256, or `(block_q, block_k)`.
 
         Raises TypeError if `dense` is not boolean, ValueError for another rank, an empty matrix or a bad block.
         """
@@ -169,9 +170,11 @@ class BlockMask:
         >>> BlockMask.from_layout(torch.eye(4, dtype=torch.bool), block=32, q_len=100, k_len=100)
         BlockMask(100 x 100, blocks of 32, 4 tiles: 3 full + 1 partial (1 distinct), density 30.9 %)
 
-        `layout`: bool tensor or array `[Mq, Mk]`, `[Hq, Mq, Mk]` or `[B, Hq, Mq, Mk]`, one entry per tile. `q_len` and
-        `k_len`, in tokens, default to `Mq * block_q` and `Mk * block_k`. They need not be multiples of the block, but
-        must take exactly `Mq` and `Mk` blocks.
+        Args:
+            layout: bool tensor or array `[Mq, Mk]`, `[Hq, Mq, Mk]` or `[B, Hq, Mq, Mk]`, one entry per tile.
+            block: tokens per tile, a power of two from 16 to 256, or `(block_q, block_k)`.
+            q_len, k_len: tokens, by default `Mq * block_q` and `Mk * block_k`. They need not be multiples of the block,
+                but must take exactly `Mq` and `Mk` blocks.
         """
         return cls._of(*of_layout(layout, block, q_len, k_len))
 
@@ -265,11 +268,16 @@ class BlockMask:
         >>> BlockMask.from_tiles([0, 1, 1], [0, 0, 1], 128, block=64, tile=[1, 0, 1], live=triangle[None])
         BlockMask(128 x 128, blocks of 64, 3 tiles: 1 full + 2 partial (1 distinct), density 50.4 %)
 
-        `rows`, `cols`: the block row and block column of each tile, integers `[E]`: tensors, arrays or lists. `live`:
-        bool tensor or array `[T, block_q, block_k]`; its entries need not be distinct or partial. `tile`: integers
-        `[E]`, 0 for a full tile, t > 0 for a tile with the scores `live[t - 1]`. Without `tile`, tile e has the scores
-        `live[e]`, and T must be E; without both, all tiles are full. Scores past the ends are dropped. Time and memory
-        are proportional to E and to the size of `live`.
+        Args:
+            rows, cols: the block row and block column of each tile, integers `[E]`: tensors, arrays or lists.
+            q_len, k_len: tokens; `k_len` defaults to `q_len`.
+            block: tokens per tile, a power of two from 16 to 256, or `(block_q, block_k)`.
+            tile: integers `[E]`, 0 for a full tile, t > 0 for a tile with the scores `live[t - 1]`. By default tile e
+                has the scores `live[e]`.
+            live: bool tensor or array `[T, block_q, block_k]`; its entries need not be distinct or partial. Without it
+                and `tile`, all tiles are full.
+
+        Scores past the ends are dropped. Time and memory are proportional to E and to the size of `live`.
 
         Raises TypeError if `rows`, `cols` or `tile` are not integers or `live` is not boolean, ValueError if a tile is
         out of range or listed twice, or if the shapes do not fit together.
@@ -302,10 +310,14 @@ class BlockMask:
 
             t // block_k is in index[b, h, i, :counts[b, h, i]]   (and, if causal, t <= q + k_len - q_len)
 
-        `index`: integers `[Mq, K]`, `[H, Mq, K]` or `[B, H, Mq, K]`, in any order, with or without repetitions; a
-        number of no block, such as -1, is ignored. `counts`: integers of the same shape without K; by default all
-        entries count. `group` query heads share the choice of one head of `index`. `q_len`, `k_len` (by default
-        `q_len`) and `block` in tokens.
+        Args:
+            index: integers `[Mq, K]`, `[H, Mq, K]` or `[B, H, Mq, K]`, in any order, with or without repetitions; a
+                number of no block, such as -1, is ignored.
+            counts: integers of the same shape without K, the entries that count; by default all.
+            block: tokens per tile, a power of two from 16 to 256, or `(block_q, block_k)`.
+            q_len, k_len: tokens; `k_len` defaults to `q_len`.
+            causal: drop keys after the query; the last query is at the last key.
+            group: the number of query heads that share the choice of one head of `index`.
 
         This is the layout of cuDNN's and FlashInfer's block-sparse attention and of FastVideo's
         (`q2k_block_index`, `q2k_block_num`). For choices of each query (NSA's `topk_idx`, lists of tokens) see
@@ -355,10 +367,12 @@ class BlockMask:
         >>> mask.to_dense()[:, 0].sum(-1).tolist()
         [[4, 4, 4], [2, 2, 2]]
 
-        `lengths` applies one number to queries and keys, each counted from its own start. `q_lengths` and `k_lengths`
-        set the two sides separately; a side that is not given stays whole. Each is an integer tensor `[B]` on the
-        mask's device, in tokens; values are clamped to `0 .. q_len` and `0 .. k_len`. Earlier lengths are replaced. A
-        single length makes a mask of one batch element, which serves any batch size.
+        Args:
+            lengths: the tokens of each sequence, integers `[B]` on the mask's device, for queries and keys, each
+                counted from its own start. Values are clamped to `0 .. q_len` and `0 .. k_len`.
+            q_lengths, k_lengths: the same for queries and keys separately; a side that is not given stays whole.
+
+        Earlier lengths are replaced. A single length makes a mask of one batch element, which serves any batch size.
 
         The call does not synchronise with the device, and the new mask shares the arrays and the caches, so it is cheap
         enough for every training step; kernels skip the blocks past the end. A list of ints is accepted too, but the
@@ -828,9 +842,12 @@ class BlockMask:
         >>> masks.local(1024, window=64, block=64).reblock(128) == masks.local(1024, window=64, block=128)
         True
 
-        `block`: tokens per tile, a power of two from 16 to 256, or `(block_q, block_k)`. Finer tiles let kernels skip
-        more, coarser tiles are fewer; lengths are unchanged. Returns the mask itself if the size is the same. Time and
-        memory are proportional to the tiles before and after.
+        Args:
+            block: tokens per tile, a power of two from 16 to 256, or `(block_q, block_k)`.
+
+        Finer tiles let kernels skip more, coarser tiles are fewer; lengths are unchanged. Returns the mask itself if
+        the size
+        is the same. Time and memory are proportional to the tiles before and after.
         """
         from sparseflash.blockmask.ops.reblock import reblock
 
@@ -846,10 +863,13 @@ class BlockMask:
         >>> masks.local(1000, window=5, block=32).crop(q=(7, 300), k=(7, 300)) == masks.local(293, window=5, block=32)
         True
 
-        `q`, `k`: `(start, stop)` in tokens with `0 <= start < stop <= length`; None for a bound or a range: all of it.
-        Negative numbers are refused; they do not count from the end. If the start is a multiple of the block only tiles
-        move; otherwise bits are shifted, once per distinct pair of neighbours. Lengths are reduced by the starts. Time
-        and memory are proportional to the tiles of the selected queries.
+        Args:
+            q, k: `(start, stop)` in tokens with `0 <= start < stop <= length`; None for a bound or a range: all of it.
+                Negative numbers are refused; they do not count from the end.
+
+        If the start is a multiple of the block only tiles move; otherwise bits are shifted, once per distinct pair of
+        neighbours. Lengths are reduced by the starts. Time and memory are proportional to the tiles of the selected
+        queries.
 
         Raises ValueError for an empty range or one that exceeds the mask, TypeError for anything but a pair of
         integers.
@@ -870,10 +890,15 @@ class BlockMask:
         >>> mask.with_lengths([256, 100, 7]).select(batch=[1, 2]) == mask.with_lengths([100, 7])
         True
 
-        Use it for a rank of a tensor-parallel model, a micro-batch, or the smaller last batch. `batch`, `heads`: an
-        index, a slice, or several indices (a list, tensor or array) in any order; None: all. Negative indices are
-        refused. A mask that is shared by all heads, or by all batch elements, stays shared. Lengths follow the batch
-        elements. Time is proportional to the tiles of the selection.
+        Args:
+            batch, heads: an index, a slice, or several indices (a list, tensor or array) in any order; None: all.
+                Negative indices are refused.
+
+        Use it for a rank of a tensor-parallel model, a micro-batch, or the smaller last batch. A mask that is shared by
+        all
+        heads, or by all batch elements, stays shared. Lengths follow the batch elements. Time is proportional to the
+        tiles of
+        the selection.
 
         Raises ValueError for an empty selection or an index out of range, TypeError for an index that is not an
         integer.
@@ -895,10 +920,14 @@ class BlockMask:
         >>> mask.permute(order).permute(order.argsort()) == mask
         True
 
-        So if q, k and v are reordered in the same way, as in `q[:, :, order]`, attention with `mask.permute(order)`
-        gives the old result in the new order. `order`: a permutation of the tokens, an integer tensor, array or list
-        `[N]`. `q` and `k` permute each side by itself (`[q_len]`, `[k_len]`), or one side alone:
-        `to_dense()[:, :, q][..., k]`.
+        Args:
+            order: a permutation of the tokens, an integer tensor, array or list `[N]`.
+            q, k: permutations of each side, `[q_len]` and `[k_len]`, or of one side alone: `to_dense()[:, :, q][...,
+                k]`.
+
+        If q, k and v are reordered in the same way, as in `q[:, :, order]`, attention with `mask.permute(order)` gives
+        the old
+        result in the new order.
 
         An order that moves whole blocks only moves tiles. Any other rebuilds the bits of each tile, in time
         proportional to the queries and keys of the live tiles, and may scatter the live scores over many more tiles.
@@ -973,9 +1002,13 @@ class BlockMask:
         ...     BlockMask.load(f"{folder}/dense.mask")
         BlockMask(100 x 100, blocks of 128, 1 tile: 0 full + 1 partial (1 distinct), density 100 %)
 
-        `device`: the device of the mask; the CPU by default. Memory is proportional to the actual size of the file,
-        whatever its headers claim. Raises ValueError if the contents are not an intact mask, OSError if the file cannot
-        be read; both name the path.
+        Args:
+            path: the file.
+            device: the device of the mask; the CPU by default.
+
+        Memory is proportional to the actual size of the file, whatever its headers claim. Raises ValueError if the
+        contents are
+        not an intact mask, OSError if the file cannot be read; both name the path.
         """
         from sparseflash.blockmask.serialization import load
 

@@ -93,8 +93,12 @@ class ShardPlan:
     def scatter(self, x: Tensor, dim: int = -2, *, side: Side = "queries") -> Tensor:
         """This rank's tokens of a tensor that every rank holds whole.
 
-        `dim`: the dimension of the tokens: -2 for `[B, H, N, D]` and `[B, N, C]`, -1 for token numbers `[B, N]`. `side`
-        matters only if `q_len != k_len`. Forward sends nothing. Backward gathers the whole gradient on every rank.
+        Args:
+            x: the whole tensor, the same on every rank.
+            dim: the dimension of the tokens: -2 for `[B, H, N, D]` and `[B, N, C]`, -1 for token numbers `[B, N]`.
+            side: "queries" or "keys", if `q_len != k_len`.
+
+        Forward sends nothing. Backward gathers the whole gradient on every rank.
         """
         shards = self._shards(side)
         self._check_dim(x, dim, shards.length, "the whole sequence")
@@ -235,10 +239,15 @@ class ShardPlan:
         >>> print(distributed.shard(masks.causal(65536), ranks=4).explain(heads=8).splitlines()[0])
         65536 tokens over 4 ranks: zigzag, in chunks of 128; 16384 tokens a rank
 
-        `heads`, `kv_heads`: the query and key heads; by default the mask's heads, and as many key heads. `machine`: the
-        constants of the model, by default guesses for H100s on one host or, for more than 8 ranks, on several.
+        Args:
+            heads, kv_heads: the query and key heads; by default the mask's heads, and as many key heads.
+            batch, dim, v_dim, dtype: the other sizes of the call.
+            machine: the constants of the model, by default guesses for H100s on one host or, for more than 8 ranks, on
+                several.
+
         `attention` chooses by the same estimates, with the default constants, on every rank; if the GPUs of one host
-        cannot read each other's memory, without overlap.
+        cannot
+        read each other's memory, without overlap.
         """
         heads = self.mask.shape[1] if heads is None else heads
         kv_heads = heads if kv_heads is None else kv_heads

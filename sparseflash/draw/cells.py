@@ -59,8 +59,12 @@ def shares(
     Scores past `q_len` or `k_len` do not exist and are not counted, so a tile at a ragged end may have share 1. It
     still counts as partial, as for the kernels, because it is stored with bits; so does a full tile that `lengths` cut.
 
-    `pattern`: the number of one of the mask's patterns. `lengths`: the numbers of live queries and keys; later tokens
-    are padding, and dead. The mask's own lengths are not used: pass `mask.lengths[:, b]` for batch element b.
+    Args:
+        mask: any mask.
+        rows, cols: the most cells down and across.
+        pattern: the number of one of the mask's patterns.
+        lengths: the numbers of live queries and keys; later tokens are padding, and dead. The mask's own lengths are
+            not used: pass `mask.lengths[:, b]` for batch element b.
     """
     patterns = pattern_count(checked_mask(mask))
     if not 0 <= pattern < patterns:

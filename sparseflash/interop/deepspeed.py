@@ -31,10 +31,16 @@ def to_deepspeed(mask: BlockMask, *, heads: int | None = None, cover: bool = Fal
              [0, 1, 0],
              [0, 0, 1]]]), block=16)
 
-    `heads`: the number of heads, for a mask that all of them share (1 by default). `cover=True` makes partial tiles
-    fully live. The result is then a different mask, so pass the exact mask to DeepSpeed as `attn_mask` `[N, N]`, one
-    for all heads (`to_sdpa(mask)[0, 0]`, `attn_mask_mode="mul"`). Causal masks need this, too: DeepSpeed's own
-    "unidirectional" layouts are causal between blocks only.
+    Args:
+        mask: a mask of square, whole blocks.
+        heads: the number of heads, for a mask that all of them share (1 by default).
+        cover: make partial tiles fully live.
+
+    With `cover=True` the result is a different mask, so pass the exact mask to DeepSpeed as `attn_mask` `[N, N]`, one
+    for
+    all heads (`to_sdpa(mask)[0, 0]`, `attn_mask_mode="mul"`). Causal masks need this, too: DeepSpeed's own
+    "unidirectional"
+    layouts are causal between blocks only.
 
     Raises ValueError if blocks are not square or not whole, if the numbers of queries and keys differ, if the mask
     differs within the batch, and, without `cover`, for a partial tile, naming the first.
@@ -76,9 +82,13 @@ def from_deepspeed(layout: Tensor, block: int) -> BlockMask:
     BlockMask(64 x 64, blocks of 16, 10 tiles: 10 full + 0 partial, density 62.5 %, \
     1 pattern for 1 x 2 (batch x heads))
 
-    `layout`: integer or bool `[H, nb, nb]` of zeros and ones, from `SparsityConfig.make_layout(seq_len)`; `block`:
-    tokens, the configuration's `block`. In a "unidirectional" layout the blocks on the diagonal see the future;
-    DeepSpeed leaves the causality inside them to its `attn_mask`.
+    Args:
+        layout: integer or bool `[H, nb, nb]` of zeros and ones, from `SparsityConfig.make_layout(seq_len)`.
+        block: tokens, the configuration's `block`.
+
+    In a "unidirectional" layout the blocks on the diagonal see the future; DeepSpeed leaves the causality inside them
+    to
+    its `attn_mask`.
 
     Raises ValueError for another shape or other values.
     """

@@ -64,9 +64,12 @@ def from_flashinfer(
     >>> from_flashinfer(torch.tensor([0, 1, 3]), torch.tensor([2, 0, 1]), 64, 96, 32, 32)
     BlockMask(64 x 96, blocks of 32, 3 tiles: 3 full + 0 partial, density 50 %)
 
-    `indptr` int `[M / R + 1]`, `indices` int `[nnz]` (block columns, in any order, each at most once per row), M
-    queries and N keys in blocks of R x C, `mask` bool `[nnz, R, C]` (True: live; None: all). `block`, in tokens: by
-    default `(R, C)` if a mask can have such blocks, else 128.
+    Args:
+        indptr: int `[M / R + 1]`.
+        indices: int `[nnz]`, block columns in any order, each at most once per row.
+        M, N, R, C: M queries and N keys in blocks of R x C.
+        mask: bool `[nnz, R, C]` (True: live; None: all).
+        block: tokens, by default `(R, C)` if a mask can have such blocks, else 128.
 
     Raises ValueError for blocks that do not divide the lengths, an index out of range (FlashInfer's own check accepts
     one past the end), a block listed twice, or a `mask` of another shape.

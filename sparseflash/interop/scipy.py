@@ -23,9 +23,13 @@ def to_scipy(mask: BlockMask, *, format: str = "csr", batch: int | None = None, 
     >>> to_scipy(BlockMask.from_function(lambda q, k: k <= q, 4, block=16)).toarray().astype(int).tolist()
     [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]
 
-    `format`: "csr", one entry per live score; or "bsr", whose dense blocks are the mask's tiles (`block_q * block_k`
-    bytes each) and must divide the lengths. `batch`, `head`: select the pattern if there are several. To convert all
-    heads and back, pass `[to_scipy(mask, head=h) for h in range(H)]` to `from_scipy`.
+    Args:
+        mask: any mask.
+        format: "csr", one entry per live score; or "bsr", whose dense blocks are the mask's tiles (`block_q * block_k`
+            bytes each) and must divide the lengths.
+        batch, head: select the pattern if there are several.
+
+    To convert all heads and back, pass `[to_scipy(mask, head=h) for h in range(H)]` to `from_scipy`.
 
     Raises ValueError if there are several patterns to select from, and for "bsr" with ragged ends.
     """

@@ -23,10 +23,14 @@ def to_torch_sparse(
     >>> to_torch_sparse(BlockMask.dense(2, 3, block=16)).to_dense().tolist()
     [[True, True, True], [True, True, True]]
 
-    `layout`: `torch.sparse_csr`, one entry per live score; or `torch.sparse_bsr`, whose dense blocks are the mask's
-    tiles (`block_q * block_k` bytes each) and must divide the lengths. `batch`, `head`: select the pattern if there are
-    several (PyTorch's batched sparse tensors would need equally many entries in each). To convert all heads and back,
-    pass `[to_torch_sparse(mask, head=h) for h in range(H)]` to `from_torch_sparse`.
+    Args:
+        mask: any mask.
+        layout: `torch.sparse_csr`, one entry per live score; or `torch.sparse_bsr`, whose dense blocks are the mask's
+            tiles (`block_q * block_k` bytes each) and must divide the lengths.
+        batch, head: select the pattern if there are several (PyTorch's batched sparse tensors would need equally many
+            entries in each).
+
+    To convert all heads and back, pass `[to_torch_sparse(mask, head=h) for h in range(H)]` to `from_torch_sparse`.
 
     Raises ValueError if there are several patterns to select from, and for BSR with ragged ends.
     """

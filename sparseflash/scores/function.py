@@ -106,12 +106,17 @@ def function(
     >>> attention(q, k, v, scores=own).shape
     torch.Size([1, 2, 50, 16])
 
-    change: a function of scalar tensors, as a `score_mod` of FlexAttention: the score, and `b`, `h`, `q` and `k`, the
-        int64 indices of batch element, query head, query and key, always inside the tensors' lengths. So
-        `bias[h][q, k]` works. `torch.vmap` calls it for many scores at once, in live tiles only. Its result and its
-        derivative must be finite there, also for dead scores.
-    tensors: further tensors that it reads, in particular every tensor that needs a gradient.
-    derivative: of the result by the score, a function of the same arguments. By default `change` is differentiated.
+    Args:
+        change: a function of scalar tensors, as a `score_mod` of FlexAttention: the score, and `b`, `h`, `q` and `k`,
+            the int64 indices of batch element, query head, query and key, always inside the tensors' lengths. So
+            `bias[h][q, k]` works. `torch.vmap` calls it for many scores at once, in live tiles only. Its result and its
+            derivative must be finite there, also for dead scores.
+        tensors: further tensors that it reads, in particular every tensor that needs a gradient.
+        derivative: of the result by the score, a function of the same arguments. By default `change` is differentiated.
+        kernel: instead of recording `change`, a `@triton.jit` function `(score, b, h, q, k, *pointers)` that computes
+            the same for a tile of scores; `q` and `k` broadcast to it, and the pointers are of the tensors, made
+            contiguous. Tensors receive no gradients from it.
+        kernel_derivative: the derivative by the score, a function of the same kind; without it, no backward.
 
     The reference and the blockwise backend call it, and differentiate it by autograd. The Triton kernels are compiled
     with it, once for all masks. The first call records it with placeholder numbers, so keep the result of
@@ -129,11 +134,6 @@ def function(
     - gradients of a tensor that is indexed by b, h, q and k themselves, or of a table with at most 16,384 entries for
       each b and h. They are sums of fixed parts, with the same bits every time. For a table, the kernels take a step
       for each table entry that a tile meets.
-
-    kernel: instead of recording `change`, a `@triton.jit` function `(score, b, h, q, k, *pointers)` that computes the
-        same for a tile of scores; `q` and `k` broadcast to it, and the pointers are of the tensors, made contiguous.
-        Tensors receive no gradients from it.
-    kernel_derivative: the derivative by the score, a function of the same kind; without it `kernel` has no backward.
 
     Raises ValueError for a function that captures a tensor that requires gradients, which would receive none. The
     kernels raise ValueError when they are called for a function that they do not take.

@@ -78,8 +78,9 @@ def relative_2d(table: Tensor, height: int, width: int, *, cells: Tensor | None 
     >>> attention(q, k, v, windows, scores=scores.relative_2d(table, 7, 7)).shape
     torch.Size([1, 3, 196, 16])
 
-    table: `[Hq, 2 * height - 1, 2 * width - 1]`, which may be learned.
-    cells: int64 `[N]`, the number of each token's cell, `y * width + x`, if tokens lie in another order.
+    Args:
+        table: `[Hq, 2 * height - 1, 2 * width - 1]`, which may be learned.
+        cells: int64 `[N]`, the number of each token's cell, `y * width + x`, if tokens lie in another order.
 
     A sequence may hold several grids one after another, such as windows; between tokens of different grids the offset
     is computed from their cells alone.

@@ -161,9 +161,10 @@ def relative(table: Tensor, bucket: Bucket) -> Relative:
     >>> scores.relative(torch.randn(2, 9), scores.clipped(4)).kind  # distances past 4 share the outermost entries
     'relative'
 
-    table: `[Hq, R]`, which may be learned.
-    bucket: takes all offsets of keys from queries, int64 `[Nq + Nk - 1]`, and returns the bucket of each, 0 to R - 1.
-        It is called once for given lengths. The last query is at the position of the last key.
+    Args:
+        table: `[Hq, R]`, which may be learned.
+        bucket: takes all offsets of keys from queries, int64 `[Nq + Nk - 1]`, and returns the bucket of each, below
+            R. It is called once for given lengths. The last query is at the position of the last key.
 
     Raises ValueError for buckets outside the table.
     """

@@ -54,8 +54,9 @@ def sink(logits: Tensor) -> Sink:
     >>> attention(q, k, v, scores=scores.sink(torch.zeros(2))).shape
     torch.Size([1, 2, 50, 16])
 
-    logits: `[Hq]`, which may be learned; finite, or -inf for a head without a sink. No other score modification applies
-        to them, nor does the scale or dropout.
+    Args:
+        logits: `[Hq]`, which may be learned; finite, or -inf for a head without a sink. No other score modification
+            applies to them, nor does the scale or dropout.
 
     `lse` includes the sink. A query without a live key still has `out = 0` and `lse = -inf`, and contributes nothing to
     the gradient.

@@ -107,14 +107,15 @@ def tile_bias(values: Tensor, mask: BlockMask) -> TileBias:
     >>> attention(q, k, v, mask, scores=scores.tile_bias(values, mask)).shape
     torch.Size([2, 4, 100, 16])
 
-    values: `[B or 1, Hq or 1, tiles, block_q, block_k]`, which may be learned. Tile t is entry t of `mask.indices`: the
-        list goes through the block rows of the first pattern, each from left to right, then through the block rows of
-        the next pattern (`BlockMask`). So heads with different patterns have different tiles, even if values have
-        `Hq = 1`. A tile is stored whole; entries of live scores must be finite, and the gradients of the others are 0.
-        `tile_values` makes values from a function of positions.
-    mask: the mask of the attention, not dynamic. Another mask is refused unless it has the same live tiles and
-        patterns; its bits and lengths may differ. Pass the same object, or one that `with_lengths` made of it, because
-        comparing two objects makes the host wait for the device at every call.
+    Args:
+        values: `[B or 1, Hq or 1, tiles, block_q, block_k]`, which may be learned. Tile t is entry t of `mask.indices`:
+            the list goes through the block rows of the first pattern, each from left to right, then through the block
+            rows of the next pattern (`BlockMask`). So heads with different patterns have different tiles, even if
+            values have `Hq = 1`. A tile is stored whole; entries of live scores must be finite, and the gradients of
+            the others are 0. `tile_values` makes values from a function of positions.
+        mask: the mask of the attention, not dynamic. Another mask is refused unless it has the same live tiles and
+            patterns; its bits and lengths may differ. Pass the same object, or one that `with_lengths` made of it,
+            because comparing two objects makes the host wait for the device at every call.
 
     The Triton kernels read tiles of the mask itself, so blocks of fewer than 64 tokens are slower than with other score
     modifications. The Hopper kernels take blocks of 128 in the dtype of q. For values that batch elements or heads
@@ -157,9 +158,10 @@ def tile_values(function: Callable[[Tensor, Tensor], Tensor], mask: BlockMask) -
     >>> scores.tile_values(lambda q, k: left[q[:, :, 0]] @ right[k[:, 0]].mT, mask).shape
     torch.Size([1, 1, 19, 16, 16])
 
-    function: takes the positions of queries, int64 `[tiles, block_q, 1]`, and of keys, `[tiles, 1, block_k]`; positions
-        past the ends are replaced by the last one. Returns a tensor that broadcasts to
-        `[B or 1, Hq or 1, tiles, block_q, block_k]`. Gradients flow through it.
+    Args:
+        function: takes the positions of queries, int64 `[tiles, block_q, 1]`, and of keys, `[tiles, 1, block_k]`;
+            positions past the ends are replaced by the last one. Returns a tensor that broadcasts to `[B or 1, Hq or 1,
+            tiles, block_q, block_k]`. Gradients flow through it.
 
     If the mask has several patterns, the tiles of pattern p are `mask.indptr[p * Mq] : mask.indptr[(p + 1) * Mq]`.
 

@@ -68,9 +68,14 @@ def compare_results(
              error   allowed   ratio
     out   2.50e-01  5.00e-01    0.50
 
-    `truth`: the true results, of the same names. `plain`: results of the same computation done plainly in the same
-    dtype, or their largest errors over several draws. `magnitudes`: for results that are small sums of large numbers,
-    the size of the summands (for lse, `largest_score`). `rms`: judge the root-mean-square errors, too. See `error_of`.
+    Args:
+        got: the results, by name.
+        truth: the true results, of the same names.
+        plain: results of the same computation done plainly in the same dtype, or their largest errors over several
+            draws.
+        magnitudes: for results that are small sums of large numbers, the size of the summands (for lse,
+            `largest_score`).
+        rms: judge the root-mean-square errors, too. See `error_of`.
     """
     sizes = magnitudes or {}
     return Comparison(
@@ -216,9 +221,11 @@ def plain_errors(
     >>> plain_errors([({"out": torch.tensor([1.25])}, exact), ({"out": torch.tensor([1.5])}, exact)])
     {'out': 0.5}
 
-    `draws`: `(plain, truth)` of each. A draw in which the plain computation overflows is ignored; the error is infinite
-    if all do. `until(errors)`: True if the draws so far suffice, and no more are made: others would only make the
-    errors larger.
+    Args:
+        draws: `(plain, truth)` of each. A draw in which the plain computation overflows is ignored; the error is
+            infinite if all do.
+        until: `until(errors)` is True if the draws so far suffice, and no more are made: others would only make the
+            errors larger.
     """
     errors: dict[str, list[float]] = {}
     largest: dict[str, float] = {}

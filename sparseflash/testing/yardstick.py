@@ -46,8 +46,12 @@ def error_of(got: Tensor, truth: Tensor, plain: Tensor | float, *, magnitude: fl
     spacing of got's dtype at the largest true value, or at `magnitude` if it is larger. Pass as `magnitude` the size of
     the summands of a result that is a small sum of large numbers.
 
-    `plain`: the plain result, or its largest error if that is known from several draws. `rms`: also apply the rule to
-    the root-mean-square error, which detects small errors in many values; `plain` must then be a result.
+    Args:
+        got, truth: the result, and the true result in fp64.
+        plain: the plain result, or its largest error if that is known from several draws.
+        magnitude: see above.
+        rms: also apply the rule to the root-mean-square error, which detects small errors in many values; `plain` must
+            then be a result.
     """
     eps = torch.finfo(got.dtype).eps
     finite = truth.detach().double().masked_fill(truth.isinf(), 0.0)
@@ -79,10 +83,12 @@ def draws_for(queries: int, scores: int, *, learned: bool = False) -> int:
     >>> draws_for(queries=100, scores=10_000), draws_for(queries=4096, scores=1 << 24)
     (16, 1)
 
-    `queries`: queries of all heads that see a key (`live_queries`); `scores`: the scores of these queries. With few
-    values the error of a single draw varies a lot: a plain result is sometimes exact by luck. `learned`: whether
-    gradients of tensors of score modifications are judged, too, which may be one number a head for any number of
-    queries.
+    Args:
+        queries: queries of all heads that see a key (`live_queries`).
+        scores: the scores of these queries.
+        learned: whether gradients of tensors of score modifications are judged, too, which may be one number a head.
+
+    With few values the error of a single draw varies a lot: a plain result is sometimes exact by luck.
     """
     if learned:
         return 24
