@@ -41,12 +41,18 @@ def antidiagonal_scores(
     (aligned at the bottom right, as in `masks.causal`); the softmax runs over those only. On the antidiagonals of an
     even S, `q + k` is odd, so a diagonal at an even distance `q - k` shows only in its neighbours.
 
-    `q [B, Hq, Nq, D]`, `k [B, Hkv, Nk, D]`, with Hq a multiple of Hkv (query head h reads key head `h // (Hq // Hkv)`);
-    `block` and `stride` in tokens, which must divide the block; `scale` is `1 / sqrt(D)` by default. `lengths`: int
-    `[B]`, tokens of each sequence. Tokens past a ragged end or a length add 0 to the sum of their group; groups without
-    tokens take no part in the softmax or the mean, and blocks without tokens score -inf. Products are computed in the
-    dtype of q and k, everything else in fp32 (fp64 for fp64), under autocast as well; the scores carry no gradient.
-    Time is proportional to `Nq Nk D / S`; memory is bounded. The host does not wait for the device.
+    Args:
+        q, k: `[B, Hq, Nq, D]` and `[B, Hkv, Nk, D]`, with Hq a multiple of Hkv; query head h reads key head `h // (Hq
+            // Hkv)`.
+        block, stride: tokens; `stride` must divide `block`.
+        causal: no query sees a key after it.
+        scale: `1 / sqrt(D)` by default.
+        lengths: int `[B]`, tokens of each sequence. Tokens past a ragged end or a length add 0 to the sum of their
+            group; groups without tokens take no part in the softmax or the mean, and blocks without tokens score -inf.
+
+    Products are computed in the dtype of q and k, everything else in fp32 (fp64 for fp64), under autocast as well; the
+    scores carry no gradient. Time is proportional to `Nq Nk D / S`; memory is bounded. The host does not wait for the
+    device.
 
     Source: XAttention (Xu et al., 2025, section 2.1 and algorithm 1) with strides of 8 and 16, `select_mode="inverse"`
     of its code. That code pads the ends with zeros, which take part if the mask is not causal.

@@ -33,9 +33,14 @@ def axial(shape: Sequence[int], *, order: Integers | None = None, block: Block =
     Wang et al., 2020) alternates the axes between layers or heads, or adds their outputs; each axis alone is `swin`
     with a window of one line, as `swin((height, width), window=(1, width))` for the rows.
 
-    `shape`: side lengths in tokens, as (height, width) or (frames, height, width). `order`: token t of the mask is
-    token `order[t]` of the grid in row-major order. `block` in tokens. In row-major order a column crosses every line,
-    so the number of live tiles grows as N^1.5; an order in compact blocks has several times fewer.
+    Args:
+        shape: side lengths in tokens, as (height, width) or (frames, height, width).
+        order: token t of the mask is token `order[t]` of the grid in row-major order.
+        block: tokens per side of a tile.
+
+    In row-major order a column crosses every line, so the number of live tiles grows as N^1.5; an order in compact
+    blocks
+    has several times fewer.
 
         3 x 3
         X X X X . . X . .

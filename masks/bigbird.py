@@ -34,10 +34,16 @@ def bigbird(
     lengths from the first `2 * random_blocks + 5` blocks, or as the caller's plan says. Hugging Face runs full
     attention if the sequence has at most that number of blocks. DeepSpeed's variant is `deepspeed_bigbird`.
 
-    `q_len` and `block` in tokens, `random_blocks` in blocks: by default 3, or nb - 5 if that is smaller (at least 0);
-    with up to 4 blocks, attention is full without random blocks. With `heads` above 1 the mask has that number of query
-    heads. The same seed gives the same mask on every machine. Raises ValueError if `random_blocks` is negative or
-    exceeds nb - 5 (0 for fewer blocks), `seed` is negative or `heads` not positive.
+    Args:
+        q_len: tokens.
+        random_blocks: random blocks of a block row; by default 3, or nb - 5 if that is smaller (at least 0).
+        heads: above 1, the mask has this number of query heads.
+        seed: the same seed gives the same mask on every machine.
+        block: tokens per side of a tile.
+
+    With up to 4 blocks, attention is full without random blocks. Raises ValueError if `random_blocks` is negative or
+    exceeds
+    nb - 5 (0 for fewer blocks), `seed` is negative or `heads` not positive.
 
         9 blocks, 1 random block, seed 0
         X X X X X X X X X
@@ -103,9 +109,18 @@ def deepspeed_bigbird(
     Source: DeepSpeed, ops/sparse_attention/sparsity_config.py (0.12 to 0.16). The arguments are its
     `num_random_blocks`, `num_sliding_window_blocks` and `num_global_blocks`, all in blocks; its block is 16.
 
-    `q_len` and `block` in tokens; `window_blocks` is by default 3, or the number of blocks if that is smaller. The same
-    seed makes the same mask on every machine. Raises ValueError if a number of blocks is negative or exceeds the blocks
-    of the sequence, `seed` is negative or `heads` not positive.
+    Args:
+        q_len: tokens.
+        random_blocks, window_blocks, global_blocks: blocks; `window_blocks` is by default 3, or the number of blocks if
+            that is smaller.
+        causal: no query sees a key after it.
+        heads: above 1, the mask has this number of query heads.
+        seed: the same seed gives the same mask on every machine.
+        block: tokens per side of a tile.
+
+    Raises ValueError if a number of blocks is negative or exceeds the blocks of the sequence, `seed` is negative or
+    `heads`
+    not positive.
 
         8 blocks, 1 random block, seed 0     causal
         X X X X X X X X                      \\ . . . . . . .

@@ -31,10 +31,10 @@ def butterfly_2d(
 
         q // width // cell_h ~ k // width // cell_h   and   q % width // cell_w ~ k % width // cell_w
 
-    The pixels of a cell (`cell`: one number or `(cell_h, cell_w)`) are one node of the butterfly and see the same keys;
-    a query sees `(1 + log2(height / cell_h)) (1 + log2(width / cell_w)) cell_h cell_w` pixels. If a side is not a power
-    of the radix, partners past the edge are dropped. `factors`, one number or `(rows, columns)`, is the number of the
-    lowest strides that are kept; all by default.
+    The pixels of a cell are one node of the butterfly and see the same keys; a query sees
+    `(1 + log2(height / cell_h)) (1 + log2(width / cell_w)) cell_h cell_w` pixels. If a side is not a power of the
+    radix,
+    partners past the edge are dropped.
 
     This is not `butterfly(height * width)`, which in this order of tokens changes one coordinate at a time (the
     Kronecker sum, for sides that are powers of two); the product is the 2D form of Pixelated Butterfly's code
@@ -43,8 +43,15 @@ def butterfly_2d(
     In this order of tokens a tile covers few rows of the image, so most tiles are partial unless a cell is as wide as a
     block: `cell=(1, block)`. If the tokens are ordered by cells (`permute`), the tiles follow the product.
 
-    `height`, `width`, `cell` in pixels, `block` in tokens. Raises ValueError if a side or cell is not positive, `radix`
-    is below 2, or `factors` is negative or larger than the number of strides of a side.
+    Args:
+        height, width: pixels.
+        radix: the base of the digits.
+        factors: the number of the lowest strides that are kept, one number or `(rows, columns)`; by default all.
+        cell: pixels, one number or `(cell_h, cell_w)`.
+        block: tokens per side of a tile.
+
+    Raises ValueError if a side or cell is not positive, `radix` is below 2, or `factors` is negative or larger than the
+    number of strides of a side.
 
         2 x 4 pixels       4 x 2 pixels, 1 factor
         X X X . X X X .    X X X X . . . .

@@ -40,9 +40,15 @@ def top_k_blocks(
     are always among the k, whatever their scores; MoBA and NSA count them in the same way. The diagonal ends at the
     bottom right, as in `masks.causal`.
 
-    `scores`: floating `[Mq, Mk]`, `[H, Mq, Mk]` or `[B, H, Mq, Mk]`, one for each tile, as `pooled_scores` returns
-    them; `group` query heads share the choice of one head of `scores`. `q_len`, `k_len` (by default `q_len`) and
-    `block` in tokens, `k`, `sink_blocks` and `local_blocks` in blocks. No gradient flows through the choice.
+    Args:
+        scores: floating `[Mq, Mk]`, `[H, Mq, Mk]` or `[B, H, Mq, Mk]`, one for each tile, as `pooled_scores` returns
+            them. No gradient flows through the choice.
+        k: blocks of a row.
+        q_len, k_len: tokens; `k_len` defaults to `q_len`.
+        block: tokens per side of a tile.
+        causal: no query sees a key after it.
+        sink_blocks, local_blocks: blocks that are always chosen, at the start and at the diagonal.
+        group: the number of query heads that share the choice of one head of `scores`.
 
     The mask is dynamic (see `BlockMask`) and lies on the device of `scores`, with room for k tiles in each row. The
     host does not wait for the device, so the mask can be made at every step. The same scores give the same mask, also
@@ -87,13 +93,18 @@ def mass_blocks(
         block r of the order is live iff  p_1 + ... + p_(r-1) < mass
 
     `sink_blocks` and `local_blocks`, as in `top_k_blocks`, come first in that order, and their share counts, as in
-    XAttention; other systems add these blocks afterwards. Of equal blocks the earlier comes first. A row keeps at most
-    `most` blocks (default: all). The mask reserves room for `most` blocks in each row, so a smaller `most` takes less
-    memory and time, and bounds the work of a step. `mass=1` keeps every block that does not score -inf or NaN.
+    XAttention; other systems add these blocks afterwards. Of equal blocks the earlier comes first.
 
-    `scores` are logits, as `pooled_scores` and `antidiagonal_scores` return them, shaped as for `top_k_blocks`; pass
-    the `log()` of probabilities. Shares are added exactly, in units of 2^-40, so every run makes the same choice. For
-    everything else see `top_k_blocks`.
+    Args:
+        scores: logits, as `pooled_scores` and `antidiagonal_scores` return them, shaped as for `top_k_blocks`; pass the
+            `log()` of probabilities.
+        mass: a share, above 0 and at most 1; 1 keeps every block that does not score -inf or NaN.
+        most: the most blocks of a row; by default all. The mask reserves room for this number in each row, so a smaller
+            one takes less memory and time, and bounds the work of a step.
+        q_len, k_len, block, causal, sink_blocks, local_blocks, group: as for `top_k_blocks`.
+
+    Shares are added exactly, in units of 2^-40, so every run makes the same choice. For everything else see
+    `top_k_blocks`.
 
     Source: the threshold tau of XAttention (Xu et al., 2025, section 2.2; over `antidiagonal_scores`), tau of
     SpargeAttn (Zhang et al., 2025; over pooled scores), gamma of FlexPrefill (Lai et al., 2025).

@@ -33,11 +33,17 @@ def selected_keys(
 
         t // span is in indices[b, h, q]   (and, if causal, t <= q + k_len - q_len)
 
-    `indices`: int `[Nq, K]`, `[H, Nq, K]` or `[B, H, Nq, K]`, in any order, with or without repetitions. An index of no
-    key, such as -1, is ignored: use it as padding where a query has fewer than K. (An index that is too large is
-    ignored, too, because a check would wait for the GPU.) `span`: the number of keys that one index stands for, a power
-    of two; 1 for single keys, 64 for NSA's selected blocks, the chunk size for MoBA. `group` query heads share the
-    choice of one head of `indices`. `k_len`, `block` in tokens. No gradient flows through the choice.
+    Args:
+        indices: int `[Nq, K]`, `[H, Nq, K]` or `[B, H, Nq, K]`, in any order, with or without repetitions. An index of
+            no key, such as -1, is ignored: use it as padding where a query has fewer than K. (An index that is too
+            large is ignored, too, because a check would wait for the GPU.) No gradient flows through the choice.
+        k_len: tokens.
+        span: the number of keys that one index stands for, a power of two; 1 for single keys, 64 for NSA's selected
+            blocks, the chunk size for MoBA.
+        causal: no query sees a key after it.
+        group: the number of query heads that share the choice of one head of `indices`.
+        most: the most tiles of a block row; see below.
+        block: tokens per side of a tile.
 
     NSA's `topk_idx [Hkv, Nq, k]` has this form, with `span=64, causal=True, group=Hq // Hkv`; a list of tokens
     `[Nq, Hkv, k]`, as in MagiAttention, has it after `transpose(0, 1)`. For one list for each block of queries use
@@ -86,9 +92,14 @@ def top_k_keys(
     all. Of equal scores the first wins; -inf and NaN are never chosen. Set a score to +inf to force a choice, such as
     the query's own run in MoBA.
 
-    `scores`: floating `[Nq, R]`, `[H, Nq, R]` or `[B, H, Nq, R]`, with `R = ceil(k_len / span)`. With `span=1` they are
-    `Nq x Nk` numbers, and sorting those may take longer than dense attention: if something cheaper has already chosen,
-    pass its choice to `selected_keys`. Its docstring describes the other arguments and the cost of such masks.
+    Args:
+        scores: floating `[Nq, R]`, `[H, Nq, R]` or `[B, H, Nq, R]`, with `R = ceil(k_len / span)`.
+        k: keys, or runs of keys, of a query.
+        k_len, span, causal, group, most, block: as for `selected_keys`, whose docstring describes the cost of such
+            masks.
+
+    With `span=1` the scores are `Nq x Nk` numbers, and sorting those may take longer than dense attention: if something
+    cheaper has already chosen, pass its choice to `selected_keys`.
 
     MoBA's gates are scores of this form, with its chunk size as `span`. From gates that are bools, the first k open
     ones of a query are kept:

@@ -28,7 +28,11 @@ def chunked(q_len: int, *, chunk: int, causal: bool = False, block: Block = 128)
     Source: blockwise attention of BlockBERT (Qiu et al., 2020) and the local layers of Llama 4 (causal; there it is
     called chunked attention, and its borders lie at multiples of the chunk, as here).
 
-    `q_len`, `chunk`, `block` in tokens; `chunk` need not be a multiple of the block, but then most tiles are partial.
+    Args:
+        q_len, chunk: tokens; `chunk` need not be a multiple of the block, but then most tiles are partial.
+        causal: no query sees a key after it.
+        block: tokens per side of a tile.
+
     Raises ValueError if `chunk` is not positive.
 
         chunk 2, 5 tokens    causal

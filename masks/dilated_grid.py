@@ -35,9 +35,11 @@ def dilated_grid(
     Source: xformers' `dilated_2d_pattern`. In row-major order nearly all live tiles are partial; with
     `order=order.residues(shape, dilation)` tokens that see one another are neighbours, and the mask is block-diagonal.
 
-    `shape`: side lengths in tokens, as (height, width) or (frames, height, width). `dilation` in tokens, one value or
-    one for each axis. `order`: token t of the mask is token `order[t]` of the grid in row-major order. `block` in
-    tokens.
+    Args:
+        shape: side lengths in tokens, as (height, width) or (frames, height, width).
+        dilation: tokens, one value or one for each axis.
+        order: token t of the mask is token `order[t]` of the grid in row-major order.
+        block: tokens per side of a tile.
 
         2 x 4, dilation 2
         X . X . . . . .

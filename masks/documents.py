@@ -30,12 +30,19 @@ def documents(lengths: Any, k_lengths: Any = None, *, causal: bool = False, bloc
     are the running sums of `lengths`). xformers calls it BlockDiagonalMask and BlockDiagonalCausalFromBottomRightMask;
     FlexAttention examples, a document mask.
 
-    `lengths`: tokens of each document, in order (list of ints or 1-D integer tensor or array); an empty document is
-    allowed. The mask is over `sum(lengths)` queries and `sum(k_lengths)` keys (`k_lengths` defaults to `lengths`).
-    `block` in tokens. From running sums take the differences, `cu_seqlens.diff()`. From a document number for every
-    token, as in FlexAttention's examples, take `ids.unique_consecutive(return_counts=True)[1]`. (If the tokens of a
-    document do not lie together: `BlockMask.from_function(lambda q, k: ids[q] == ids[k], N)`.) To pad up to a fixed
-    number of tokens, add a last document and cut it off: `documents([100, 150, 50]).with_lengths([250])`.
+    Args:
+        lengths: tokens of each document, in order (list of ints or 1-D integer tensor or array); an empty document is
+            allowed.
+        k_lengths: the same for keys, if they differ.
+        causal: no query sees a key after it.
+        block: tokens per side of a tile.
+
+    From running sums take the differences, `cu_seqlens.diff()`. From a document number for every token, as in
+    FlexAttention's examples, take `ids.unique_consecutive(return_counts=True)[1]`. (If the tokens of a document do not
+    lie
+    together: `BlockMask.from_function(lambda q, k: ids[q] == ids[k], N)`.) To pad up to a fixed number of tokens, add a
+    last
+    document and cut it off: `documents([100, 150, 50]).with_lengths([250])`.
 
     Raises TypeError or ValueError if lengths are not integers, one is negative, or all are 0.
 

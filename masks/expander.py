@@ -34,9 +34,14 @@ def expander(q_len: int, *, degree: int, heads: int = 1, seed: int = 0, block: i
     spectral gap is within 0.1 of the bound above, and takes the complete graph for 10 nodes or fewer. This function
     draws once.
 
-    `q_len` and `block` in tokens; `degree`, an even number, in blocks; with `heads` above 1 the mask has that number of
-    query heads. The same seed gives the same mask on every machine. Raises ValueError if `degree` is odd or negative,
-    `seed` negative or `heads` not positive.
+    Args:
+        q_len: tokens.
+        degree: blocks, an even number.
+        heads: above 1, the mask has this number of query heads.
+        seed: the same seed gives the same mask on every machine.
+        block: tokens per side of a tile.
+
+    Raises ValueError if `degree` is odd or negative, `seed` negative or `heads` not positive.
 
         8 blocks, degree 2, seed 0
         X X . . . X . .

@@ -39,7 +39,13 @@ def hierarchical(q_len: int, *, levels: int | None = None, causal: bool = False,
     represents a chunk in the Sparse Transformer's `fixed`. Over several layers that block can collect information from
     the cell, also in the causal form, where only the last block sees the whole cell.
 
-    `q_len`, `block` in tokens. Raises ValueError if `levels` is negative or exceeds the number of levels.
+    Args:
+        q_len: tokens.
+        levels: the number of the lowest levels that are kept; by default all.
+        causal: no query sees a key after it.
+        block: tokens per side of a tile.
+
+    Raises ValueError if `levels` is negative or exceeds the number of levels.
 
         8 blocks             causal
         X X X X . X . X      \\ . . . . . . .

@@ -31,9 +31,16 @@ def longformer(q_len: int, *, window: int, global_tokens: Any, causal: bool = Fa
 
     Source: Longformer (Beltagy et al., 2020), section 3.1; ETC (Ainslie et al., 2020) puts the global tokens first.
 
-    `q_len`, `window` (keys), `block` in tokens. `global_tokens`: a number g (the first g tokens), or a list (or 1-D
-    tensor or array) of positions. Every global token adds a row and a column of scores, and its block a row and a
-    column of tiles. Raises ValueError if `window` is not positive or a position lies outside of the sequence.
+    Args:
+        q_len: tokens.
+        window: keys; see above.
+        global_tokens: a number g (the first g tokens), or a list (or 1-D tensor or array) of positions.
+        causal: no query sees a key after it.
+        block: tokens per side of a tile.
+
+    Every global token adds a row and a column of scores, and its block a row and a column of tiles. Raises ValueError
+    if
+    `window` is not positive or a position lies outside of the sequence.
 
         window 3, global_tokens 1     causal, window 2, global_tokens [2]
         X X X X X                     X . . . .

@@ -50,10 +50,15 @@ def neighborhood(
     which also needs a window of at least 2. Conventions differ: xformers' `local_nd_pattern` is cropped, with a ball
     instead of a box; attention-gym's `generate_natten` has the same rule on square images with odd windows only.
 
-    `shape`: side lengths of the grid in tokens, as (height, width) or (frames, height, width). `window`, `stride` (both
-    in tokens of one remainder), `dilation` (tokens) and `causal` are one value, or one for each axis. `order`: token t
-    of the mask is token `order[t]` of the grid in row-major order (`sparseflash.masks.order`); in the order of tiles
-    the mask has far fewer live tiles. `block` in tokens.
+    Args:
+        shape: side lengths of the grid in tokens, as (height, width) or (frames, height, width).
+        window, stride: tokens of one remainder, one value or one for each axis.
+        dilation: tokens, one value or one for each axis.
+        causal: a bool, or one for each axis.
+        edges: "shift" or "crop"; see above.
+        order: token t of the mask is token `order[t]` of the grid in row-major order (`sparseflash.masks.order`); in
+            the order of tiles the mask has far fewer live tiles.
+        block: tokens per side of a tile.
 
     Raises ValueError if `stride` exceeds `window`, or with `edges="shift"` if `window * dilation` exceeds the side.
 

@@ -66,8 +66,12 @@ def tiles(shape: Sequence[int], tile: int | Sequence[int]) -> Tensor:
     >>> tiles((4, 4), 2).tolist()
     [0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15]
 
-    `tile`: its side in tokens, one number or one for each axis. If the tile does not divide a side of the grid, the
-    last tiles are smaller, and tiles of `block` tokens are then no longer aligned with the blocks of a mask.
+    Args:
+        shape: side lengths of the grid in tokens.
+        tile: its side in tokens, one number or one for each axis.
+
+    If the tile does not divide a side of the grid, the last tiles are smaller, and tiles of `block` tokens are then no
+    longer aligned with the blocks of a mask.
 
         4 x 4 in tiles of 2       0  1  4  5
                                   2  3  6  7

@@ -34,11 +34,16 @@ def pooled_scores(
     it is good only if the tokens of a block resemble one another. The mean of a ragged last block is over its existing
     tokens.
 
-    `q [B, Hq, Nq, D]`, `k [B, Hkv, Nk, D]`, with Hq a multiple of Hkv (query head h reads key head `h // (Hq // Hkv)`);
-    `block` in tokens; `scale` is `1 / sqrt(D)` by default. `lengths`: int `[B]`, tokens of each sequence: only those
-    are averaged, and blocks of keys without any score -inf, so they are never chosen (pass the lengths to the mask as
-    well: `mask.with_lengths`). The scores are fp32 (fp64 for fp64), under autocast as well, and carry no gradient. The
-    host does not wait for the device.
+    Args:
+        q, k: `[B, Hq, Nq, D]` and `[B, Hkv, Nk, D]`, with Hq a multiple of Hkv; query head h reads key head `h // (Hq
+            // Hkv)`.
+        block: tokens per side of a tile.
+        scale: `1 / sqrt(D)` by default.
+        lengths: int `[B]`, tokens of each sequence: only those are averaged, and blocks of keys without any score -inf,
+            so they are never chosen. Pass the lengths to the mask as well: `mask.with_lengths`.
+
+    The scores are fp32 (fp64 for fp64), under autocast as well, and carry no gradient. The host does not wait for the
+    device.
 
     Source: MInference's block-sparse heads (Jiang et al., 2024), VSA (Zhang et al., 2025), SpargeAttn (Zhang et al.,
     2025; it keeps blocks whose tokens do not resemble one another dense). SeerAttention (Gao et al., 2024) learns the

@@ -27,8 +27,13 @@ def prefix_lm(q_len: int, k_len: int | None = None, *, prefix: int, block: Block
 
     Source: T5 (Raffel et al., 2020, section 3.2.1), after Liu et al. (2018). attention-gym's `prefix_lm` is the same.
 
-    `q_len`, `k_len`, `prefix`, `block` in tokens; `k_len` defaults to `q_len`. If they differ, the mask is aligned at
-    the bottom right, as in `causal`. Raises ValueError if `prefix` is negative.
+    Args:
+        q_len, k_len: tokens; `k_len` defaults to `q_len`. If they differ, the mask is aligned at the bottom right, as
+            in `causal`.
+        prefix: tokens.
+        block: tokens per side of a tile.
+
+    Raises ValueError if `prefix` is negative.
 
         prefix 2
         X X . .

@@ -44,9 +44,11 @@ def sliding_tiles(
     counts windows in tiles and takes only odd numbers of them. Here windows count tokens, as in the paper, and text
     tokens are not supported.
 
-    `shape`: side lengths in tokens, as (height, width) or (frames, height, width). `window` and `tile` in tokens, one
-    value or one for each axis. `order`: token t of the mask is token `order[t]` of the grid in row-major order. `block`
-    in tokens.
+    Args:
+        shape: side lengths in tokens, as (height, width) or (frames, height, width).
+        window, tile: tokens, one value or one for each axis.
+        order: token t of the mask is token `order[t]` of the grid in row-major order.
+        block: tokens per side of a tile.
 
     Raises ValueError if `tile` does not divide `window` and the side, or `window` exceeds the side.
 

@@ -45,9 +45,12 @@ def swin(
     Source: Swin Transformer (Liu et al., 2021), section 3.2; for video, Video Swin (Liu et al., 2022). xformers'
     `swin_attention_pattern` is the same for windows that divide the sides.
 
-    `shape`: side lengths in tokens, as (height, width) or (frames, height, width). `window` and `shift` in tokens, one
-    value or one for each axis. `order`: token t of the mask is token `order[t]` of the grid in row-major order;
-    with `order.tiles(shape, window)` and no shift the mask is block-diagonal. `block` in tokens.
+    Args:
+        shape: side lengths in tokens, as (height, width) or (frames, height, width).
+        window, shift: tokens, one value or one for each axis.
+        order: token t of the mask is token `order[t]` of the grid in row-major order; with `order.tiles(shape, window)`
+            and no shift the mask is block-diagonal.
+        block: tokens per side of a tile.
 
     Raises ValueError if `shift` is not between 0 and `window - 1`.
 

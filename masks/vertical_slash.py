@@ -32,9 +32,12 @@ def vertical_slash(q_len: int, *, vertical: Any, slash: Any, block: Block = 128)
 
         k <= q  and  (k in V  or  q - k in S)
 
-    `vertical`: positions of keys; `slash`: distances in tokens, 0 the main diagonal; each a list (or 1-D tensor or
-    array) of integers from 0 to `q_len - 1`, in any order; or one such list for each head (or a 2-D tensor). Either,
-    both or neither may be given for each head. `q_len`, `block` in tokens.
+    Args:
+        q_len: tokens.
+        vertical, slash: positions of keys, and distances in tokens (0: the main diagonal): a list (or 1-D tensor or
+            array) of integers from 0 to `q_len - 1`, in any order, or a list of those for each head (or a 2-D tensor).
+            Either, both or neither may be given for each head.
+        block: tokens per side of a tile.
 
     Source: MInference (Jiang et al., 2024, section 3.2), which takes both from the attention of the last 64 queries and
     always includes the first 30 columns and the nearest diagonals. Its kernel widens every diagonal to whole blocks of
