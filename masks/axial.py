@@ -39,8 +39,7 @@ def axial(shape: Sequence[int], *, order: Integers | None = None, block: Block =
         block: tokens per side of a tile.
 
     In row-major order a column crosses every line, so the number of live tiles grows as N^1.5; an order in compact
-    blocks
-    has several times fewer.
+    blocks has several times fewer.
 
         3 x 3
         X X X X . . X . .

@@ -42,8 +42,7 @@ def bigbird(
         block: tokens per side of a tile.
 
     With up to 4 blocks, attention is full without random blocks. Raises ValueError if `random_blocks` is negative or
-    exceeds
-    nb - 5 (0 for fewer blocks), `seed` is negative or `heads` not positive.
+    exceeds nb - 5 (0 for fewer blocks), `seed` is negative or `heads` not positive.
 
         9 blocks, 1 random block, seed 0
         X X X X X X X X X
@@ -119,8 +118,7 @@ def deepspeed_bigbird(
         block: tokens per side of a tile.
 
     Raises ValueError if a number of blocks is negative or exceeds the blocks of the sequence, `seed` is negative or
-    `heads`
-    not positive.
+    `heads` not positive.
 
         8 blocks, 1 random block, seed 0     causal
         X X X X X X X X                      \\ . . . . . . .

@@ -56,9 +56,8 @@ def butterfly(
     algorithms for linear transforms"), as in the butterfly attention of Dimension Mixer (2023).
 
     `q_len` and `block` in tokens, `strides` and `global_blocks` in blocks. Raises ValueError if `factors` is not
-    between 0
-    and `ceil(log_r nb)`, a stride is not one of those powers of the radix, both are given, `radix` is below 2, or
-    `global_blocks` or `layer` is negative.
+    between 0 and `ceil(log_r nb)`, a stride is not one of those powers of the radix, both are given, `radix` is below
+    2, or `global_blocks` or `layer` is negative.
 
         8 blocks           causal             radix 3            1 global block     layer 1
         X X X . X . . .    \\ . . . . . . .    X X X X . . X .    X X X X X X X X    X . X . . . . .

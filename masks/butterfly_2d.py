@@ -31,10 +31,9 @@ def butterfly_2d(
 
         q // width // cell_h ~ k // width // cell_h   and   q % width // cell_w ~ k % width // cell_w
 
-    The pixels of a cell are one node of the butterfly and see the same keys; a query sees
-    `(1 + log2(height / cell_h)) (1 + log2(width / cell_w)) cell_h cell_w` pixels. If a side is not a power of the
-    radix,
-    partners past the edge are dropped.
+    The pixels of a cell are one node of the butterfly and see the same keys; a query sees `(1 + log2(height / cell_h))
+    (1 + log2(width / cell_w)) cell_h cell_w` pixels. If a side is not a power of the radix, partners past the edge are
+    dropped.
 
     This is not `butterfly(height * width)`, which in this order of tokens changes one coordinate at a time (the
     Kronecker sum, for sides that are powers of two); the product is the 2D form of Pixelated Butterfly's code

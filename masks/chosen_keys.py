@@ -56,9 +56,8 @@ def selected_keys(
 
     The mask is dynamic, and the host does not wait for the device. So memory is reserved for the largest possible
     number of tiles: a block row has at most `min(Mk, K * block_q)` of them, of `block_q * block_k / 8` bytes each.
-    `most` bounds the tiles of a row, and so memory and work; a row with
-    more **loses** the tiles with the fewest chosen keys (of equals, the later ones). Working memory is bounded, too:
-    choices are packed about 16 million at a time.
+    `most` bounds the tiles of a row, and so memory and work; a row with more **loses** the tiles with the fewest chosen
+    keys (of equals, the later ones). Working memory is bounded, too: choices are packed about 16 million at a time.
 
     Source: DeepSeek-V3.2's sparse attention (2025; K = 2048 keys a query), NSA (Yuan et al., 2025, section 3.3.2), MoBA
     (Lu et al., 2025, section 2.2).

@@ -49,8 +49,7 @@ def deepspeed_fixed(
         block: tokens per side of a tile.
 
     The defaults are DeepSpeed's, except that its block is 16. Raises ValueError unless g divides L and `P <= L // g`,
-    if a
-    number is not positive, or for `horizontal` with `causal`.
+    if a number is not positive, or for `horizontal` with `causal`.
 
         L 3, 7 blocks     horizontal          causal
         X X X . . X X     X X X . . X X       \\ . . . . . .

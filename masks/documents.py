@@ -39,10 +39,8 @@ def documents(lengths: Any, k_lengths: Any = None, *, causal: bool = False, bloc
 
     From running sums take the differences, `cu_seqlens.diff()`. From a document number for every token, as in
     FlexAttention's examples, take `ids.unique_consecutive(return_counts=True)[1]`. (If the tokens of a document do not
-    lie
-    together: `BlockMask.from_function(lambda q, k: ids[q] == ids[k], N)`.) To pad up to a fixed number of tokens, add a
-    last
-    document and cut it off: `documents([100, 150, 50]).with_lengths([250])`.
+    lie together: `BlockMask.from_function(lambda q, k: ids[q] == ids[k], N)`.) To pad up to a fixed number of tokens,
+    add a last document and cut it off: `documents([100, 150, 50]).with_lengths([250])`.
 
     Raises TypeError or ValueError if lengths are not integers, one is negative, or all are 0.
 

@@ -46,8 +46,7 @@ def local(
         block: tokens per side of a tile.
 
     Raises ValueError if `window` is not positive, if `left` or `right` is negative, or if `left` or `right` is given
-    alone,
-    or together with `window` or `causal`; TypeError if neither `window` nor both of them are given.
+    alone, or together with `window` or `causal`; TypeError if neither `window` nor both of them are given.
 
         causal, window 2     bidirectional, window 3     left 2, right 1
         X . . .              X X . .                     X X . .

@@ -35,8 +35,7 @@ def log_sparse(q_len: int, *, window: int = 1, restart: int | None = None, block
         block: tokens per side of a tile.
 
     Each distance adds two tiles to a block row (the same two at any length), so if `restart` is far below the length
-    most
-    tiles are live. Raises ValueError if `window` is not positive or `restart` is below `window`.
+    most tiles are live. Raises ValueError if `window` is not positive or `restart` is below `window`.
 
         default              window 2             restart 4
         X . . . . . .        X . . . . . .        X . . . . . .

@@ -39,8 +39,7 @@ def longformer(q_len: int, *, window: int, global_tokens: Any, causal: bool = Fa
         block: tokens per side of a tile.
 
     Every global token adds a row and a column of scores, and its block a row and a column of tiles. Raises ValueError
-    if
-    `window` is not positive or a position lies outside of the sequence.
+    if `window` is not positive or a position lies outside of the sequence.
 
         window 3, global_tokens 1     causal, window 2, global_tokens [2]
         X X X X X                     X . . . .

@@ -25,8 +25,7 @@ def per_head(masks: Sequence[BlockMask]) -> BlockMask:
 
     A mask with several heads contributes all of them, so masks of 2 and 3 heads make 5. Batch sizes broadcast. If block
     sizes differ, the smallest is used, separately for queries and keys. Equal heads are stored once. Lengths stay
-    lengths if
-    all masks have the same; any other padding is written into the tiles (`BlockMask.bake_lengths`).
+    lengths if all masks have the same; any other padding is written into the tiles (`BlockMask.bake_lengths`).
 
     Raises ValueError for an empty list or masks that do not fit together, TypeError for anything that is not a mask.
 

@@ -101,8 +101,7 @@ def keep_mask(
     (torch.Size([1, 2, 100, 100]), 0.75)
 
     Every kept weight is multiplied by `1 / (1 - p)`, where p is `dropout_p` rounded to a multiple of 1/256. The result
-    is
-    on `device`: by default the seed's if it is a tensor, otherwise the CPU.
+    is on `device`: by default the seed's if it is a tensor, otherwise the CPU.
     """
     place = torch.device(device or "cpu")
     if isinstance(seed, Tensor) and (device is None or (place.type == seed.device.type and place.index is None)):

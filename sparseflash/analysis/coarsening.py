@@ -62,8 +62,7 @@ def coarsening(mask: BlockMask, blocks: Sequence[Block] = BLOCKS) -> list[Coarse
         blocks: sizes in tokens, or `(block_q, block_k)` pairs.
 
     Time is proportional to the live tiles (and for finer blocks to the distinct partial ones). Raises ValueError for a
-    bad
-    block, TypeError if `blocks` is not a list.
+    bad block, TypeError if `blocks` is not a list.
     """
     pairs = [block_pair(block) for block in _listed(blocks)]
     counts, live = [0] * len(pairs), 0

@@ -83,8 +83,7 @@ def flops(
         batch, heads: of the attention, by default the mask's.
 
     Scores past a sequence's length are not useful; tiles that begin past it are not computed. Raises ValueError if a
-    dim is
-    not positive, or if the mask does not fit the number of heads or batch elements.
+    dim is not positive, or if the mask does not fit the number of heads or batch elements.
     """
     head_dim, v_dim = dims(head_dim, v_dim)
     backward = flag(backward, "backward")

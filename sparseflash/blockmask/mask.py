@@ -846,8 +846,7 @@ class BlockMask:
             block: tokens per tile, a power of two from 16 to 256, or `(block_q, block_k)`.
 
         Finer tiles let kernels skip more, coarser tiles are fewer; lengths are unchanged. Returns the mask itself if
-        the size
-        is the same. Time and memory are proportional to the tiles before and after.
+        the size is the same. Time and memory are proportional to the tiles before and after.
         """
         from sparseflash.blockmask.ops.reblock import reblock
 
@@ -895,10 +894,8 @@ class BlockMask:
                 Negative indices are refused.
 
         Use it for a rank of a tensor-parallel model, a micro-batch, or the smaller last batch. A mask that is shared by
-        all
-        heads, or by all batch elements, stays shared. Lengths follow the batch elements. Time is proportional to the
-        tiles of
-        the selection.
+        all heads, or by all batch elements, stays shared. Lengths follow the batch elements. Time is proportional to
+        the tiles of the selection.
 
         Raises ValueError for an empty selection or an index out of range, TypeError for an index that is not an
         integer.
@@ -926,8 +923,7 @@ class BlockMask:
                 k]`.
 
         If q, k and v are reordered in the same way, as in `q[:, :, order]`, attention with `mask.permute(order)` gives
-        the old
-        result in the new order.
+        the old result in the new order.
 
         An order that moves whole blocks only moves tiles. Any other rebuilds the bits of each tile, in time
         proportional to the queries and keys of the live tiles, and may scatter the live scores over many more tiles.
@@ -1007,8 +1003,7 @@ class BlockMask:
             device: the device of the mask; the CPU by default.
 
         Memory is proportional to the actual size of the file, whatever its headers claim. Raises ValueError if the
-        contents are
-        not an intact mask, OSError if the file cannot be read; both name the path.
+        contents are not an intact mask, OSError if the file cannot be read; both name the path.
         """
         from sparseflash.blockmask.serialization import load
 

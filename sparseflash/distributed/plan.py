@@ -246,8 +246,7 @@ class ShardPlan:
                 several.
 
         `attention` chooses by the same estimates, with the default constants, on every rank; if the GPUs of one host
-        cannot
-        read each other's memory, without overlap.
+        cannot read each other's memory, without overlap.
         """
         heads = self.mask.shape[1] if heads is None else heads
         kv_heads = heads if kv_heads is None else kv_heads

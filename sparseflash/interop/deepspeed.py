@@ -37,10 +37,8 @@ def to_deepspeed(mask: BlockMask, *, heads: int | None = None, cover: bool = Fal
         cover: make partial tiles fully live.
 
     With `cover=True` the result is a different mask, so pass the exact mask to DeepSpeed as `attn_mask` `[N, N]`, one
-    for
-    all heads (`to_sdpa(mask)[0, 0]`, `attn_mask_mode="mul"`). Causal masks need this, too: DeepSpeed's own
-    "unidirectional"
-    layouts are causal between blocks only.
+    for all heads (`to_sdpa(mask)[0, 0]`, `attn_mask_mode="mul"`). Causal masks need this, too: DeepSpeed's own
+    "unidirectional" layouts are causal between blocks only.
 
     Raises ValueError if blocks are not square or not whole, if the numbers of queries and keys differ, if the mask
     differs within the batch, and, without `cover`, for a partial tile, naming the first.
@@ -87,8 +85,7 @@ def from_deepspeed(layout: Tensor, block: int) -> BlockMask:
         block: tokens, the configuration's `block`.
 
     In a "unidirectional" layout the blocks on the diagonal see the future; DeepSpeed leaves the causality inside them
-    to
-    its `attn_mask`.
+    to its `attn_mask`.
 
     Raises ValueError for another shape or other values.
     """
