@@ -685,10 +685,15 @@ class BlockMask:
         ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▒▒
         █ full  ▓▒░ partly live: 2/3, 1/3, less  · empty; a cell is 64 x 64 tokens
 
+        Args:
+            width: columns, at least 2; by default the terminal's width.
+            heads, batch: the selection, by index; by default all. Each distinct pattern is drawn once, at most 16 of
+                them.
+            ascii: draw with `#*+-.` instead.
+
         Queries run down and keys to the right. A cell is a tile, or a square of 2 x 2, 4 x 4, ... tiles if they do not
         fit, and shows the exact mean. `█`: only full tiles; `▓`, `▒`, `░`: at least 2/3, at least 1/3, less than 1/3 of
-        the scores live; `·`: none. `ascii` draws with `#*+-.` instead. `heads` and `batch` select by index; each
-        distinct pattern is drawn once, at most 16 of them.
+        the scores live; `·`: none.
 
         Raises ValueError if width is below 2, or a head or batch element is out of range.
         """
@@ -724,15 +729,18 @@ class BlockMask:
         >>> figure.axes[0].get_xlabel(), figure.axes[0].get_title()
         ('key (token)', '100 % live')
 
-        Without `ax`, returns a new Figure with a panel for each distinct pattern (at most 16) of the selected `heads`
-        and `batch` elements, all by default. The figure is not registered with pyplot and opens no window; save it with
-        `figure.savefig("mask.png")`. With `ax`, draws the one selected pattern there and returns `ax`:
-        `mask.plot(plt.gca())`.
+        Args:
+            ax: axes for the one selected pattern, which are returned: `mask.plot(plt.gca())`. Without it, returns a new
+                Figure with a panel for each distinct pattern (at most 16); it is not registered with pyplot and opens
+                no window. Save it with `figure.savefig("mask.png")`.
+            heads, batch: the selection, by index; by default all.
+            elements: draw every single score (the default up to 256 tokens, possible up to 4096).
+            cells: the most cells on a side. If a side has more tiles, one cell shows a square of 2 x 2, 4 x 4, ...
+                tiles, tinted by the exact share of live scores.
+            legend: draw the meanings of the colours.
 
-        Full tiles are blue. Partial tiles are orange, paler with fewer live scores. If a side has more than `cells`
-        tiles, one cell shows a square of 2 x 2, 4 x 4, ... tiles, tinted by the exact share of live scores. Time is
-        proportional to the live tiles. `elements=True` draws every single score instead (the default up to 256 tokens,
-        possible up to 4096).
+        Full tiles are blue. Partial tiles are orange, paler with fewer live scores. Time is proportional to the live
+        tiles.
 
         Needs the extra `plot`. Raises ImportError without matplotlib; ValueError for several patterns on one `ax`, a
         head or batch element out of range, or `elements` for a mask that is too long.

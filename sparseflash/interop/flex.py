@@ -30,10 +30,13 @@ def to_flex(mask: BlockMask, *, mask_mod: MaskMod | None = None) -> FlexBlockMas
     >>> create_mask(flex.mask_mod, 1, 1, 3, 3, device="cpu").tolist()
     [[[[True, False, False], [True, True, False], [True, True, True]]]]
 
-    Every mask can be converted, because the `mask_mod` looks scores up in the mask's own bits. Code that
-    `torch.compile` generated for one mask serves others whose arrays have the same shapes. A rule that reads no memory
-    is faster: if the partial tiles follow a rule, pass it as `mask_mod(b, h, q, k)`, such as
-    `lambda b, h, q, k: k <= q` for a causal mask. It is not compared with the bits.
+    Args:
+        mask: any mask.
+        mask_mod: `mask_mod(b, h, q, k)`, a rule for the partial tiles, such as `lambda b, h, q, k: k <= q` for a causal
+            mask. It is faster than the bits, because it reads no memory, and is not compared with them.
+
+    Every mask can be converted, because by default the `mask_mod` looks scores up in the mask's own bits. Code that
+    `torch.compile` generated for one mask serves others whose arrays have the same shapes.
 
     FlexAttention's format takes `Mq * Mk` entries of 4 bytes in each of four lists per head, and the lookup table as
     many per pattern: megabytes where the mask here takes kilobytes. `lengths` become separate patterns. Compiled
@@ -67,10 +70,13 @@ def from_flex(block_mask: FlexBlockMask, *, batch: int | None = None, heads: int
     >>> from_flex(create_block_mask(lambda b, h, q, k: k <= q, None, None, 256, 256, device="cpu", BLOCK_SIZE=64))
     BlockMask(256 x 256, blocks of 64, 10 tiles: 6 full + 4 partial (1 distinct), density 50.2 %)
 
+    Args:
+        block_mask: FlexAttention's mask.
+        batch, heads: the attention's, if one list serves all (B or H of `create_block_mask` was None or 1) but
+            `mask_mod` depends on b or h.
+
     A score is live if its block is listed as full, or if it is listed as partial and `mask_mod` returns True.
-    `mask_mod` is evaluated only in partial blocks, for the batch elements and heads that the lists distinguish. If one
-    list serves all (B or H of `create_block_mask` was None or 1) but `mask_mod` depends on b or h, pass the attention's
-    `batch` or `heads`.
+    `mask_mod` is evaluated only in partial blocks, for the batch elements and heads that the lists distinguish.
 
     In eager mode FlexAttention evaluates `mask_mod` everywhere and ignores the lists; for masks made by
     `create_block_mask` with the real B and H both readings agree.

@@ -62,8 +62,11 @@ def from_scipy(matrix: Any, *, block: Block | None = None) -> BlockMask:
     >>> from_scipy(eye_array(100, dtype=bool), block=32)
     BlockMask(100 x 100, blocks of 32, 4 tiles: 0 full + 4 partial (2 distinct), density 1 %)
 
-    True entries are live; stored False entries and duplicates are fine. `block`, in tokens: by default the blocks of a
-    BSR matrix if a mask can have them, else 128. Time and memory are proportional to the stored entries.
+    Args:
+        matrix: boolean; True entries are live, and stored False entries and duplicates are allowed.
+        block: tokens, by default the blocks of a BSR matrix if a mask can have them, else 128.
+
+    Time and memory are proportional to the stored entries.
 
     Raises TypeError if the input is not sparse or not boolean (use `matrix != 0`, say), ValueError for an empty list or
     matrices of different shapes.

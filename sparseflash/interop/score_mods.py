@@ -34,8 +34,11 @@ def from_score_mod(
     >>> from_score_mod(lambda s, b, h, q, k: torch.where(q % 2 == 0, s, 2 * s), 64).kinds
     ('function',)
 
-    q_len, k_len: the lengths of the attention; k_len is q_len by default. The result is valid for these lengths only.
-    device: of the tensors that the function reads.
+    Args:
+        score_mod: a function of scalar tensors.
+        q_len, k_len: the lengths of the attention; k_len is q_len by default. The result is valid for these lengths
+            only.
+        device: of the tensors that the function reads.
 
     Recognised are, in this order: the score divided by an entry for b, h and q (`temperature`), then
     `cap * tanh(score / cap)` (`softcap`), then a sum, in any order, with these, whose tensors may be learned:

@@ -62,8 +62,11 @@ def from_torch_sparse(matrix: Tensor | Sequence[Tensor], *, block: Block | None 
     >>> from_torch_sparse(torch.eye(100, dtype=torch.bool).to_sparse(), block=32)
     BlockMask(100 x 100, blocks of 32, 4 tiles: 0 full + 4 partial (2 distinct), density 1 %)
 
-    True entries are live; stored False entries are fine. `block`, in tokens: by default the blocks of a BSR tensor if a
-    mask can have them, else 128. Time and memory are proportional to the stored entries.
+    Args:
+        matrix: boolean; True entries are live, and stored False entries are allowed.
+        block: tokens, by default the blocks of a BSR tensor if a mask can have them, else 128.
+
+    Time and memory are proportional to the stored entries.
 
     Raises TypeError for another layout or for values that are not boolean, ValueError for an empty list or tensors of
     different shapes.

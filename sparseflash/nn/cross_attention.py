@@ -93,8 +93,10 @@ class SparseCrossAttention(Heads):
     ) -> Tensor:
         """Attention of x to the context.
 
-        lengths, context_lengths: tokens of each sequence, integers `[B]`; later tokens are padding. mask: replaces the
-        layer's mask.
+        Args:
+            x, context: `[B, Nq, embed_dim]` and `[B, Nk, context_dim]`.
+            lengths, context_lengths: tokens of each sequence, integers `[B]`; later tokens are padding.
+            mask: replaces the layer's mask.
         """
         check_input(x, "x", plain_weight(self.q), "lengths")
         check_input(context, "context", plain_weight(self.kv), "context_lengths")

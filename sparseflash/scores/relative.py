@@ -193,9 +193,13 @@ def t5_buckets(count: int = 32, max_distance: int = 128, *, bidirectional: bool 
     >>> t5_buckets(8, 16)(torch.tensor([-100, -1, 0, 1, 3, 100])).tolist()
     [3, 1, 0, 5, 6, 7]
 
-    bidirectional: half of the buckets are for keys after the query; otherwise these share bucket 0. Source: Raffel et
-    al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer", JMLR 2020, and its code,
-    which rounds as this does.
+    Args:
+        count: the number of buckets.
+        max_distance: tokens.
+        bidirectional: half of the buckets are for keys after the query; otherwise these share bucket 0.
+
+    Source: Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer", JMLR
+    2020, and its code, which rounds as this does.
     """
 
     def bucket(offsets: Tensor) -> Tensor:

@@ -185,10 +185,17 @@ def by_definition(
     >>> list(by_definition(inputs, None))
     ['out', 'lse', 'dq', 'dk', 'dv']
 
+    Args:
+        inputs: q, k, v, dout and dlse.
+        mask: the live scores; None: all.
+        scale: `1 / sqrt(D)` by default.
+        of_lse: whether the gradients are of out and lse, or of out alone.
+        part: the block rows of a long sequence to compute; the results of other rows are 0, and dk and dv lack their
+            contributions.
+        changes: score modifications; the gradients of their tensors are further results.
+
     Computes a bounded number of scores at a time, and only for keys that are live in those rows. Gradients of k and v
-    are summed over the rows in fp64. `of_lse`: whether the gradients are of out and lse, or of out alone. `part`: the
-    block rows of a long sequence to compute; the results of other rows are 0, and dk and dv lack their contributions.
-    `changes`: score modifications; the gradients of their tensors are further results.
+    are summed over the rows in fp64.
     """
     q, k, v, dout, dlse = (x.detach() for x in inputs._tensors())
     scale = 1.0 / sqrt(q.shape[-1]) if scale is None else scale
