@@ -273,7 +273,7 @@ class BlockMask:
             q_len, k_len: tokens; `k_len` defaults to `q_len`.
             block: tokens per tile, a power of two from 16 to 256, or `(block_q, block_k)`.
             tile: integers `[E]`, 0 for a full tile, t > 0 for a tile with the scores `live[t - 1]`. By default tile e
-                has the scores `live[e]`.
+                has the scores `live[e]`, and T must be E.
             live: bool tensor or array `[T, block_q, block_k]`; its entries need not be distinct or partial. Without it
                 and `tile`, all tiles are full.
 

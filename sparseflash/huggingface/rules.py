@@ -91,7 +91,8 @@ def _integers_in(known: Any) -> Iterator[int]:
 
 
 def first_tokens(live: Tensor) -> Tensor | None:
-    """The number of padding keys before the first token of each row, int32 `[B]`; None unless all padding is there.
+    """The number of padding keys before the first token of each row, int32 `[B]`; None unless all padding is on the
+    left.
 
     >>> first_tokens(torch.tensor([[False, True, True], [True, True, True]])).tolist()
     [1, 0]
