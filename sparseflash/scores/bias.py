@@ -44,9 +44,9 @@ def bias(values: Tensor) -> Bias:
     torch.Size([2, 4, 50, 16])
 
     Args:
-        values: `[B or 1, Hq or 1, Nq or 1, Nk or 1]`, which may be learned. Only entries of live scores are read; they
-            must be finite, and the gradients of the others are 0. Dead scores belong into the mask, where they cost
-            nothing.
+        values: `[B or 1, Hq or 1, Nq or 1, Nk or 1]`, which may be learned. Only entries of live scores are read; the
+            gradients of the others are 0. An entry is finite, or -inf for a dead score, which costs as much as a live
+            one: a score that is dead in the mask costs nothing.
 
     A bias that is the same for all queries is treated as a `key_bias`, whose gradient needs no `[Nq, Nk]`. For shared
     values, the Triton kernels store the unsummed gradients in fp32. On Hopper, values are fastest in the dtype of q

@@ -109,8 +109,8 @@ def function(
     Args:
         change: a function of scalar tensors, as a `score_mod` of FlexAttention: the score, and `b`, `h`, `q` and `k`,
             the int64 indices of batch element, query head, query and key, always inside the tensors' lengths. So
-            `bias[h][q, k]` works. `torch.vmap` calls it for many scores at once, in live tiles only. Its result and its
-            derivative must be finite there, also for dead scores.
+            `bias[h][q, k]` works. `torch.vmap` calls it for many scores at once, in live tiles only. Its result must
+            be finite, or -inf (dead), and its derivative finite, also for scores that are dead in the mask.
         tensors: further tensors that it reads, in particular every tensor that needs a gradient.
         derivative: of the result by the score, a function of the same arguments. By default `change` is differentiated.
         kernel: instead of recording `change`, a `@triton.jit` function `(score, b, h, q, k, *pointers)` that computes
@@ -127,7 +127,7 @@ def function(
     - operations on single scores: arithmetic, comparisons, logic, `where`, `masked_fill`, `clamp`, minimum and maximum,
       `abs`, `floor`, `ceil`, `sign`, powers with a constant exponent, exponentials and logarithms, `sqrt`, `sin`,
       `cos`, `tanh`, `sigmoid`, `relu`, `silu`, `softplus`, `detach` (but not
-      `torch.no_grad()`). All are computed in fp32, and integers in 32 bits.
+      `torch.no_grad()`). All are computed in fp32, integers in 64 bits where 32 are too few.
     - entries of tensors: every dimension is indexed, by integers computed from b, h, q and k or read from other
       tensors: `table[h, (k - q).clamp(-8, 8) + 8]`, `document[b, q] == document[b, k]`. An entry outside its tensor
       makes the score NaN. Tensors without dimensions are numbers.

@@ -111,8 +111,8 @@ def tile_bias(values: Tensor, mask: BlockMask) -> TileBias:
         values: `[B or 1, Hq or 1, tiles, block_q, block_k]`, which may be learned. Tile t is entry t of `mask.indices`:
             the list goes through the block rows of the first pattern, each from left to right, then through the block
             rows of the next pattern (`BlockMask`). So heads with different patterns have different tiles, even if
-            values have `Hq = 1`. A tile is stored whole; entries of live scores must be finite, and the gradients of
-            the others are 0. `tile_values` makes values from a function of positions.
+            values have `Hq = 1`. A tile is stored whole; entries of live scores are finite, or -inf (dead), and
+            the gradients of the others are 0. `tile_values` makes values from a function of positions.
         mask: the mask of the attention, not dynamic. Another mask is refused unless it has the same live tiles and
             patterns; its bits and lengths may differ. Pass the same object, or one that `with_lengths` made of it,
             because comparing two objects makes the host wait for the device at every call.
