@@ -91,13 +91,11 @@ def bytes_moved(
         bits read         block_q * block_k / 8 for each partial tile
 
     m is the largest power of two up to `block_q` that fits on chip, with the queries, the output's accumulator and
-    statistics, and a step of 16 keys: `e m D + 4 m (Dv + 2) + 16 e (D + Dv) + 64 m <= sram_bytes`. So m grows like M /
-    D and the total like `N D + s N^2 D^2 / M`, with M the on-chip memory and s the share of live tiles: Dao et al.,
+    statistics, and a step of 16 keys: `e m D + 4 m (Dv + 2) + 16 e (D + Dv) + 64 m <= sram_bytes`. So m grows like `M / D` and the total like `N D + s N^2 D^2 / M`, with M the on-chip memory and s the share of live tiles: Dao et al.,
     2022, theorem 2 (dense, s = 1) and proposition 4 (block-sparse). FlashAttention keeps keys on chip and loops over
     queries, which also moves the output repeatedly; looping over keys (FlashAttention-2 and this library) moves less.
     Once m is the whole block, more memory saves nothing, because programs do not share tiles. To model an actual
-    kernel, pass its `tile_queries` (a power of two from 16 to `block_q`): for half precision and head dims up to 64,
-    sparseflash on an H100 holds 64 queries.
+    kernel, pass its `tile_queries`.
 
     `materialized` is standard attention (their algorithm 0): read q, k, write S; read S, write P; read P, v, write out:
     `e (N_q D + N_k D + N_k Dv + N_q Dv + 4 N_q N_k)`.
@@ -111,7 +109,7 @@ def bytes_moved(
         dtype: of q, k and v.
         batch, heads: of the attention, by default the mask's.
         sram_bytes: on-chip memory of one multiprocessor, by default the A100's 192 KiB, as in the paper.
-        tile_queries: the queries that a program holds, by default as above.
+        tile_queries: the queries that a program holds, a power of two from 16 to `block_q`; by default m, as above.
 
     Raises ValueError if not even 16 queries fit on chip.
     """

@@ -63,7 +63,8 @@ class Attention:
             given = others.get(name)
             if given is not None and given is not False:
                 raise ValueError(
-                    f"sparseflash supports masks and score modifications; {type(module).__name__} needs {what} ({name})."
+                    f"sparseflash supports masks and score modifications; {type(module).__name__} needs {what} "
+                    f"({name})."
                 )
         live, added, dead = None, None, None
         if isinstance(attention_mask, Tensor):
