@@ -801,7 +801,7 @@ FAMILIES = {name.removeprefix("fuzz_"): each for name, each in sorted(globals().
 
 
 def stop_if_device_failed(family, number, drawn):
-    """Ends the process at the call by which a GPU failed, because every later call on it fails, too."""
+    """Ends the process at the call that made a GPU fail, because every later call on it fails, too."""
     if DEVICE.type == "cuda":
         try:
             torch.cuda.synchronize(DEVICE)
@@ -824,7 +824,7 @@ def run(family, examples, number=None, ends=None, **options):
         try:
             end = wild(**drawn)
         except Exception:
-            ends["failure"] += 1  # calls by which Hypothesis simplifies a failure are counted, too
+            ends["failure"] += 1  # Hypothesis's calls for simplifying a failure are counted, too
             stop_if_device_failed(family, number, drawn)
             raise
         stop_if_device_failed(family, number, drawn)

@@ -347,7 +347,7 @@ def test_a_mask_that_was_moved_under_a_fake_mode_is_not_kept():
 
 
 def test_a_cache_is_not_for_a_mask_with_lengths():
-    """Its sequences are equally long, and decoding refuses such a mask."""
+    """Its sequences are equally long, and decoding refuses a mask with lengths."""
     layer = SparseSelfAttention(16, 2, masks.causal(32).with_lengths([20])).eval()
     with pytest.raises(ValueError, match=r"mask must have no lengths of its own for generation, .*; got some"):
         layer.new_cache(1, 32)
