@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers", minversion="5.17")
 
 DEVICE = torch.device("cuda")
 TOKENS = 300  # not a multiple of a tile
-# Heads of 64, which kernels of every kind take; weights that make attention neither uniform nor concentrated on a token.
+# Heads of 64, which kernels of every kind take; the weights make attention neither uniform nor one-hot.
 SIZES = {
     "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
     "initializer_range": 0.08,
