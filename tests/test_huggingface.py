@@ -696,7 +696,7 @@ def test_names_that_transformers_would_read_are_refused(name):
 
 @pytest.mark.parametrize("name", ["sdpa", "eager", "flex_attention"])
 def test_names_of_others_are_refused(name):
-    with pytest.raises(ValueError, match="must not be that of another"):
+    with pytest.raises(ValueError, match="must not be the name of another"):
         huggingface.register(name=name)
 
 
