@@ -1,8 +1,8 @@
 """The pattern library: pure functions from lengths and a few numbers to a `BlockMask`, one family a file.
 
 In the repository this folder stands at the top; it is imported as `sparseflash.masks`. May import `blockmask` and
-`limits` of the library, and the helpers in `tiling` and `fused`. In the library the command line imports it;
-`BlockMask.from_block_index` and `grouped` import `block_index` from it when they are called.
+`limits` of the library, and the helpers in `tiling` and `fused`. The command line imports it;
+`BlockMask.from_block_index` and `grouped` import `block_index` when they are called.
 """
 
 from typing import TYPE_CHECKING, NoReturn

@@ -1,4 +1,4 @@
-"""Antidiagonal scores: how much a block of queries attends to a block of keys, from every token, a few at a time."""
+"""Antidiagonal scores: estimates of the attention of a block of queries to a block of keys, from every token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sparseflash.masks.tiling.arguments import at_least
 from sparseflash.masks.tiling.chosen import check_queries_and_keys, checked_factor
 from sparseflash.masks.tiling.signatures import by_name
 
-_AT_ONCE = 1 << 24  # scores of groups at a time: 64 MB, and a few times that of temporaries
+_AT_ONCE = 1 << 24  # scores of groups at a time: 64 MB, and a few times as much in temporaries
 
 
 @by_name
@@ -36,17 +36,22 @@ def antidiagonal_scores(
         p(a, c) = softmax over c of s(a, c)
         score(i, j) = log( mean over the groups a of block i of the sum of p(a, c) over the groups c of block j )
 
-    So `score.exp()` sums to 1 over j: it estimates the share of attention that each block gets, and `mass_blocks` keeps
-    the fewest blocks that hold enough of it. With `causal`, group a sees the groups that start at or before its last
-    query (aligned at the bottom right, as in `masks.causal`); the softmax runs over those only. On the antidiagonals of
-    an even S, `q + k` is odd, so a diagonal at an even distance `q - k` shows only in its neighbours.
+    So `score.exp()` sums to 1 over j: it estimates the share of attention of each block, and `mass_blocks` keeps the
+    fewest blocks that hold enough of it. With `causal`, group a sees the groups that start at or before its last query
+    (aligned at the bottom right, as in `masks.causal`); the softmax runs over those only. On the antidiagonals of an
+    even S, `q + k` is odd, so a diagonal at an even distance `q - k` shows only in its neighbours.
 
-    `q [B, Hq, Nq, D]`, `k [B, Hkv, Nk, D]`, with Hq a multiple of Hkv (query head h reads key head `h // (Hq // Hkv)`);
-    `block` and `stride` in tokens, which must divide the block; `scale` is `1 / sqrt(D)` by default. `lengths`: int
-    `[B]`, tokens of each sequence. Tokens that do not exist, at a ragged end or past a length, add 0 to the sum of
-    their group; groups without tokens take no part in the softmax or the mean, and blocks without tokens score -inf.
+    Args:
+        q, k: `[B, Hq, Nq, D]` and `[B, Hkv, Nk, D]`, with Hq a multiple of Hkv; query head h reads key head `h // (Hq
+            // Hkv)`.
+        block, stride: tokens; `stride` must divide `block`.
+        causal: no query sees a key after it.
+        scale: `1 / sqrt(D)` by default.
+        lengths: int `[B]`, tokens of each sequence. Tokens past a ragged end or a length add 0 to the sum of their
+            group; groups without tokens take no part in the softmax or the mean, and blocks without tokens score -inf.
+
     Products are computed in the dtype of q and k, everything else in fp32 (fp64 for fp64), under autocast as well; the
-    scores carry no gradient. Time is proportional to `Nq Nk D / S`; memory is bounded. Nothing here waits for the
+    scores carry no gradient. Time is proportional to `Nq Nk D / S`; memory is bounded. The host does not wait for the
     device.
 
     Source: XAttention (Xu et al., 2025, section 2.1 and algorithm 1) with strides of 8 and 16, `select_mode="inverse"`
@@ -90,9 +95,7 @@ def antidiagonal_scores(
 
 
 def _groups(x: Tensor, block: int, stride: int, lengths: Tensor | None) -> Tensor:
-    """Tokens in groups, `[B, H, N, D]` to `[B, H, G, stride, D]`, with 0 for tokens that do not exist; G fills whole
-    blocks.
-    """
+    """Tokens in groups, `[B, H, N, D]` to `[B, H, G, stride, D]`, padded with 0 to whole blocks."""
     if lengths is not None:
         past = torch.arange(x.shape[2], device=x.device) >= lengths.view(-1, 1)
         x = x.masked_fill(past[:, None, :, None], 0.0)

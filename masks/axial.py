@@ -33,9 +33,13 @@ def axial(shape: Sequence[int], *, order: Integers | None = None, block: Block =
     Wang et al., 2020) alternates the axes between layers or heads, or adds their outputs; each axis alone is `swin`
     with a window of one line, as `swin((height, width), window=(1, width))` for the rows.
 
-    `shape`: side lengths in tokens, as (height, width) or (frames, height, width). `order`: token t of the mask is
-    token `order[t]` of the grid in row-major order. `block` in tokens. In row-major order a column crosses every line,
-    so the number of live tiles grows as N^1.5; an order in compact blocks has several times fewer.
+    Args:
+        shape: side lengths in tokens, as (height, width) or (frames, height, width).
+        order: token t of the mask is token `order[t]` of the grid in row-major order.
+        block: tokens per side of a tile.
+
+    In row-major order a column crosses every line, so the number of live tiles grows as N^1.5; an order in compact
+    blocks has several times fewer.
 
         3 x 3
         X X X X . . X . .
@@ -61,7 +65,7 @@ def axial(shape: Sequence[int], *, order: Integers | None = None, block: Block =
     lines = _lines(places, sides)
     of_queries, of_keys = (incidence(cut(lines, b).flatten(1), len(sides) * count) for b in (block_q, block_k))
     rows, cols = entries(of_queries @ of_keys.T)
-    # How far apart two blocks lie on an axis matters only if they have a coordinate there in common.
+    # The distance of two blocks on an axis matters only if they share a coordinate there.
     (first_q, last_q), (first_k, last_k) = (cut(places, b).aminmax(dim=1) for b in (block_q, block_k))
     common = (first_q[rows] <= last_k[cols]) & (first_k[cols] <= last_q[rows])
     apart = 3 * torch.tensor(sides, dtype=torch.int32, device="cpu")
@@ -71,7 +75,7 @@ def axial(shape: Sequence[int], *, order: Integers | None = None, block: Block =
     def live(some: Tensor) -> Tensor:
         queries = query_shapes.index_select(0, query_shape[rows[some]])
         keys = key_shapes.index_select(0, key_shape[cols[some]]) + offset[some, None]
-        # Coordinates of one axis side by side: comparing every second number takes three times as long.
+        # Coordinates of one axis side by side, because comparing every second number is slower.
         queries, keys = (x.movedim(-1, 0).contiguous() for x in (queries, keys))
         equal = queries[0, :, :, None] == keys[0, :, None, :]  # on all axes so far
         near = torch.ones_like(equal)  # on all but one

@@ -1,4 +1,4 @@
-"""BigBird: a window, global blocks and random blocks; the published pattern, and DeepSpeed's pattern of that name."""
+"""BigBird: a window, global blocks and random blocks; the published pattern, and DeepSpeed's variant."""
 
 from __future__ import annotations
 
@@ -30,15 +30,19 @@ def bigbird(
 
     Source: BigBird (Zaheer et al., 2020), appendix D, and its code (google-research/bigbird, core/attention.py,
     `get_single_block_row_attention`; its defaults are 3 random blocks, of 64 tokens). Here every allowed block is
-    equally likely. That code draws from the first 1024 tokens only at lengths 1024, 3072 and 4096, and at others from
-    the first `2 * random_blocks + 5` blocks, or as the caller's plan says. Hugging Face runs full attention if there
-    are at most that many blocks. DeepSpeed's pattern of the same name is different: `deepspeed_bigbird`.
+    equally likely. BigBird's code draws from the first 1024 tokens only at lengths 1024, 3072 and 4096, and at other
+    lengths from the first `2 * random_blocks + 5` blocks, or as the caller's plan says. Hugging Face runs full
+    attention if the sequence has at most that number of blocks. DeepSpeed's variant is `deepspeed_bigbird`.
 
-    `q_len` and `block` in tokens, `random_blocks` in blocks: by default 3, or nb - 5, the most that can
-    be drawn, if that is smaller (at least 0); with up to 4 blocks, attention is full without random blocks. With
-    `heads` above 1 the mask is for that many query heads. The same seed gives the same mask on every machine. Raises
-    ValueError if `random_blocks` is negative or exceeds nb - 5 (0 for fewer blocks), `seed` is negative or `heads` not
-    positive.
+    Args:
+        q_len: tokens.
+        random_blocks: random blocks of a block row; by default 3, or nb - 5 if that is smaller (at least 0).
+        heads: above 1, the mask has this number of query heads.
+        seed: the same seed gives the same mask on every machine.
+        block: tokens per side of a tile.
+
+    With up to 4 blocks, attention is full without random blocks. Raises ValueError if `random_blocks` is negative or
+    exceeds nb - 5 (0 for fewer blocks), `seed` is negative or `heads` not positive.
 
         9 blocks, 1 random block, seed 0
         X X X X X X X X X
@@ -63,7 +67,7 @@ def bigbird(
     draw = generator(seed)
     i = np.arange(blocks)
     inner = i[1:-1]
-    # Inner rows may draw the blocks from `first` on, without the window. Every row has as many.
+    # Inner rows may draw the blocks from `first` on, without the window: the same number for every row.
     first = np.where(inner == blocks - 2, 2, 1)
     window = np.maximum(inner - 1, first)
     wide = np.where((inner == 1) | (inner == blocks - 2), 2, 3)
@@ -91,21 +95,30 @@ def deepspeed_bigbird(
         |i - j| <= window_blocks // 2  or  i < global_blocks  or  j < global_blocks  or  j in R(i)
 
     and, if causal, also `k <= q`. The window has 2 * (window_blocks // 2) + 1 blocks, i itself included. R(i) are
-    `random_blocks` distinct blocks, drawn from all blocks, or from those up to i if causal; they may lie in the window
-    or be global. Unlike in BigBird as published (`bigbird`) the last block is not global, random blocks may overlap the
-    rest, and the window and the number of global blocks are parameters.
+    `random_blocks` distinct blocks, drawn from all blocks, or from the blocks up to i if causal; they may lie in the
+    window or be global. Unlike in BigBird as published (`bigbird`) the last block is not global, random blocks may
+    overlap the rest, and the window and the number of global blocks are parameters.
 
-    Where we differ from DeepSpeed: its `attention="unidirectional"` is causal by blocks only, and leaves the triangle
-    in the diagonal blocks to another mask; ours is causal to the token. It fails if a block row has fewer than
-    `random_blocks` blocks to draw from, as the first rows do; ours takes all there are. It needs lengths that are
-    multiples of the block. `heads=H` is its `different_layout_per_head`; without it all heads share one layout.
+    Differences from DeepSpeed: its `attention="unidirectional"` is causal by blocks only, and leaves the triangle in
+    the diagonal blocks to another mask; this mask is causal to the token. DeepSpeed fails if a block row has fewer than
+    `random_blocks` blocks to draw from, as the first rows do; here such a row takes all of them. DeepSpeed needs
+    lengths that are multiples of the block. `heads=H` is its `different_layout_per_head`; without it all heads share
+    one layout.
 
     Source: DeepSpeed, ops/sparse_attention/sparsity_config.py (0.12 to 0.16). The arguments are its
     `num_random_blocks`, `num_sliding_window_blocks` and `num_global_blocks`, all in blocks; its block is 16.
 
-    `q_len` and `block` in tokens; `window_blocks` is by default 3, or the number of blocks if that is smaller. The same
-    seed makes the same mask on every machine. Raises ValueError if a number of blocks is negative or exceeds the blocks
-    there are, `seed` is negative or `heads` not positive.
+    Args:
+        q_len: tokens.
+        random_blocks, window_blocks, global_blocks: blocks; `window_blocks` is by default 3, or the number of blocks if
+            that is smaller.
+        causal: no query sees a key after it.
+        heads: above 1, the mask has this number of query heads.
+        seed: the same seed gives the same mask on every machine.
+        block: tokens per side of a tile.
+
+    Raises ValueError if a number of blocks is negative or exceeds the blocks of the sequence, `seed` is negative or
+    `heads` not positive.
 
         8 blocks, 1 random block, seed 0     causal
         X X X X X X X X                      \\ . . . . . . .
@@ -140,7 +153,7 @@ def deepspeed_bigbird(
 def _with_window_and_global(
     blocks: int, rows: Integers, cols: Integers, reach: int, ends: tuple[Integers, ...]
 ) -> tuple[Integers, Integers]:
-    """The given tiles, and those of a window and of the rows and columns in `ends`; some of them more than once."""
+    """The given tiles, the tiles of a window, and the rows and columns in `ends`; some of them more than once."""
     i = np.arange(blocks)
     all_rows, all_cols = [rows], [cols]
     for step in range(-reach, reach + 1):

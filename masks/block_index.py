@@ -1,4 +1,4 @@
-"""Blocks that something else has chosen, as lists of block numbers, one for each block of queries or for each query."""
+"""Masks of given lists of block numbers, one list for each block of queries or for each query."""
 
 from __future__ import annotations
 
@@ -42,7 +42,6 @@ def mask_of_index(
 
 
 def _checked_counts(counts: Tensor, index: Tensor) -> Tensor:
-    """The counts as `[B, H, Mq]`."""
     checked_integers(counts, "counts")
     shape = tuple(index.shape[:3])
     if counts.ndim > 3 or (1,) * (3 - counts.ndim) + tuple(counts.shape) != shape:
@@ -56,8 +55,8 @@ def _checked_counts(counts: Tensor, index: Tensor) -> Tensor:
 def mask_of_queries(index: Tensor, rows: int, block_k: int, k_len: int, causal: bool) -> BlockMask:
     """The mask of lists `[B, H, Nq, K]`, one for each query, in which a query is a block of `rows` rows.
 
-    So a block row has the heads of a group for one query, which share the list: see `sparseflash.grouped`. Row r is
-    that of query `r // rows`; if causal, it sees no key after its own, and the last query is at the last key.
+    So a block row has the heads of a group for one query, which share the list: see `sparseflash.grouped`. Row r
+    belongs to query `r // rows`; if causal, it sees no key after its own, and the last query is at the last key.
     """
     (batch, heads, q_len, choices), device = index.shape, index.device
     cols = -(-k_len // block_k)
@@ -81,7 +80,7 @@ def mask_of_queries(index: Tensor, rows: int, block_k: int, k_len: int, causal: 
 
 @bounded_tensors(maxsize=32)
 def _first_keys(block_k: int, rows: int, device: torch.device) -> Tensor:
-    """The words of tiles of which the first 1, 2, ... keys are live: int32 `[block_k - 1, rows, words]`."""
+    """The words of tiles with the first 1, 2, ... keys live: int32 `[block_k - 1, rows, words]`."""
     words = torch.from_numpy(bitmask.below(np.arange(1, block_k), block_k))
     return words.unsqueeze(1).expand(-1, rows, -1).contiguous().to(device, non_blocking=True)
 
@@ -92,7 +91,7 @@ _first_keys._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def _tiles(index: Tensor, counts: Tensor | None, of: RowFrame, room: int) -> tuple[Tensor, Tensor, Tensor]:
     """The arrays `(indptr, indices, tile)` of the mask, with room for `room` tiles.
 
-    Takes time and memory in proportion to the lists, not to all the tiles that there are.
+    Takes time and memory in proportion to the lists, not to all tiles.
     """
     col, first = _sorted_once(index, counts, -(-of.k_len // of.block[1]))
     at = (col - of.last_whole).clamp(0, of.kinds.shape[1] - 1)
@@ -101,7 +100,7 @@ def _tiles(index: Tensor, counts: Tensor | None, of: RowFrame, room: int) -> tup
 
 
 def _sorted_once(index: Tensor, counts: Tensor | None, cols: int) -> tuple[Tensor, Tensor]:
-    """The lists in ascending order, int64, and where a block stands in them for the first time."""
+    """The lists in ascending order, int64, and where a block occurs in them for the first time."""
     col = index.to(torch.int64)  # a narrow type may be too small for the bounds
     none = (col < 0) | (col >= cols)
     if counts is not None:
@@ -117,7 +116,7 @@ def _compacted(kept: Tensor, col: Tensor, kind: Tensor, room: int) -> tuple[Tens
     check_count("the room for tiles of a mask", room, remedy="Use larger blocks, or choose fewer of them.")
     running = kept.reshape(-1).cumsum(0)
     indptr = torch.nn.functional.pad(running.view(-1, choices)[:, -1], (1, 0)).to(torch.int32)
-    # What is not kept goes to one entry past the room.
+    # Entries that are not kept go to one place past the room.
     at = torch.where(kept.reshape(-1), running - 1, room)
 
     def listed(values: Tensor) -> Tensor:

@@ -39,25 +39,29 @@ def butterfly(
     butterfly, because the lower triangle of the XOR form can never reach most of the past: block i would reach only the
     blocks whose bits are a subset of i's, at any depth.
 
-    - `factors` keeps that many of the smallest strides; the default is all `ceil(log_r nb)`. `strides` gives them
-      explicitly instead, in blocks.
-    - `global_blocks`: that many block rows and columns, from the first on, are live too (causal: where `k <= q`). They
-      take the place of Pixelated Butterfly's low-rank term.
-    - `layer`: the staged form, with one stride for each layer: in layer l a block sees itself and its partners at
-      stride number `l % len(strides)`, in the order given, so a row has r blocks. One round of layers reaches
-      everything if the mask is causal or nb is a power of the radix; otherwise dropped partners may make a second round
-      necessary. Without `layer`, every layer has all strides.
+    Args:
+        q_len: tokens.
+        factors: the number of the smallest strides that are kept; by default all `ceil(log_r nb)`.
+        strides: the strides themselves instead, in blocks.
+        radix: r.
+        global_blocks: the first block rows and columns, this many, are live too (causal: where `k <= q`). They take the
+            place of Pixelated Butterfly's low-rank term.
+        layer: the staged form, with one stride for each layer: in layer l a block sees itself and its partners at
+            stride number `l % len(strides)`, in the order given, so a row has r blocks. One round of layers reaches
+            everything if the mask is causal or nb is a power of the radix; otherwise dropped partners may make a second
+            round necessary. By default every layer has all strides.
+        causal: no query sees a key after it.
+        block: tokens per side of a tile.
 
     Source: the union of butterfly factors is Pixelated Butterfly's flat block butterfly (Chen et al., 2021, section
     3.2), which FlashAttention (Dao et al., 2022, section 3.3) uses for its block-sparse attention. Neither publishes
-    the block size or the number of factors of its attention experiments, and the released code of the former defines
-    it for weight matrices: it needs a power of two and lets the tile absorb other lengths. It counts `global_size` in
+    the block size or the number of factors of its attention experiments. Pixelated Butterfly's code defines the pattern
+    for weight matrices: it needs a power of two, lets the tile absorb other lengths, and counts `global_size` in
     elements. The staged form is a product of factors applied one after the other (Dao et al., 2019, "Learning fast
     algorithms for linear transforms"), as in the butterfly attention of Dimension Mixer (2023).
 
-    `q_len` and `block` in tokens, `strides` and `global_blocks` in blocks. Raises ValueError if `factors` is not
-    between 0 and `ceil(log_r nb)`, a stride is not one of those powers of the radix, both are given, `radix` is below
-    2, or `global_blocks` or `layer` is negative.
+    Raises ValueError if `factors` is not between 0 and `ceil(log_r nb)`, a stride is not one of those powers of the
+    radix, both are given, `radix` is below 2, or `global_blocks` or `layer` is negative.
 
         8 blocks           causal             radix 3            1 global block     layer 1
         X X X . X . . .    \\ . . . . . . .    X X X X . . X .    X X X X X X X X    X . X . . . . .

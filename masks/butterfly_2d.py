@@ -1,4 +1,4 @@
-"""The butterfly of an image: the Kronecker product of one over its rows and one over its columns."""
+"""The butterfly of an image: the Kronecker product of a butterfly over its rows and one over its columns."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Pair = int | tuple[int, int]
 def butterfly_2d(
     height: int, width: int, *, cell: Pair = 1, factors: Pair | None = None, radix: int = 2, block: Block = 128
 ) -> BlockMask:
-    """A butterfly over the rows of an image and one over its columns: a query sees what both see.
+    """A butterfly over the rows of an image and one over its columns: a query sees a pixel that both of them see.
 
     >>> butterfly_2d(128, 128, cell=(1, 128)) == butterfly_2d(128, 128, factors=(7, 0), cell=(1, 128))
     True
@@ -31,20 +31,26 @@ def butterfly_2d(
 
         q // width // cell_h ~ k // width // cell_h   and   q % width // cell_w ~ k % width // cell_w
 
-    The pixels of a cell (`cell`: one number or `(cell_h, cell_w)`) are one node of the butterfly and see the same keys;
-    a query sees `(1 + log2(height / cell_h)) (1 + log2(width / cell_w)) cell_h cell_w` pixels. If a side is not a power
-    of the radix, partners past the edge are dropped. `factors`, one number or `(rows, columns)`, is how many of the
-    lowest strides are kept; all by default.
+    The pixels of a cell are one node of the butterfly and see the same keys; a query sees `(1 + log2(height / cell_h))
+    (1 + log2(width / cell_w)) cell_h cell_w` pixels. If a side is not a power of the radix, partners past the edge are
+    dropped.
 
     This is not `butterfly(height * width)`, which in this order of tokens changes one coordinate at a time (the
     Kronecker sum, for sides that are powers of two); the product is the 2D form of Pixelated Butterfly's code
-    (HazyResearch/fly, mlp.py: `kron` of two flat butterflies). There is no causal form.
+    (HazyResearch/fly, mlp.py: `kron` of two flat butterflies). It has no causal form.
 
     In this order of tokens a tile covers few rows of the image, so most tiles are partial unless a cell is as wide as a
-    block: `cell=(1, block)`. If the tokens are ordered by cells (`permute`), the tiles are those of the product.
+    block: `cell=(1, block)`. If the tokens are ordered by cells (`permute`), the tiles follow the product.
 
-    `height`, `width`, `cell` in pixels, `block` in tokens. Raises ValueError if a side or cell is not positive, `radix`
-    is below 2, or `factors` is negative or larger than the number of strides of a side.
+    Args:
+        height, width: pixels.
+        radix: the base of the digits.
+        factors: the number of the lowest strides that are kept, one number or `(rows, columns)`; by default all.
+        cell: pixels, one number or `(cell_h, cell_w)`.
+        block: tokens per side of a tile.
+
+    Raises ValueError if a side or cell is not positive, `radix` is below 2, or `factors` is negative or larger than the
+    number of strides of a side.
 
         2 x 4 pixels       4 x 2 pixels, 1 factor
         X X X . X X X .    X X X X . . . .

@@ -20,13 +20,15 @@ def causal(q_len: int, k_len: int | None = None, *, offset: int | None = None, b
 
         k <= q + offset        (offset = k_len - q_len by default)
 
-    `offset` is the position of query 0 among the keys. By default the last query sees the last key: with a cache of
-    earlier keys (`k_len > q_len`) the new queries see all of it, and with `k_len < q_len` the first `q_len - k_len`
-    queries see nothing. FlashAttention and xformers align the same way; FlexAttention's examples and PyTorch's
-    `is_causal` align at the top left, which is `offset=0`; it differs if the lengths do. A negative offset leaves the
-    first queries without keys; `offset=-1` hides a query's own position.
+    Args:
+        q_len, k_len: tokens; `k_len` defaults to `q_len`.
+        offset: the position of query 0 among the keys.
+        block: tokens per side of a tile.
 
-    `q_len`, `k_len` in tokens (`k_len` defaults to `q_len`), `offset` and `block` in tokens.
+    By default the last query sees the last key: with a cache of earlier keys (`k_len > q_len`) the new queries see all
+    of it, and with `k_len < q_len` the first `q_len - k_len` queries see nothing. FlashAttention and xformers align the
+    same way; FlexAttention's examples and PyTorch's `is_causal` align at the top left, which is `offset=0`. A negative
+    offset leaves the first queries without keys; `offset=-1` hides a query's own position.
 
           k →
         q X . . .

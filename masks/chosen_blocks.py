@@ -37,26 +37,32 @@ def top_k_blocks(
     candidates keeps them all. Of equal scores the first block wins. A block that scores -inf or NaN is never chosen.
 
     The first `sink_blocks` blocks, and the blocks nearer than `local_blocks` to the diagonal (1: those that cross it),
-    are always among the k, whatever their scores; MoBA and NSA count them in the same way. The diagonal runs from the
+    are always among the k, whatever their scores; MoBA and NSA count them in the same way. The diagonal ends at the
     bottom right, as in `masks.causal`.
 
-    `scores`: floating `[Mq, Mk]`, `[H, Mq, Mk]` or `[B, H, Mq, Mk]`, one for each tile, as `pooled_scores` returns
-    them; `group` query heads share the choice of one head of `scores`. `q_len`, `k_len` (by default `q_len`) and
-    `block` in tokens, `k`, `sink_blocks` and `local_blocks` in blocks. No gradient flows through the choice.
+    Args:
+        scores: floating `[Mq, Mk]`, `[H, Mq, Mk]` or `[B, H, Mq, Mk]`, one for each tile, as `pooled_scores` returns
+            them. No gradient flows through the choice.
+        k: blocks of a row.
+        q_len, k_len: tokens; `k_len` defaults to `q_len`.
+        block: tokens per side of a tile.
+        causal: no query sees a key after it.
+        sink_blocks, local_blocks: blocks that are always chosen, at the start and at the diagonal.
+        group: the number of query heads that share the choice of one head of `scores`.
 
-    The mask is dynamic (see `BlockMask`) and lies on the device of `scores`, with room for k tiles in each row. Nothing
-    waits for the device, so it can be made at every step. The same scores give the same mask, also when activation
-    checkpointing chooses again. What depends on lengths alone is made on the CPU at the first call and cached.
-    `torch.compile(fullgraph=True)` traces scores, choice and attention as one graph, and compiles again for each length
-    (`dynamic=True` does not work; PyTorch refuses it).
+    The mask is dynamic (see `BlockMask`) and lies on the device of `scores`, with room for k tiles in each row. The
+    host does not wait for the device, so the mask can be made at every step. The same scores give the same mask, also
+    when activation checkpointing chooses again. Parts that depend on lengths alone are made on the CPU at the first
+    call and cached. `torch.compile(fullgraph=True)` traces scores, choice and attention as one graph, and compiles
+    again for each length (PyTorch refuses `dynamic=True`).
 
     Source: top-k over pooled scores in MInference's block-sparse heads (Jiang et al., 2024), VSA (Zhang et al., 2025)
     and, with learned scores, SeerAttention (Gao et al., 2024); SpargeAttn offers it beside its threshold
     (`mass_blocks`). MoBA (Lu et al., 2025), NSA (Yuan et al., 2025) and Quest (Tang et al., 2024) let every query
     choose for itself: `top_k_keys(span=...)`.
 
-    Raises ValueError if there is not one score for each tile, or k is less than 1 or than the number of blocks that a
-    row always keeps.
+    Raises ValueError unless `scores` has one score for each tile and k is at least 1 and at least the number of blocks
+    that a row always keeps.
 
         k = 2, causal, local_blocks = 1
         scores         mask
@@ -82,18 +88,23 @@ def mass_blocks(
     [0.25, 0.5, 0.75, 1.0]
 
     With p = softmax of row i over the blocks that may be chosen (if causal, those with a score at or before the
-    diagonal), in descending order, blocks are kept for as long as those before them hold less than `mass`:
+    diagonal), in descending order, blocks are kept for as long as the blocks before them hold less than `mass`:
 
         block r of the order is live iff  p_1 + ... + p_(r-1) < mass
 
     `sink_blocks` and `local_blocks`, as in `top_k_blocks`, come first in that order, and their share counts, as in
-    XAttention; other systems add such blocks afterwards. Of equal blocks the earlier comes first. A row keeps at most
-    `most` blocks (default: all there are). The mask reserves room for that many, so a smaller `most` takes less memory
-    and time, and bounds the work of a step. `mass=1` keeps every block that does not score -inf or NaN.
+    XAttention; other systems add these blocks afterwards. Of equal blocks the earlier comes first.
 
-    `scores` are logits, as `pooled_scores` and `antidiagonal_scores` return them, shaped as for `top_k_blocks`; of
-    probabilities pass the `log()`. Shares are added exactly, in units of 2^-40, so every run makes the same choice. For
-    everything else see `top_k_blocks`.
+    Args:
+        scores: logits, as `pooled_scores` and `antidiagonal_scores` return them, shaped as for `top_k_blocks`; pass the
+            `log()` of probabilities.
+        mass: a share, above 0 and at most 1; 1 keeps every block that does not score -inf or NaN.
+        most: the most blocks of a row; by default all. The mask reserves room for this number in each row, so a smaller
+            one takes less memory and time, and bounds the work of a step.
+        q_len, k_len, block, causal, sink_blocks, local_blocks, group: as for `top_k_blocks`.
+
+    Shares are added exactly, in units of 2^-40, so every run makes the same choice. For everything else see
+    `top_k_blocks`.
 
     Source: the threshold tau of XAttention (Xu et al., 2025, section 2.2; over `antidiagonal_scores`), tau of
     SpargeAttn (Zhang et al., 2025; over pooled scores), gamma of FlexPrefill (Lai et al., 2025).
@@ -139,7 +150,7 @@ def _share(mass: Any) -> float:
 
 
 def _mask_of(scores: Tensor, of: Frame, most: int, mass: float | None, group: int) -> BlockMask:
-    """The mask of the `most` best blocks of each row, or of those among them that hold the share `mass`."""
+    """The mask of the `most` best blocks of each row, or of the fewest among them that hold the share `mass`."""
     batch, heads, rows, cols = scores.shape
     most = min(most, cols)
     if scores.dtype in fused.DTYPES and fused.serves(scores, rows, cols):
@@ -157,9 +168,7 @@ def _mask_of(scores: Tensor, of: Frame, most: int, mass: float | None, group: in
 
 
 def _ranked(scores: Tensor, of: Frame) -> tuple[Tensor, Tensor, Tensor]:
-    """Three tensors: the columns of each row, forced ones first, then by score; the scores, -inf where there is none;
-    and which of them may be kept.
-    """
+    """The columns of each row, forced ones first, then by score; their scores, or -inf; and which may be kept."""
     scored = of.open & (scores > -torch.inf)  # False for NaN
     # Finite, so that no score is as high as a forced block, and the softmax has no inf - inf.
     clean = torch.where(scored, scores.clamp(max=torch.finfo(scores.dtype).max), -torch.inf)

@@ -14,7 +14,7 @@ from sparseflash.masks.tiling.arguments import at_least, head_count
 from sparseflash.masks.tiling.chosen import Frame, Kept, as_heads, compact, dynamic_mask, frame, full_words, kind_of
 from sparseflash.masks.tiling.signatures import by_name
 
-_AT_ONCE = 1 << 24  # chosen words, or scores, that are looked at together
+_AT_ONCE = 1 << 24  # chosen words, or scores, that are processed together
 
 
 @by_name
@@ -33,27 +33,31 @@ def selected_keys(
 
         t // span is in indices[b, h, q]   (and, if causal, t <= q + k_len - q_len)
 
-    `indices`: int `[Nq, K]`, `[H, Nq, K]` or `[B, H, Nq, K]`, in any order, with or without repetitions. An index that
-    names no key, such as -1, chooses nothing: use it as padding where a query has fewer than K. (An index that is too
-    large is not an error either: asking the GPU would take longer than making the mask.) `span`: how many keys one
-    index stands for, a power of two; 1 for single keys, 64 for NSA's selected blocks, the chunk size for MoBA. `group`
-    query heads share the choice of one head of `indices`. `k_len`, `block` in tokens. No gradient flows through the
-    choice.
+    Args:
+        indices: int `[Nq, K]`, `[H, Nq, K]` or `[B, H, Nq, K]`, in any order, with or without repetitions. An index of
+            no key, such as -1, is ignored: use it as padding where a query has fewer than K. (An index that is too
+            large is ignored, too, because a check would wait for the GPU.) No gradient flows through the choice.
+        k_len: tokens.
+        span: the number of keys that one index stands for, a power of two; 1 for single keys, 64 for NSA's selected
+            blocks, the chunk size for MoBA.
+        causal: no query sees a key after it.
+        group: the number of query heads that share the choice of one head of `indices`.
+        most: the most tiles of a block row; see below.
+        block: tokens per side of a tile.
 
-    NSA's `topk_idx [Hkv, Nq, k]` is such a tensor, with `span=64, causal=True, group=Hq // Hkv`; a list of tokens
-    `[Nq, Hkv, k]`, as in MagiAttention, is one after `transpose(0, 1)`. One list for each block of queries:
+    NSA's `topk_idx [Hkv, Nq, k]` has this form, with `span=64, causal=True, group=Hq // Hkv`; a list of tokens
+    `[Nq, Hkv, k]`, as in MagiAttention, has it after `transpose(0, 1)`. For one list for each block of queries use
     `BlockMask.from_block_index`.
 
-    **The kernel still walks tiles**: a tile in which one score is live costs as much as a full one. Per-query choices
-    save time only where neighbouring queries agree, or where K and `span` are such that the K runs of `block_q` queries
-    fall into few tiles. Compare `mask.density` with the share of live tiles to see (`repr(mask)` shows both). Lists
-    that a group of 16 heads shares are read query by query in `grouped.selected_attention`.
+    **The kernel still walks tiles**: a tile with one live score costs as much as a full one. Per-query choices save
+    time only where neighbouring queries agree, or if the runs chosen by `block_q` queries fall into few tiles. Compare
+    `mask.density` with the share of live tiles (`repr(mask)` shows both). For lists that a group of 16 heads shares,
+    `grouped.selected_attention` reads only the chosen blocks, query by query.
 
-    The mask is dynamic and made without waiting for the device, so memory is reserved for the largest possible number
-    of tiles: a block row has at most `min(Mk, K * block_q)` of them, of `block_q * block_k / 8` bytes each; at 16,384
-    tokens that is 17 MB a head if causal. `most` bounds the tiles of a row, and with them memory and work; a row with
-    more **loses** those with the fewest chosen keys (of equals, the later ones). Working memory is bounded, too:
-    choices are packed about 16 million at a time.
+    The mask is dynamic, and the host does not wait for the device. So memory is reserved for the largest possible
+    number of tiles: a block row has at most `min(Mk, K * block_q)` of them, of `block_q * block_k / 8` bytes each.
+    `most` bounds the tiles of a row, and so memory and work; a row with more **loses** the tiles with the fewest chosen
+    keys (of equals, the later ones). Working memory is bounded, too: choices are packed about 16 million at a time.
 
     Source: DeepSeek-V3.2's sparse attention (2025; K = 2048 keys a query), NSA (Yuan et al., 2025, section 3.3.2), MoBA
     (Lu et al., 2025, section 2.2).
@@ -84,15 +88,20 @@ def top_k_keys(
         scores[b, h, q, t // span] is among the k highest of row q   (and, if causal, t <= q + k_len - q_len)
 
     where, if causal, only runs that begin at or before the query are candidates. A query with fewer than k keeps them
-    all. Of equal scores the first wins; -inf and NaN are never chosen. Give the score +inf to what must be chosen, such
-    as the query's own run in MoBA.
+    all. Of equal scores the first wins; -inf and NaN are never chosen. Set a score to +inf to force a choice, such as
+    the query's own run in MoBA.
 
-    `scores`: floating `[Nq, R]`, `[H, Nq, R]` or `[B, H, Nq, R]`, with `R = ceil(k_len / span)`. With `span=1` they are
-    `Nq x Nk` numbers, and sorting those may take longer than dense attention: if something cheaper has already chosen,
-    pass its choice to `selected_keys`, whose docstring has the rest, above all what such masks cost.
+    Args:
+        scores: floating `[Nq, R]`, `[H, Nq, R]` or `[B, H, Nq, R]`, with `R = ceil(k_len / span)`.
+        k: keys, or runs of keys, of a query.
+        k_len, span, causal, group, most, block: as for `selected_keys`, whose docstring describes the cost of such
+            masks.
 
-    MoBA's gates are such scores, with its chunk size as `span`. Of gates that are bools already, the first k open ones
-    of a query are kept:
+    With `span=1` the scores are `Nq x Nk` numbers, and sorting those may take longer than dense attention: if something
+    cheaper has already chosen, pass its choice to `selected_keys`.
+
+    MoBA's gates are scores of this form, with its chunk size as `span`. From gates that are bools, the first k open
+    ones of a query are kept:
 
     >>> gates = torch.tensor([[True, False], [True, True]]).repeat_interleave(32, 0)  # [Nq, R]
     >>> scores = torch.zeros(64, 2).masked_fill(~gates, -torch.inf)
@@ -182,13 +191,11 @@ def _selected(indices: Tensor, of: Frame, span: int, most: int | None, group: in
 
 
 def _selected_by_table(indices: Tensor, of: Frame, span: int, group: int) -> BlockMask:
-    """The same as `_selected` in a third of the steps, for runs of whole words, if there are few enough for a bool
-    each.
-    """
+    """The same as `_selected` in a third of the steps, for runs of whole words with few enough bools."""
     batch, heads, q_len, choices = indices.shape
     (rows, cols), (block_q, block_k) = of.open.shape, of.block
     runs, runs_in_tile = -(-of.k_len // span), block_k // span
-    # One column before and one after for indices that name no key.
+    # One column before and one after for indices of no key.
     last = cols * runs_in_tile
     column = indices.to(torch.int64)  # a narrow type may be too small for the bounds
     column = column.masked_fill(column >= runs, last).clamp_(min=-1) + 1
@@ -210,8 +217,8 @@ def _selected_by_table(indices: Tensor, of: Frame, span: int, group: int) -> Blo
 
 
 def _with_full_tiles(of: Frame, found: Kept, bits: Tensor, heads: tuple[int, int], group: int) -> BlockMask:
-    """The mask of the tiles that were found, with these bits. Where neighbouring queries agree a tile is full, and
-    kernels do not read its bits.
+    """The mask of the found tiles, with these bits. Where neighbouring queries agree a tile is full, and kernels do not
+    read its bits.
     """
     full = (bits == bitmask.full_word(of.block[1])).flatten(1).all(1)
     number = torch.arange(1, len(bits) + 1, dtype=torch.int32, device=bits.device)
@@ -258,7 +265,7 @@ def _words(indices: Tensor, of: Frame, span: int) -> Iterator[tuple[Tensor, Tens
         value = value.masked_fill(col >= cols, 0)
         place = (q // block_q).unsqueeze(-1) * cols + col.clamp_(max=cols - 1)
         word = (q % block_q).unsqueeze(-1) * width + word % width
-        # Only what the frame allows is live: nothing past the ends or the diagonal.
+        # Only keys that the frame allows are live: none past the ends or the diagonal.
         value = value & kinds[of.kind[place].long() * (block_q * width) + word]
         value = value.masked_fill_(~of.open.view(-1)[place], 0)
         tile = pattern.unsqueeze(-1) * (rows * cols) + place

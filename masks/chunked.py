@@ -22,11 +22,17 @@ def chunked(q_len: int, *, chunk: int, causal: bool = False, block: Block = 128)
 
         q // chunk == k // chunk            (causal: and k <= q)
 
-    The last chunk may be short. At no depth does anything cross the border of a chunk: combine it with another pattern,
-    in the same layer or in another. Source: blockwise attention of BlockBERT (Qiu et al., 2020) and the local layers of
-    Llama 4 (causal; there it is called chunked attention, and its borders lie at multiples of the chunk, as here).
+    The last chunk may be short. No information crosses the border of a chunk, at any depth: combine it with another
+    pattern, in the same layer or in another.
 
-    `q_len`, `chunk`, `block` in tokens; `chunk` need not be a multiple of the block, but then most tiles are partial.
+    Source: blockwise attention of BlockBERT (Qiu et al., 2020) and the local layers of Llama 4 (causal; there it is
+    called chunked attention, and its borders lie at multiples of the chunk, as here).
+
+    Args:
+        q_len, chunk: tokens; `chunk` need not be a multiple of the block, but then most tiles are partial.
+        causal: no query sees a key after it.
+        block: tokens per side of a tile.
+
     Raises ValueError if `chunk` is not positive.
 
         chunk 2, 5 tokens    causal

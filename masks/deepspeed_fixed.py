@@ -33,16 +33,23 @@ def deepspeed_fixed(
     `global_patterns`; if the last chunk has fewer than L blocks, they are the g blocks that start at that position or,
     if it lies past the end, the last g blocks of the sequence.
 
-    Differences from `FixedSparsityConfig.make_layout` of DeepSpeed (deepspeed/ops/sparse_attention/sparsity_config.py,
-    the source): lengths need not be multiples of the block; `causal` cuts the diagonal tiles to the triangle, for which
-    DeepSpeed needs a separate mask (`attention="unidirectional"` is causal in blocks only), and drops global blocks
-    ahead of the query, which DeepSpeed's queries see when `num_global_blocks > 1`. Unlike the Sparse Transformer's
-    `fixed`, it is made of blocks and exists in a bidirectional form.
+    Source: `FixedSparsityConfig.make_layout` of DeepSpeed (deepspeed/ops/sparse_attention/sparsity_config.py).
+    Differences: lengths need not be multiples of the block. `causal` cuts the diagonal tiles to the triangle; DeepSpeed
+    needs a separate mask, because its `attention="unidirectional"` is causal in blocks only. `causal` also drops global
+    blocks ahead of the query, which DeepSpeed's queries see when `num_global_blocks > 1`. Unlike the Sparse
+    Transformer's `fixed`, the pattern is made of blocks and exists in a bidirectional form.
 
-    `q_len`, `block` in tokens, the rest in blocks and heads. DeepSpeed's names are `num_local_blocks`,
-    `num_global_blocks`, `horizontal_global_attention` and `num_different_global_patterns`; the defaults are its own,
-    except that its block is 16. The mask has `heads` heads if P > 1. Raises ValueError unless g divides L and `P <= L
-    // g`, if a number is not positive, or for `horizontal` with `causal`.
+    Args:
+        q_len: tokens.
+        local_blocks, global_blocks: L and g, DeepSpeed's `num_local_blocks` and `num_global_blocks`.
+        causal: no query sees a key after it.
+        horizontal: global blocks also see every key, DeepSpeed's `horizontal_global_attention`.
+        heads: the mask has this number of heads if P > 1.
+        global_patterns: P, DeepSpeed's `num_different_global_patterns`.
+        block: tokens per side of a tile.
+
+    The defaults are DeepSpeed's, except that its block is 16. Raises ValueError unless g divides L and `P <= L // g`,
+    if a number is not positive, or for `horizontal` with `causal`.
 
         L 3, 7 blocks     horizontal          causal
         X X X . . X X     X X X . . X X       \\ . . . . . .

@@ -16,7 +16,9 @@ def dense(q_len: int, k_len: int | None = None, *, block: Block = 128) -> BlockM
 
     `attention(q, k, v)` without a mask computes the same and stores nothing.
 
-    `q_len`, `k_len` in tokens (`k_len` defaults to `q_len`), `block` in tokens.
+    Args:
+        q_len, k_len: tokens; `k_len` defaults to `q_len`.
+        block: tokens per side of a tile.
 
         X X X X
         X X X X

@@ -30,14 +30,16 @@ def dilated_grid(
 
         (q - k) % dilation == 0
 
-    however far away, so 1 / dilation^axes of all scores. For a dilated window use `neighborhood(..., dilation=)`.
+    at any distance, so 1 / dilation^axes of all scores. For a dilated window use `neighborhood(..., dilation=)`.
 
     Source: xformers' `dilated_2d_pattern`. In row-major order nearly all live tiles are partial; with
     `order=order.residues(shape, dilation)` tokens that see one another are neighbours, and the mask is block-diagonal.
 
-    `shape`: side lengths in tokens, as (height, width) or (frames, height, width). `dilation` in tokens, one value or
-    one for each axis. `order`: token t of the mask is token `order[t]` of the grid in row-major order. `block` in
-    tokens.
+    Args:
+        shape: side lengths in tokens, as (height, width) or (frames, height, width).
+        dilation: tokens, one value or one for each axis.
+        order: token t of the mask is token `order[t]` of the grid in row-major order.
+        block: tokens per side of a tile.
 
         2 x 4, dilation 2
         X . X . . . . .
@@ -61,7 +63,7 @@ def dilated_grid(
     group = (places % places.new_tensor(steps) * places.new_tensor(strides(steps))).sum(1).to(torch.int32)
     queries, query = bitmask.deduplicate(cut(group, block_q)[:, :, None])
     keys, key = bitmask.deduplicate(cut(group, block_k)[:, :, None])
-    # Blocks with the same sequence of groups are alike, and see one another if they have a group in common.
+    # Blocks with the same sequence of groups are alike, and see one another if they share a group.
     meet = incidence(queries[:, :, 0], groups) @ incidence(keys[:, :, 0], groups).T
     rows, cols = entries(incidence(query[:, None], len(queries)) @ meet @ incidence(key[:, None], len(keys)).T)
     codes = [query[rows], key[cols]]

@@ -26,17 +26,21 @@ def documents(lengths: Any, k_lengths: Any = None, *, causal: bool = False, bloc
         d(q) == d(k)  and  k - kstart(d) <= q - qstart(d) + klen(d) - qlen(d)      (causal)
 
     With as many keys as queries, the default, the causal rule is `d(q) == d(k) and k <= q`. Otherwise each document is
-    aligned at the bottom right, as `causal` is, and as FlashAttention's variable-length functions are (whose
-    `cu_seqlens` are the running sums of `lengths`). xformers calls it BlockDiagonalMask and
-    BlockDiagonalCausalFromBottomRightMask; FlexAttention examples, a document mask.
+    aligned at the bottom right, as in `causal` and in FlashAttention's variable-length functions (whose `cu_seqlens`
+    are the running sums of `lengths`). xformers calls it BlockDiagonalMask and BlockDiagonalCausalFromBottomRightMask;
+    FlexAttention examples, a document mask.
 
-    `lengths`: tokens of each document, in order (list of ints or 1-D integer tensor or array); an empty document is
-    allowed. The mask is over `sum(lengths)` queries and `sum(k_lengths)` keys (`k_lengths` defaults to `lengths`).
-    `block` in tokens. Running sums are not lengths: from `cu_seqlens` take the differences, `cu_seqlens.diff()`. From a
-    document number for every token, as in FlexAttention's examples, take
-    `ids.unique_consecutive(return_counts=True)[1]`. (If the tokens of a document do not lie together:
-    `BlockMask.from_function(lambda q, k: ids[q] == ids[k], N)`.) To pad up to a fixed number of tokens, add a last
-    document and cut it off: `documents([100, 150, 50]).with_lengths([250])`.
+    Args:
+        lengths: tokens of each document, in order (list of ints or 1-D integer tensor or array); an empty document is
+            allowed.
+        k_lengths: the same for keys, if they differ.
+        causal: no query sees a key after it.
+        block: tokens per side of a tile.
+
+    From running sums take the differences, `cu_seqlens.diff()`. From a document number for every token, as in
+    FlexAttention's examples, take `ids.unique_consecutive(return_counts=True)[1]`. (If the tokens of a document do not
+    lie together: `BlockMask.from_function(lambda q, k: ids[q] == ids[k], N)`.) To pad up to a fixed number of tokens,
+    add a last document and cut it off: `documents([100, 150, 50]).with_lengths([250])`.
 
     Raises TypeError or ValueError if lengths are not integers, one is negative, or all are 0.
 

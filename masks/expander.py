@@ -22,20 +22,26 @@ def expander(q_len: int, *, degree: int, heads: int = 1, seed: int = 0, block: i
 
         i == j  or  i and j are neighbours on one of the cycles
 
-    The mask is symmetric, and connected for any degree of 2 or more. A block sees `degree` others, fewer where two
-    cycles share an edge (two edges in expectation for each pair of cycles, at any length) and where there are not that
-    many blocks. The graph is an expander with high probability: the second largest eigenvalue of its adjacency matrix
+    The mask is symmetric, and connected for any degree of 2 or more. A block sees `degree` others. It sees fewer where
+    two cycles share an edge (two edges in expectation for each pair of cycles, at any length), and in a sequence of
+    fewer blocks. The graph is an expander with high probability: the second largest eigenvalue of its adjacency matrix
     comes close to `2 * sqrt(degree - 1)`, the least that a regular graph can have (Friedman, 2008), so a random walk
     soon becomes independent of its start, and about `log(blocks) / log(degree - 1)` layers connect all blocks. The
     spectral gap is not computed here.
 
     Source: Exphormer (Shirzad et al., 2023), section 3.1, there over the nodes of a graph. Its code draws permutations
-    or Hamiltonian cycles, counts `degree` by cycles (half of ours), draws again up to 100 times until the spectral gap
-    is within 0.1 of the bound above, and takes the complete graph for 10 nodes or fewer; we draw once.
+    or Hamiltonian cycles, counts `degree` by cycles (half of the degree here), draws again up to 100 times until the
+    spectral gap is within 0.1 of the bound above, and takes the complete graph for 10 nodes or fewer. This function
+    draws once.
 
-    `q_len` and `block` in tokens; `degree`, an even number, in blocks; with `heads` above 1 the mask is for that many
-    query heads. The same seed gives the same mask on every machine. Raises ValueError if `degree` is odd or negative,
-    `seed` negative or `heads` not positive.
+    Args:
+        q_len: tokens.
+        degree: blocks, an even number.
+        heads: above 1, the mask has this number of query heads.
+        seed: the same seed gives the same mask on every machine.
+        block: tokens per side of a tile.
+
+    Raises ValueError if `degree` is odd or negative, `seed` negative or `heads` not positive.
 
         8 blocks, degree 2, seed 0
         X X . . . X . .
@@ -56,7 +62,7 @@ def expander(q_len: int, *, degree: int, heads: int = 1, seed: int = 0, block: i
     layouts = []
     for _ in range(heads):
         rows, cols = [np.arange(blocks)], [np.arange(blocks)]
-        # A graph that may become complete before all cycles are drawn is watched, as further ones would change nothing.
+        # Stops once the graph is complete, because further cycles would change nothing.
         missing = ~np.eye(blocks, dtype=bool) if links >= blocks else None
         for _ in range(links // 2):
             if missing is not None and not missing.any():

@@ -29,16 +29,23 @@ def hierarchical(q_len: int, *, levels: int | None = None, causal: bool = False,
         |i - j| <= 1   or   j is in the far field of a level m < levels and is the last block of its cell
         and, if `causal`, k <= q
 
-    If the end of the sequence cuts a cell, the cell's last block is that of the sequence. A block sees at most 3 blocks
-    near by and 3 of each level, so `O(log nb)`; `levels` keeps that many of the lowest levels, all by default.
+    If the end of the sequence cuts a cell, the last block of the sequence represents it. A block sees at most 3 blocks
+    near by and 3 of each level, so `O(log nb)`; `levels` is the number of the lowest levels that are kept, all by
+    default.
 
-    Source: the partition is that of H-Transformer-1D (Zhu & Soricut, 2021, section 4) and of Hackbusch's H-matrices;
-    the far field of a level is the interaction list of the fast multipole method. The difference: H-Transformer-1D
-    averages the keys and values of a far cell, which a mask cannot express; here a cell is represented by tokens of its
-    own, as a chunk is by its summary in the Sparse Transformer's `fixed`. Over several layers that block can collect
-    what the cell holds, also in the causal form, in which it is the only one that sees the whole cell.
+    Source: H-Transformer-1D (Zhu & Soricut, 2021, section 4) and Hackbusch's H-matrices have this partition; the far
+    field of a level is the interaction list of the fast multipole method. The difference: H-Transformer-1D averages the
+    keys and values of a far cell, which a mask cannot express; here one of its blocks represents a cell, as a summary
+    represents a chunk in the Sparse Transformer's `fixed`. Over several layers that block can collect information from
+    the cell, also in the causal form, where only the last block sees the whole cell.
 
-    `q_len`, `block` in tokens. Raises ValueError if `levels` is negative or more than there are.
+    Args:
+        q_len: tokens.
+        levels: the number of the lowest levels that are kept; by default all.
+        causal: no query sees a key after it.
+        block: tokens per side of a tile.
+
+    Raises ValueError if `levels` is negative or exceeds the number of levels.
 
         8 blocks             causal
         X X X X . X . X      \\ . . . . . . .

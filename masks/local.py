@@ -33,12 +33,20 @@ def local(
     Conventions differ between systems: Hugging Face, Sparse Transformer and this function count `window` keys in the
     causal form; FlashAttention's `window_size=(w, 0)`, Splash and attention-gym see `w + 1`. `left` and `right` are
     FlashAttention's `window_size=(left, right)`; its -1 (no limit) is `k_len` here. With a cache of earlier keys
-    (`k_len > q_len`) the last query is the last key, as in `causal`: `offset` is `k_len - q_len` by default. Source:
-    Longformer (Beltagy et al., 2020), section 3.1; Sparse Transformer (Child et al., 2019).
+    (`k_len > q_len`) the last query is the last key, as in `causal`: `offset` is `k_len - q_len` by default.
 
-    `q_len`, `k_len` (`q_len` by default), `window`, `left`, `right`, `offset`, `block` in tokens. Raises ValueError if
-    `window` is not positive, if `left` or `right` is negative, or if `left` or `right` is given alone, or together with
-    `window` or `causal`; TypeError if neither `window` nor both of them are given.
+    Source: Longformer (Beltagy et al., 2020), section 3.1; Sparse Transformer (Child et al., 2019).
+
+    Args:
+        q_len, k_len: tokens; `k_len` defaults to `q_len`.
+        window: keys; see above.
+        causal: no query sees a key after it.
+        left, right: keys before and after the query's own, instead of `window`.
+        offset: the position of query 0 among the keys, `k_len - q_len` by default.
+        block: tokens per side of a tile.
+
+    Raises ValueError if `window` is not positive, if `left` or `right` is negative, or if `left` or `right` is given
+    alone, or together with `window` or `causal`; TypeError if neither `window` nor both of them are given.
 
         causal, window 2     bidirectional, window 3     left 2, right 1
         X . . .              X X . .                     X X . .
@@ -94,8 +102,14 @@ def dilated(q_len: int, *, window: int, dilation: int, causal: bool = False, blo
     the tokens by their remainder turns the pattern into a window again. Source: Longformer (Beltagy et al., 2020),
     section 3.1.
 
-    `q_len`, `window` (keys), `dilation`, `block` in tokens. Raises ValueError if `window` or `dilation` is not
-    positive.
+    Args:
+        q_len: tokens.
+        window: keys.
+        dilation: the distance of two keys, in tokens.
+        causal: no query sees a key after it.
+        block: tokens per side of a tile.
+
+    Raises ValueError if `window` or `dilation` is not positive.
 
         window 3, dilation 2    causal, window 2, dilation 3
         X . X . .               X . . . .

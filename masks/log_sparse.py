@@ -13,7 +13,7 @@ from sparseflash.masks.tiling.signatures import pattern
 
 @pattern
 def log_sparse(q_len: int, *, window: int = 1, restart: int | None = None, block: Block = 128) -> BlockMask:
-    """The `window` latest keys, and those 1, 2, 4, 8, ... tokens before them: about log2(q_len) keys a query.
+    """The `window` latest keys, and the keys 1, 2, 4, 8, ... tokens before them: about log2(q_len) keys a query.
 
     >>> log_sparse(1_048_576)
     BlockMask(1048576 x 1048576, blocks of 128, 106497 tiles: 0 full + 106497 partial (3 distinct), density 0.00191 %)
@@ -23,15 +23,19 @@ def log_sparse(q_len: int, *, window: int = 1, restart: int | None = None, block
         k <= q  and  (d < window  or  d - window + 1 is a power of two)
 
     With the defaults `q - k` is zero or a power of two, and every query is influenced by every earlier key after
-    `ceil(log2 q_len)` layers. `window` is the paper's local attention (the paper uses about log2 of the length),
-    `restart` its restart attention: the pattern begins again every `restart` tokens, which adds keys far away.
+    `ceil(log2 q_len)` layers. `restart` is the paper's restart attention, which adds keys far away.
 
     Source: LogSparse Transformer (Li et al., 2019), section 4.2 and figure 3. Reimplementations let the first queries
     see all of their past, which is not part of the rule and is left out here.
 
-    `q_len`, `window`, `restart`, `block` in tokens. Each distance adds two tiles to a block row (the same two at any
-    length), so if `restart` is far below the length most tiles are live. Raises ValueError if `window` is not positive
-    or `restart` is below `window`.
+    Args:
+        q_len: tokens.
+        window: the number of latest keys, the paper's local attention (about log2 of the length there).
+        restart: tokens after which the pattern begins again.
+        block: tokens per side of a tile.
+
+    Each distance adds two tiles to a block row (the same two at any length), so if `restart` is far below the length
+    most tiles are live. Raises ValueError if `window` is not positive or `restart` is below `window`.
 
         default              window 2             restart 4
         X . . . . . .        X . . . . . .        X . . . . . .

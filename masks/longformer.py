@@ -25,14 +25,21 @@ def longformer(q_len: int, *, window: int, global_tokens: Any, causal: bool = Fa
         |q - k| <= window // 2  or  q in G  or  k in G                       (bidirectional)
         k <= q  and  (q - window < k  or  q in G  or  k in G)                (causal)
 
-    `window` is that of `local`: a query sees `2 * (window // 2) + 1` keys of it, its own included, or `window` keys if
-    causal. Hugging Face's `attention_window` is the same number and must be even (so window + 1 keys). Longformer's own
-    code projects q, k and v of global tokens with separate weights, which does not concern the mask. Source: Longformer
-    (Beltagy et al., 2020), section 3.1; ETC (Ainslie et al., 2020) puts the global tokens first.
+    `window` counts as in `local`: a query sees `2 * (window // 2) + 1` keys of it, its own included, or `window` keys
+    if causal. Hugging Face's `attention_window` is the same number and must be even (so window + 1 keys). Longformer's
+    own code projects q, k and v of global tokens with separate weights, which does not concern the mask.
 
-    `q_len`, `window` (keys), `block` in tokens. `global_tokens`: a number g (the first g tokens), or a list (or 1-D
-    tensor or array) of positions. Every global token adds a row and a column of scores, and its block a row and a
-    column of tiles. Raises ValueError if `window` is not positive or a position lies outside of the sequence.
+    Source: Longformer (Beltagy et al., 2020), section 3.1; ETC (Ainslie et al., 2020) puts the global tokens first.
+
+    Args:
+        q_len: tokens.
+        window: keys; see above.
+        global_tokens: a number g (the first g tokens), or a list (or 1-D tensor or array) of positions.
+        causal: no query sees a key after it.
+        block: tokens per side of a tile.
+
+    Every global token adds a row and a column of scores, and its block a row and a column of tiles. Raises ValueError
+    if `window` is not positive or a position lies outside of the sequence.
 
         window 3, global_tokens 1     causal, window 2, global_tokens [2]
         X X X X X                     X . . . .

@@ -46,14 +46,19 @@ def neighborhood(
     rule above on x // d.
 
     Source: Neighborhood Attention (Hassani et al., 2023), dilated (Hassani and Shi, 2022), with stride and causal axes
-    (Hassani et al., 2025); the rule is that of NATTEN's reference kernel (csrc/include/natten/cuda/reference/mask.hpp),
+    (Hassani et al., 2025). The rule equals NATTEN's reference kernel (csrc/include/natten/cuda/reference/mask.hpp),
     which also needs a window of at least 2. Conventions differ: xformers' `local_nd_pattern` is cropped, with a ball
     instead of a box; attention-gym's `generate_natten` has the same rule on square images with odd windows only.
 
-    `shape`: side lengths of the grid in tokens, as (height, width) or (frames, height, width). `window`, `stride` (both
-    in tokens of one remainder), `dilation` (tokens) and `causal` are one value, or one for each axis. `order`: token t
-    of the mask is token `order[t]` of the grid in row-major order (`sparseflash.masks.order`); in the order of tiles
-    the mask has far fewer live tiles. `block` in tokens.
+    Args:
+        shape: side lengths of the grid in tokens, as (height, width) or (frames, height, width).
+        window, stride: tokens of one remainder, one value or one for each axis.
+        dilation: tokens, one value or one for each axis.
+        causal: a bool, or one for each axis.
+        edges: "shift" or "crop"; see above.
+        order: token t of the mask is token `order[t]` of the grid in row-major order (`sparseflash.masks.order`); in
+            the order of tiles the mask has far fewer live tiles.
+        block: tokens per side of a tile.
 
     Raises ValueError if `stride` exceeds `window`, or with `edges="shift"` if `window * dilation` exceeds the side.
 

@@ -5,8 +5,8 @@ The drawings show, at each place of a grid, the place's number in the new sequen
 
 The result of attention does not depend on the order of the tokens, as long as q, k, v and the mask have the same order;
 its cost does. In row-major order a block of tokens is a piece of a line, and its window reaches into blocks of many
-lines. If a block is a compact piece of the image, the same scores lie in fewer tiles, so there is less to compute.
-These are the live tiles, and the share of their scores that is live, of a window of 13 x 13 on an image of 128 x 128
+lines. If a block is a compact piece of the image, the same scores lie in fewer tiles, so less is computed. The example
+prints the live tiles, and the share of their scores that is live, of a window of 13 x 13 on an image of 128 x 128
 tokens. In each case 1.03 % of all scores are live:
 
 >>> from sparseflash.masks import neighborhood
@@ -66,8 +66,12 @@ def tiles(shape: Sequence[int], tile: int | Sequence[int]) -> Tensor:
     >>> tiles((4, 4), 2).tolist()
     [0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15]
 
-    `tile`: its side in tokens, one number or one for each axis. If a side of the grid is not a multiple of it, the last
-    tiles are smaller, and tiles of `block` tokens are then no longer aligned with the blocks of a mask.
+    Args:
+        shape: side lengths of the grid in tokens.
+        tile: its side in tokens, one number or one for each axis.
+
+    If the tile does not divide a side of the grid, the last tiles are smaller, and tiles of `block` tokens are then no
+    longer aligned with the blocks of a mask.
 
         4 x 4 in tiles of 2       0  1  4  5
                                   2  3  6  7
@@ -99,7 +103,7 @@ def morton(shape: Sequence[int]) -> Tensor:
     sides = grid_shape(shape)
     places = coordinates(sides).long()
     key, at = torch.zeros(len(places), dtype=torch.int64, device="cpu"), 0
-    # A bit that no coordinate of an axis uses is left out: N tokens need few more than log2(N) bits, whatever the
+    # Bits that no coordinate of an axis uses are left out: N tokens need few more than log2(N) bits, whatever the
     # shape.
     for bit in range(max(sides).bit_length()):
         for axis in reversed(range(len(sides))):

@@ -23,7 +23,7 @@ OTHER_NAMES = {
     **dict.fromkeys(("big_bird", "BigBirdSparsityConfig"), "masks.bigbird(n), or masks.deepspeed_bigbird(n)"),
     **dict.fromkeys(("padding", "padding_mask", "key_padding_mask"), "mask.with_lengths(lengths) on any mask"),
     **dict.fromkeys(("and_masks", "or_masks"), "a & b, or a | b, on masks"),
-    **dict.fromkeys(("alibi", "softcap"), "sparseflash.scores (a change of scores, not a mask)"),
+    **dict.fromkeys(("alibi", "softcap"), "sparseflash.scores (a score modification, not a mask)"),
     **dict.fromkeys(("random", "random_mask"), "masks.random_blocks(n, count=c)"),
     **dict.fromkeys(("block_index", "custom", "from_function", "mask_mod"), "BlockMask.from_function(rule, n)"),
 }

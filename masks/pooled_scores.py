@@ -1,4 +1,4 @@
-"""Pooled scores: how much a block of queries attends to a block of keys, from the means of both."""
+"""Pooled scores: estimates of the attention of a block of queries to a block of keys, from the means of both."""
 
 from __future__ import annotations
 
@@ -30,19 +30,24 @@ def pooled_scores(
 
         score(i, j) = scale * mean(q[t] for t in block i) . mean(k[t] for t in block j)
 
-    which is the mean of the scores of the tile. A softmax over j is the usual estimate of the attention that each block
-    gets; it is good if the tokens of a block resemble one another, and says little if they do not. For a ragged last
-    block the mean is over the tokens that it has.
+    which is the mean of the scores of the tile. A softmax over j is the usual estimate of the attention to each block;
+    it is good only if the tokens of a block resemble one another. The mean of a ragged last block is over its existing
+    tokens.
 
-    `q [B, Hq, Nq, D]`, `k [B, Hkv, Nk, D]`, with Hq a multiple of Hkv (query head h reads key head `h // (Hq // Hkv)`);
-    `block` in tokens; `scale` is `1 / sqrt(D)` by default. `lengths`: int `[B]`, tokens of each sequence: only those
-    are averaged, and blocks of keys without any score -inf, so they are never chosen (pass the lengths to the mask as
-    well: `mask.with_lengths`). The scores are fp32 (fp64 for fp64), under autocast as well, and carry no gradient.
-    Nothing here waits for the device.
+    Args:
+        q, k: `[B, Hq, Nq, D]` and `[B, Hkv, Nk, D]`, with Hq a multiple of Hkv; query head h reads key head `h // (Hq
+            // Hkv)`.
+        block: tokens per side of a tile.
+        scale: `1 / sqrt(D)` by default.
+        lengths: int `[B]`, tokens of each sequence: only those are averaged, and blocks of keys without any score -inf,
+            so they are never chosen. Pass the lengths to the mask as well: `mask.with_lengths`.
+
+    The scores are fp32 (fp64 for fp64), under autocast as well, and carry no gradient. The host does not wait for the
+    device.
 
     Source: MInference's block-sparse heads (Jiang et al., 2024), VSA (Zhang et al., 2025), SpargeAttn (Zhang et al.,
     2025; it keeps blocks whose tokens do not resemble one another dense). SeerAttention (Gao et al., 2024) learns the
-    pooling; Quest (Tang et al., 2024) bounds the scores by minima and maxima instead. XAttention's are
+    pooling; Quest (Tang et al., 2024) bounds the scores by minima and maxima instead. XAttention uses
     `antidiagonal_scores`.
 
     Raises ValueError for tensors or lengths of other shapes, TypeError for lengths that are not integers.
@@ -62,7 +67,9 @@ def pooled_scores(
 
 
 def _means(x: Tensor, block: int, lengths: Tensor | None) -> Tensor:
-    """The mean of each block of tokens: `[B, H, N, D]` to `[B, H, ceil(N / block), D]`; 0 where there is no token."""
+    """The mean of each block of tokens: `[B, H, N, D]` to `[B, H, ceil(N / block), D]`; 0 for a block
+    without tokens.
+    """
     dtype = torch.promote_types(x.dtype, torch.float32)
     length = x.shape[2]
     whole = length // block * block

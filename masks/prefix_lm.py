@@ -23,11 +23,17 @@ def prefix_lm(q_len: int, k_len: int | None = None, *, prefix: int, block: Block
         k < prefix  or  k <= q + (k_len - q_len)
 
     so attention is bidirectional within the prefix. With `prefix=0` it is `causal`; a prefix of `k_len` or more is
-    dense. Source: T5 (Raffel et al., 2020, section 3.2.1), after Liu et al. (2018). attention-gym's `prefix_lm` is the
-    same set. For a different prefix in each batch element, build one mask each and combine them with `masks.per_batch`.
+    dense. For a different prefix in each batch element, build one mask each and combine them with `masks.per_batch`.
 
-    `q_len`, `k_len`, `prefix`, `block` in tokens; `k_len` defaults to `q_len`; if it differs the mask is aligned at the
-    bottom right, as in `causal`. Raises ValueError if `prefix` is negative.
+    Source: T5 (Raffel et al., 2020, section 3.2.1), after Liu et al. (2018). attention-gym's `prefix_lm` is the same.
+
+    Args:
+        q_len, k_len: tokens; `k_len` defaults to `q_len`. If they differ, the mask is aligned at the bottom right, as
+            in `causal`.
+        prefix: tokens.
+        block: tokens per side of a tile.
+
+    Raises ValueError if `prefix` is negative.
 
         prefix 2
         X X . .

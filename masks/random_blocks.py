@@ -26,13 +26,19 @@ def random_blocks(
         bidirectional:  i == j  or  j in R(i),   R(i) drawn from all blocks but i
         causal:         (i == j and k <= q)  or  j in R(i),   R(i) drawn from the blocks before i
 
-    If there are fewer than `count` others, all are seen: the causal form is dense in its first `count + 1` blocks. The
-    same arguments give the same mask on every machine.
+    If there are fewer than `count` others, all are seen: the causal form is dense in its first `count + 1` blocks.
 
     Source: the random part of BigBird (Zaheer et al., 2020, section 2) and of DeepSpeed's Variable pattern, which may
     also draw the block itself, a block of the window or, even with `attention="unidirectional"`, a later block.
 
-    `q_len` and `block` in tokens, `count` in blocks; with `heads` above 1 the mask is for that many query heads.
+    Args:
+        q_len: tokens.
+        count: blocks besides the block itself.
+        causal: no query sees a key after it.
+        heads: above 1, the mask has this number of query heads.
+        seed: the same seed gives the same mask on every machine.
+        block: tokens per side of a tile.
+
     Raises ValueError if `count` or `seed` is negative or `heads` not positive.
 
         8 blocks, count 2, seed 0     causal

@@ -36,17 +36,19 @@ def sliding_tiles(
         c - w // 2 <= j <= c + (w - 1) // 2    with    c = min(max(i, w // 2), n - 1 - (w - 1) // 2)
 
     so the window moves inwards at an edge and is never cropped. It is `neighborhood` on the grid of tiles. With
-    `order=order.tiles(shape, tile)` and tiles of `block` tokens every live tile of the mask is full, which is the point
-    of the pattern.
+    `order=order.tiles(shape, tile)` and tiles of `block` tokens every live tile of the mask is full, the purpose of the
+    pattern.
 
     Source: Fast Video Generation with Sliding Tile Attention (Zhang et al., 2025), section 3. attention-gym's
     `generate_sta_mask_mod_3d` is the same rule, in tile order, with text tokens after the grid; FastVideo's kernel
-    counts windows in tiles and takes only odd numbers of them. Here windows count tokens, as in the paper, and there is
-    no text.
+    counts windows in tiles and takes only odd numbers of them. Here windows count tokens, as in the paper, and text
+    tokens are not supported.
 
-    `shape`: side lengths in tokens, as (height, width) or (frames, height, width). `window` and `tile` in tokens, one
-    value or one for each axis. `order`: token t of the mask is token `order[t]` of the grid in row-major order. `block`
-    in tokens.
+    Args:
+        shape: side lengths in tokens, as (height, width) or (frames, height, width).
+        window, tile: tokens, one value or one for each axis.
+        order: token t of the mask is token `order[t]` of the grid in row-major order.
+        block: tokens per side of a tile.
 
     Raises ValueError if `tile` does not divide `window` and the side, or `window` exceeds the side.
 

@@ -31,7 +31,12 @@ def strided(q_len: int, *, stride: int, attend: str = "both", block: Block = 128
     tokens by `position % stride`, which makes the mask block-diagonal and causal (`permute` does that to a mask); its
     dense form has the same sets of keys. Source: Sparse Transformer (Child et al., 2019), section 4.3.
 
-    `q_len`, `stride`, `block` in tokens. Raises ValueError if `stride` is not positive or `attend` is another word.
+    Args:
+        q_len, stride: tokens.
+        attend: "local", "strided" or "both".
+        block: tokens per side of a tile.
+
+    Raises ValueError if `stride` is not positive or `attend` is another word.
 
         stride 3, local     strided         both
         X . . . . .         X . . . . .     X . . . . .
@@ -68,14 +73,23 @@ def fixed(
         attend="summary":  stride - (v + 1) * summary <= k % stride < stride - v * summary
         attend="both":     one or the other
 
-    so with `num_verts=1` the summary is the end of each chunk, the query's own included. If `num_verts` is larger, the
-    heads take turns at that many sub-blocks of the chunk, counted from its end, as the paper advises. The mask then has
-    `heads` heads; otherwise it is one pattern for all heads. Source: Sparse Transformer (Child et al., 2019), section
-    4.3; `num_verts` is OpenAI's name. Their code handles whole blocks only (stride and summary must be multiples of the
-    block), and gives the same set of keys for those. DeepSpeed's "fixed" is another pattern, `deepspeed_fixed`.
+    so with `num_verts=1` the summary is the end of each chunk, the query's own included. With a larger `num_verts`, the
+    heads take turns at that number of sub-blocks of the chunk, counted from its end, as the paper advises. The mask
+    then has `heads` heads; otherwise it is one pattern for all heads.
 
-    `q_len`, `stride`, `summary`, `block` in tokens. Raises ValueError unless `1 <= num_verts * summary <= stride`, if
-    `heads` is not positive, or if `attend` is another word.
+    Source: Sparse Transformer (Child et al., 2019), section 4.3; `num_verts` is OpenAI's name. Their code handles whole
+    blocks only (stride and summary must be multiples of the block), and gives the same set of keys for those.
+    DeepSpeed's "fixed" is another pattern, `deepspeed_fixed`.
+
+    Args:
+        q_len, stride, summary: tokens.
+        attend: "local", "summary" or "both".
+        heads: the heads of the mask if `num_verts` is above 1.
+        num_verts: the number of sub-blocks among which heads take turns.
+        block: tokens per side of a tile.
+
+    Raises ValueError unless `1 <= num_verts * summary <= stride`, if `heads` is not positive, or if `attend` is another
+    word.
 
         stride 3, summary 1, local     summary         both
         X . . . . .                    . . . . . .     X . . . . .

@@ -20,10 +20,12 @@ def per_head(masks: Sequence[BlockMask]) -> BlockMask:
 
         live(b, h, q, k) = live of masks[h] at (b, q, k)
 
-    `masks`: at least one, with equal `q_len` and `k_len` and on one device. A mask with several heads contributes all
-    of them, so masks of 2 and 3 heads make 5. Batch sizes broadcast. If block sizes differ, the smallest is used,
-    separately for queries and keys. Equal heads are stored once. Lengths stay lengths if all masks have the same; any
-    other padding is written into the tiles (`BlockMask.bake_lengths`).
+    Args:
+        masks: at least one, with equal `q_len` and `k_len` and on one device.
+
+    A mask with several heads contributes all of them, so masks of 2 and 3 heads make 5. Batch sizes broadcast. If block
+    sizes differ, the smallest is used, separately for queries and keys. Equal heads are stored once. Lengths stay
+    lengths if all masks have the same; any other padding is written into the tiles (`BlockMask.bake_lengths`).
 
     Raises ValueError for an empty list or masks that do not fit together, TypeError for anything that is not a mask.
 
@@ -45,7 +47,7 @@ def per_batch(masks: Sequence[BlockMask]) -> BlockMask:
 
         live(b, h, q, k) = live of masks[b] at (h, q, k)
 
-    `masks`: as in `per_head`, except that batch elements add up and heads broadcast. Lengths stay lengths; a mask that
-    has none counts as one without padding.
+    `masks`: as in `per_head`, except that batch elements add up and heads broadcast. Lengths stay lengths; a mask
+    without lengths counts as one without padding.
     """
     return stack_batch(masks)

@@ -32,8 +32,13 @@ def streaming(
     this mask does; its positions, which it counts within the cache, do not concern the mask. MIT's
     Block-Sparse-Attention has the same rule for tokens (`exact_streaming`) and another that is rounded to blocks.
 
-    `q_len`, `k_len` (`q_len` by default), `window` and `sink` (keys), `offset`, `block` in tokens. Raises ValueError if
-    `window` is not positive or `sink` negative.
+    Args:
+        q_len, k_len: tokens; `k_len` defaults to `q_len`.
+        window, sink: keys.
+        offset: the position of query 0 among the keys.
+        block: tokens per side of a tile.
+
+    Raises ValueError if `window` is not positive or `sink` negative.
 
         window 2, sink 1
         X . . . .
@@ -65,7 +70,12 @@ def a_shape(q_len: int, *, sink: int, local: int, block: Block = 128) -> BlockMa
     query's own (`triu(-local)`). Source: MInference (Jiang et al., 2024, section 3.2), pattern `stream_llm` of its
     code.
 
-    `q_len`, `sink` and `local` (keys), `block` in tokens. Raises ValueError if `sink` or `local` is negative.
+    Args:
+        q_len: tokens.
+        sink, local: keys.
+        block: tokens per side of a tile.
+
+    Raises ValueError if `sink` or `local` is negative.
 
         sink 1, local 1
         X . . . .
@@ -93,8 +103,13 @@ def tri_shape(q_len: int, *, sink: int, local: int, last: int, block: Block = 12
     The last queries of a prompt are usually its question, whose answer may be anywhere in the prompt. Source: SCBench
     (Li et al., 2025) and its kernel `tri_shape_kernel` in MInference.
 
-    `q_len`, `sink` and `local` (keys), `last` (queries), `block` in tokens. Raises ValueError if one of `sink`,
-    `local` and `last` is negative.
+    Args:
+        q_len: tokens.
+        sink, local: keys.
+        last: queries.
+        block: tokens per side of a tile.
+
+    Raises ValueError if one of `sink`, `local` and `last` is negative.
 
         sink 1, local 1, last 1
         X . . . .

@@ -33,21 +33,24 @@ def swin(
 
         (q - shift) // window == (k - shift) // window          (rounded down, so the first window has shift tokens)
 
-    That is what Swin computes with a cyclic shift: it rolls the image by -shift, attends in windows, and masks the
-    pairs of tokens that only the roll brought into one window (its regions 0 to 8, of the slices [0, -window),
-    [-window, -shift), [-shift, end) of each axis). What remains together are the tokens between two cuts, so here
-    nothing needs to be rolled, masked again, or rolled back. Swin alternates layers of shift 0 and window // 2.
+    Swin computes the same with a cyclic shift: it rolls the image by -shift, attends in windows, and masks the pairs of
+    tokens that only the roll brought into one window (its regions 0 to 8, of the slices [0, -window), [-window,
+    -shift), [-shift, end) of each axis). The tokens between two cuts remain together, so here nothing needs to be
+    rolled, masked again, or rolled back. Swin alternates layers of shift 0 and window // 2.
 
-    Where `window` does not divide a side (less the shift) the last windows are smaller. Swin pads such images, and its
-    padding takes part in the softmax; here there is none. Swin's configuration also drops the shift if a window is as
-    large as the grid; here, pass `shift=0` in that case.
+    Where `window` does not divide a side (less the shift) the last windows are smaller. Swin pads these images, and its
+    padding takes part in the softmax; here nothing is padded. Swin's configuration also drops the shift if a window is
+    as large as the grid; here, pass `shift=0` in that case.
 
     Source: Swin Transformer (Liu et al., 2021), section 3.2; for video, Video Swin (Liu et al., 2022). xformers'
     `swin_attention_pattern` is the same for windows that divide the sides.
 
-    `shape`: side lengths in tokens, as (height, width) or (frames, height, width). `window` and `shift` in tokens, one
-    value or one for each axis. `order`: token t of the mask is token `order[t]` of the grid in row-major order;
-    with `order.tiles(shape, window)` and no shift the mask is block-diagonal. `block` in tokens.
+    Args:
+        shape: side lengths in tokens, as (height, width) or (frames, height, width).
+        window, shift: tokens, one value or one for each axis.
+        order: token t of the mask is token `order[t]` of the grid in row-major order; with `order.tiles(shape, window)`
+            and no shift the mask is block-diagonal.
+        block: tokens per side of a tile.
 
     Raises ValueError if `shift` is not between 0 and `window - 1`.
 

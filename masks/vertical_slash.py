@@ -23,8 +23,7 @@ from sparseflash.masks.tiling.spans import WORDS_AT_ONCE, below
 
 @pattern
 def vertical_slash(q_len: int, *, vertical: Any, slash: Any, block: Block = 128) -> BlockMask:
-    """The keys in `vertical` (columns) and the distances in `slash` (diagonals), given once for all heads or for each
-    head.
+    """The keys in `vertical` (columns) and the distances in `slash` (diagonals), for all heads or for each head.
 
     >>> vertical_slash(4096, vertical=range(30), slash=range(100))
     BlockMask(4096 x 4096, blocks of 128, 93 tiles: 0 full + 93 partial (5 distinct), density 3.12 %)
@@ -33,16 +32,19 @@ def vertical_slash(q_len: int, *, vertical: Any, slash: Any, block: Block = 128)
 
         k <= q  and  (k in V  or  q - k in S)
 
-    `vertical`: positions of keys; `slash`: distances in tokens, 0 the main diagonal; each a list (or 1-D tensor or
-    array) of integers from 0 to `q_len - 1`, in any order; or one such list for each head (or a 2-D tensor). Either,
-    both or neither may be given for each head. `q_len`, `block` in tokens.
+    Args:
+        q_len: tokens.
+        vertical, slash: positions of keys, and distances in tokens (0: the main diagonal): a list (or 1-D tensor or
+            array) of integers from 0 to `q_len - 1`, in any order, or a list of those for each head (or a 2-D tensor).
+            Either, both or neither may be given for each head.
+        block: tokens per side of a tile.
 
     Source: MInference (Jiang et al., 2024, section 3.2), which takes both from the attention of the last 64 queries and
     always includes the first 30 columns and the nearest diagonals. Its kernel widens every diagonal to whole blocks of
     64; this mask does not. Without distance 0 the queries before the first column see nothing.
 
-    A tile that both a column and a diagonal cross stores bits of its own (2 KiB at block 128), so many columns with
-    many scattered diagonals make a large mask; neighbouring columns, or neighbouring diagonals, cost little. Raises
+    A tile that both a column and a diagonal cross stores bits of its own (2 KiB at block 128), so a mask with many
+    columns and many scattered diagonals is large; neighbouring columns, or neighbouring diagonals, cost little. Raises
     TypeError or ValueError if an index is not an integer or out of range, or if the numbers of heads differ.
 
         vertical [0], slash [0, 3]
@@ -72,7 +74,6 @@ def vertical_slash(q_len: int, *, vertical: Any, slash: Any, block: Block = 128)
 
 
 def _heads(values: Any) -> list[Any]:
-    """The list of each head."""
     if isinstance(values, Tensor | np.ndarray):
         return list(values) if values.ndim == 2 and len(values) else [values]
     if isinstance(values, Sequence) and len(values) and all(is_list(value) for value in values):

@@ -1,11 +1,10 @@
 """sparseflash: exact block-sparse attention.
 
-`BlockMask` says which scores exist, `attention` computes exactly those, and `sparseflash.masks` has ready-made
+`BlockMask` describes the live scores, `attention` computes exactly those, and `sparseflash.masks` has ready-made
 patterns.
 
-It may import `attention`, `blockmask`, `explain`, `performance`, `scaled_dot_product` and `varlen`; the last two need
-Dynamo, whose import takes as long as PyTorch's own, and are imported on first access, as are the other parts of the
-library.
+It may import `attention`, `blockmask`, `explain`, `performance`, `scaled_dot_product` and `varlen`. The last two need
+Dynamo, which is slow to import, so they and the other parts of the library are imported on first access.
 """
 
 from typing import TYPE_CHECKING
@@ -51,5 +50,4 @@ if not TYPE_CHECKING:
         return import_module(f"sparseflash.{name}")
 
     def __dir__():
-        """Lists the public names only."""
         return [*__all__, *_MODULES, "__version__"]

@@ -21,7 +21,7 @@ from sparseflash.validation import check_mask, check_tensors, checked_scale, pre
 
 BACKENDS = ("triton", "hopper", "blockwise", "reference")
 Backend = Literal["triton", "hopper", "blockwise", "reference"]
-# The kernels of the Triton backend that each choice of backend asks for; "" lets the Triton backend choose.
+# The kernels that each choice of backend asks for; "" lets the Triton backend choose.
 KERNELS = {None: "", "triton": "portable", "hopper": "hopper"}
 _SMALLEST_SCALE = 1e-20
 
@@ -67,60 +67,58 @@ def attention(
         q: queries `[B, Hq, Nq, D]`.
         k: keys `[B, Hkv, Nk, D]`. Hq must be a multiple of Hkv (grouped and multi-query attention): query head h reads
             key head `h // (Hq // Hkv)`.
-        v: values `[B, Hkv, Nk, Dv]`. q, k and v must share one floating dtype and one device. Any strides with a
-            contiguous last dimension will do; the Triton kernels copy a tensor whose rows are not aligned to 16 bytes.
-        mask: the live scores. Its lengths must be Nq and Nk, its batch and head counts those of q or 1. None: all
-            scores are live. The mask must be on q's device: move it once with `mask.to(device)`. `attention` does not
-            move it, because that would mean a copy at every call, or a hidden one that stays in device memory. Tokens
-            past a sequence's length (`mask.with_lengths`) are dead, but like all dead keys and values they must be
-            finite: fill them with zeros, say, rather than leave the memory uninitialised, because a weight of 0 times
-            NaN is NaN.
+        v: values `[B, Hkv, Nk, Dv]`. q, k and v must share one floating dtype and one device, and their last dimension
+            must be contiguous. The Triton kernels copy a tensor whose rows are not aligned to 16 bytes.
+        mask: the live scores; None: all. Its lengths must be Nq and Nk, its batch and head counts B and Hq, or 1. It
+            must be on q's device: move it once with `mask.to(device)`. Dead keys and values, padding included, must be
+            finite, because a weight of 0 times NaN is NaN.
         scale: factor of the scores, `1 / sqrt(D)` by default.
         return_lse: also return `lse [B, Hq, Nq]`, the natural logarithm of the sum of exponentials of each query's live
             scores, in fp32 (fp64 for fp64 inputs). It is differentiable, and dropout does not affect it.
-        dropout_p: the probability that a softmax weight is set to 0; the weights that are kept are divided by the
-            probability of being kept. Must be below 1. It is rounded to a multiple of 1/256, from 1/256 to 255/256
-            unless it is 0. As in PyTorch's own attention, pass 0 yourself when you are not training.
-        seed: the seed of the dropout: an int, or one int64 in a tensor on q's device, which can change between replays
+        dropout_p: the probability that a softmax weight is set to 0, below 1; kept weights are divided by the
+            probability of being kept. It is rounded to a multiple of 1/256, to at least 1/256 unless it is 0. Pass 0
+            when you are not training, as to PyTorch's own attention.
+        seed: the seed of the dropout: an int, or one int64 in a tensor on q's device, which may change between replays
             of a CUDA graph. The same seed drops the same weights in every backend and on every device
-            (`dropout.keep_mask` returns them). None: drawn from PyTorch's generator of q's device, so that
+            (`dropout.keep_mask` returns them). None: drawn from the PyTorch generator of q's device, so
             `torch.manual_seed` fixes it.
-        scores: changes of the scores before the softmax, such as `scores.alibi(slopes) + scores.softcap(50.0)` of
-            `sparseflash.scores`, which also says in which order they are applied. Tensors in them get gradients. A
-            score that becomes -inf is dead, as if it were masked; the lowest finite number is a live score.
-        backend: by default, for CUDA tensors, each pass runs on the fastest kernels that can serve it; `explain` says
-            which and why. `"triton"` insists on the portable ones (fp16, bf16, fp32; D and Dv from 16 to 256), which
-            give gradients the same bits whatever else is in the batch; `"hopper"` on those for compute capability 9.0
-            (fp16, bf16; D = Dv = 64, 96 or 128; no dropout; dynamic masks in blocks of 128, or of 64 forward; of
-            changes of scores temperatures, soft caps, sinks, decay with distance, tables by distance, and biases, not
-            all of them together or with gradients: a refusal says why).
-            `"blockwise"`, PyTorch over the live tiles, is the default for all other tensors; `"reference"` computes the
-            dense matrix and defines the semantics. A backend that cannot run raises; none falls back to another.
+        scores: score modifications from `sparseflash.scores`, such as `scores.alibi(slopes) + scores.softcap(50.0)`.
+            The order in which they apply is fixed (`scores.Scores`). Their tensors receive gradients. A score of -inf
+            is dead, as if it were masked; the lowest finite number is a live score.
+        backend: by default, each pass of a call with CUDA tensors runs on the fastest kernels that support it;
+            `explain` says which and why. A backend that cannot run raises; none falls back to another.
+
+            - `"triton"`: the portable kernels only (fp16, bf16, fp32; D and Dv from 16 to 256). Their gradients do not
+              depend on what else is in the batch, to the bit.
+            - `"hopper"`: the kernels for compute capability 9.0 only (fp16, bf16; D = Dv = 64, 96 or 128; no dropout;
+              dynamic masks in blocks of 128, or of 64 forward). They run temperatures, soft caps, sinks, decay with
+              distance, tables by distance, and biases. Some combinations do not run; `explain` says which and why.
+            - `"blockwise"`: PyTorch over the live tiles, the default for all other tensors.
+            - `"reference"`: the dense matrix, which defines the semantics.
 
     Returns:
         `out [B, Hq, Nq, Dv]` in the inputs' dtype, or `(out, lse)`. A query without a live key has `out = 0` and
         `lse = -inf`, and its gradients are 0; a key without a live query has gradients 0.
 
     Raises:
-        TypeError, ValueError: the inputs do not fit together; the message says what must hold and what was given.
+        TypeError, ValueError: the inputs do not fit together; the message states the rule and the argument.
         RuntimeError: the backend cannot run here (no Triton, GPU too old, CPU tensors without Triton's interpreter).
 
     Under `torch.autocast` the inputs are cast as for PyTorch's own attention.
 
     fp32 on the GPU uses TF32 if PyTorch's matrix products do (`torch.backends.cuda.matmul`). If not, every number is
-    split into three bf16 pieces, which tensor cores multiply with an error no larger than that of fp32. Unless few keys
-    are read, the split q, k, v and output gradient are stored during the call, 6 bytes a number. Infinite inputs give
-    NaN in this mode.
+    split into three bf16 pieces, whose products on tensor cores are as accurate as fp32; infinite inputs then give NaN,
+    and the pieces of q, k, v and the output gradient may take 6 bytes a number during the call.
 
     For gradients in fp16 and bf16 the Triton kernels recompute the weights from lse in fp32, as FlashAttention does. A
-    weight may then be off by `score / 2^20` of itself, no more than fp16 rounds it where scores stay below 1,000.
-    Beyond a million gradients may be infinite or NaN, and beyond a billion out and lse, too. A bias may be lower, down
-    to `torch.finfo(torch.float32).min`, and then leaves no weight; only a query whose keys all have such a bias gives
-    wrong gradients, finite ones.
+    weight may then be off by `score / 2^20` of itself, which is within the rounding of fp16 for scores below 1,000.
+    Scores beyond a million may give infinite or NaN gradients; beyond a billion, out and lse may be infinite or NaN,
+    too. A bias may be lower, down to `torch.finfo(torch.float32).min`, and then leaves no weight; only a query whose
+    keys all have such biases receives wrong, finite gradients.
 
-    Forward and backward give the same bits every time (with blockwise: on the CPU). Gradients of gradients,
-    forward-mode derivatives and `torch.func.grad` are implemented by the reference only. Before recording the call in a
-    CUDA graph, make it once with tensors of the same layout.
+    Forward and backward give the same bits every time (the blockwise backend: on the CPU). Gradients of gradients,
+    forward-mode derivatives and `torch.func.grad` work with the reference only. Before recording the call in a CUDA
+    graph, make it once with tensors of the same layout.
     """
     if others:
         refuse(others)
@@ -152,10 +150,7 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, scale: float | None, dropout: Dropout | None,
     scores: Scores | Change | None, backend: Backend | None, place: call_cache.Place | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`(out, lse)` of `attention`, after `check_tensors`. dropout: may be that of a part of a problem, too.
-
-    place: where the call is to be cached, if it can be.
-    """
+    """`(out, lse)` of `attention`, after `check_tensors`. place: where to cache the call, if it can be cached."""
     q, k, v = in_one_dtype(q, k, v)
     if mask is not None:
         check_mask(mask, q, k)
@@ -177,7 +172,7 @@ def attend(
         q, changes, place = divided.applied_to(q), changes.without("temperature"), None
     if scale < 0:  # the kernels take the maximum before scaling, which is right only for scale >= 0
         q, scale, place = -q, -scale, None
-    if scale < _SMALLEST_SCALE:  # those for Hopper divide by it; bf16 has the power, and in fp16 such scores vanish
+    if scale < _SMALLEST_SCALE:  # the Hopper kernels divide by it; bf16 has the power, and in fp16 such scores vanish
         scale, exponent = math.frexp(scale or math.ulp(0.0))
         q, place = q * 2.0**exponent, None
     problem = Problem.of(mask, scale=scale, batch=q.shape[0], dropout=dropout, kernels=KERNELS[backend])
@@ -214,7 +209,7 @@ _has_warned = False
 
 
 def chosen_backend(backend: str | None, device: torch.device) -> tuple[str, str]:
-    """The backend that computes, and why; raises ValueError for one that does not exist."""
+    """The backend and the reason for it; raises ValueError for an unknown one."""
     if backend is None:
         name = "triton" if device.type == "cuda" else "blockwise"
         return name, f"the default for tensors on {device.type}"

@@ -1,4 +1,4 @@
-"""The CUDA driver library, for what neither PyTorch nor Triton exposes; loaded on first use."""
+"""The CUDA driver library, for functions that neither PyTorch nor Triton exposes; loaded on first use."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from sparseflash.validation import check_tensors, checked_scale
 BACKENDS = ("triton", "reference")
 Backend = Literal["triton", "reference"]
 FEW = 16  # the most new tokens that `attention_with_cache` is meant for
-_calls = BoundedDict(64)  # prepared ones, of one layout each
+_calls = BoundedDict(64)  # prepared calls, by layout
 _INTEGERS = {int, type(None)}  # 1.0 equals 1, but is refused
 
 
@@ -73,7 +73,7 @@ def attention_with_cache(
 
     >>> out = attention_with_cache(q, k_cache, v_cache, lengths, window=256, sinks=4)
 
-    In pages of 64 tokens, as vLLM and FlashInfer keep them. `block_table` says which pages a sequence has:
+    In pages of 64 tokens, as in vLLM and FlashInfer. `block_table` lists the pages of each sequence:
 
     >>> k_pages, v_pages = (x.unflatten(2, (16, 64)).transpose(1, 2).flatten(0, 1) for x in (k_cache, v_cache))
     >>> block_table = torch.arange(32).view(2, 16)
@@ -89,27 +89,28 @@ def attention_with_cache(
     Args:
         q: queries `[B, Hq, Nq, D]`, meant for Nq from 1 to 16; fp16, bf16 or fp32 on a GPU.
         k_cache: keys `[B, Hkv, S, D]`, with room for S tokens, Hq a multiple of Hkv; or, with `block_table`, all pages,
-            `[P, Hkv, page, D]`. Any strides with a contiguous last dimension: a cache `[B, S, Hkv, D]` or
-            `[P, page, Hkv, D]` is passed by `transpose(1, 2)`. The new keys must have been written. What is not live
-            need not be finite, as long as it lies past the length, before `starts` or in a page that is not chosen.
+            `[P, Hkv, page, D]`. The last dimension must be contiguous; pass a cache `[B, S, Hkv, D]` or
+            `[P, page, Hkv, D]` by `transpose(1, 2)`. The new keys must have been written. Keys past the length, before
+            `starts` or in pages that are not chosen need not be finite.
         v_cache: values `[B, Hkv, S, Dv]` or `[P, Hkv, page, Dv]`.
-        lengths: tokens of each sequence, the new ones included, integers `[B]` on q's device. More than there is room
-            for count as the room. A sequence of length 0 gives 0.
-        block_table: integers `[B, n]`: page `t // page` of sequence b is `k_cache[block_table[b, t // page]]`. What
-            lies past the length is not looked at.
+        lengths: tokens of each sequence, the new ones included, integers `[B]` on q's device. A length beyond the room
+            of the cache counts as the room. A sequence of length 0 gives 0.
+        block_table: integers `[B, n]`: page `t // page` of sequence b is `k_cache[block_table[b, t // page]]`. Entries
+            past the length are not read.
         starts: the first live token of each sequence, integers `[B]`, for rows that are padded on the left.
-        window: how many keys a query sees, itself included. sinks: first keys that are seen besides.
+        window: the number of keys that a query sees, itself included.
+        sinks: the number of first keys that every query sees besides its window.
         pages: chosen pages of each sequence and key head, integers `[B, Hkv, K]`, in any order, with or without
-            repetitions, numbered within the sequence; a number that names no page, such as -1, chooses nothing
-            (`choose_pages` makes such a choice). Include the newest page.
-        page: tokens of a chosen page, if the cache is contiguous; in a paged cache it is that of the cache.
-        mask: any mask over at least as many tokens as there is room for, on q's device: the query at position p sees
-            what row p of the mask says. Nothing is cropped or built for a new token. Its heads: 1, Hkv or Hq.
+            repetitions, numbered within the sequence; a number of no page, such as -1, is ignored. `choose_pages` makes
+            a choice. Include the newest page.
+        page: tokens of a chosen page, if the cache is contiguous; a paged cache determines it.
+        mask: any mask over at least as many tokens as the cache has room for, on q's device: the query at position p
+            sees the live keys of row p. Its head count: 1, Hkv or Hq.
         scale: factor of the scores, `1 / sqrt(D)` by default.
         return_lse: also return `lse [B, Hq, Nq]`, natural, fp32.
-        splits: among how many programs the keys of a sequence are split; by default 16, or fewer or more so that each
-            has 128 to 1,024 keys of the capacity (or window, or chosen pages), at most 128, whatever the batch, so that
-            a sequence has the same bits in a batch as alone.
+        splits: the number of programs that share the keys of a sequence. By default 16, or another number up to 128 if
+            that gives each program 128 to 1,024 keys of the capacity (or window, or chosen pages). The default does not
+            depend on the batch, so a sequence has the same bits in a batch as alone.
         backend: `"triton"`, the default for CUDA tensors, or `"reference"`, plain PyTorch, for all others.
 
     Returns:
@@ -119,13 +120,13 @@ def attention_with_cache(
         TypeError, ValueError: the arguments do not fit together.
         RuntimeError: the backend cannot run here.
 
-    Nothing is planned, and no number is read from the device: launches depend on shapes alone, so after one call like
-    it a CUDA graph can record the call and replay it while `lengths` (in place), the cache and the choices change. The
-    query heads of a group are rows of one tile, so keys are read once for all of them. There is no backward, and no
-    change of scores; to train, or for `scores`, use `attention` with a mask.
+    No plan is made and no number is read from the device: launches depend on shapes alone. So after one call like it, a
+    CUDA graph can record the call and replay it while `lengths` (in place), the cache and the choices change. The query
+    heads of a group are rows of one tile, so keys are read once for all of them. There is no backward and no score
+    modification; for these, use `attention` with a mask.
     """
     tensors, numbers = (q, k_cache, v_cache, lengths, starts, block_table), (window, sinks, page, splits)
-    # Whether a choice has been made before or a mask has changed is not seen in a layout.
+    # The layout of a call does not show whether a choice has been made before or a mask has changed.
     key = _key(tensors, numbers, scale, backend) if mask is None and pages is None else None
     call = None if key is None else _calls.get(key)
     if call is not None:
@@ -157,10 +158,7 @@ def attention_with_cache(
 
 
 def _key(tensors: tuple[Any, ...], numbers: tuple[Any, ...], scale: Any, backend: str | None) -> Any:
-    """All that the checks and the launches depend on, of a plain call of the kernels in half precision; else None.
-
-    As in `backends/triton/call_cache.py`. A layer's calls for a token differ in nothing that is in it.
-    """
+    """All that the checks and launches of a plain half-precision call depend on; else None. See `call_cache.py`."""
     given = [x for x in tensors if x is not None]
     q = tensors[0]
     if not (isinstance(q, Tensor) and q.dtype in (torch.float16, torch.bfloat16) and is_plain_call(*given)):
@@ -195,11 +193,18 @@ def choose_pages(q: Tensor, k_min: Tensor, k_max: Tensor, lengths: Tensor, *, k:
 
         sum over d of max(q_d * k_min_d, q_d * k_max_d)
 
-    and the pages with the highest bound are chosen; heads of a group, and several queries, are joined by their highest
-    bound. `q` `[B, Hq, Nq, D]`; `k_min`, `k_max` `[B, Hkv, n, D]`, of every page of a sequence, kept up to date as
-    tokens are added, Hq a multiple of Hkv; `lengths`, integers `[B]`, the new tokens included, of which more than the n
-    pages have room for count as the room; `k` in pages, `page` in tokens. Pages past the length are never chosen: -1
-    stands in their place, and in that of pages past the n that there are, if k is more. Nothing waits for the device.
+    and the pages with the highest bound are chosen. The bound of a group of heads, and of several queries, is the
+    highest of theirs.
+
+    Args:
+        q: queries `[B, Hq, Nq, D]`, Hq a multiple of Hkv.
+        k_min, k_max: `[B, Hkv, n, D]`, of every page of a sequence, kept up to date as tokens are added.
+        lengths: tokens of each sequence, the new ones included, integers `[B]`. A length beyond the n pages counts as
+            their room.
+        k: the number of pages. -1 stands in place of pages past the length, and of pages past n if k is larger.
+        page: tokens of a page.
+
+    The host does not wait for the device.
 
     Raises TypeError or ValueError if the arguments do not fit together.
 
@@ -224,7 +229,7 @@ def choose_pages(q: Tensor, k_min: Tensor, k_max: Tensor, lengths: Tensor, *, k:
 
 
 def _checked_choice(q: Any, k_min: Any, k_max: Any, lengths: Any) -> Tensor:
-    """The lengths; raises TypeError or ValueError unless pages can be chosen by these."""
+    """The lengths; raises TypeError or ValueError unless the arguments fit together."""
     for name, x in (("q", q), ("k_min", k_min), ("k_max", k_max)):
         if not dense_tensor(x, name).is_floating_point():
             raise TypeError(
@@ -254,12 +259,11 @@ def _checked(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Any, block_table: Any, starts: Any, window: Any, sinks: Any,
     pages: Any, page: Any, mask: Any,
 ) -> Cached:  # fmt: skip
-    """Raises TypeError or ValueError unless the arguments fit together."""
     dense_tensor(q, "q")  # the others are compared with it
     table = None if block_table is None else _integers(block_table, "block_table", 2, q)
     if table is None or not isinstance(k_cache, Tensor) or not isinstance(v_cache, Tensor):
         check_tensors(q, k_cache, v_cache)
-    else:  # the pages are of any number, alike; for the rest they are checked as caches
+    else:  # the number of pages is free; otherwise they are checked as caches
         caches = (k_cache, v_cache)
         if isinstance(q, Tensor) and all(
             x.ndim == q.ndim == 4 and x.layout == q.layout == torch.strided for x in caches
@@ -297,12 +301,12 @@ def _checked(
         raise ValueError(f"sinks must be at least 0 and go with a window; got {sinks} and window {window}.")
     if table is not None:
         if page not in (None, k_cache.shape[2]):
-            raise ValueError(f"page must be that of the cache, {k_cache.shape[2]} tokens; got {page}.")
+            raise ValueError(f"page must be the page size of the cache, {k_cache.shape[2]} tokens; got {page}.")
         page = k_cache.shape[2]
     if (page is None) != (table is None and pages is None):
         raise ValueError(
-            "page must be given with pages of a contiguous cache, and only then: it is how many tokens a page has; got "
-            f"{page}."
+            "page must be given with pages of a contiguous cache, and only then: it is the number of tokens of a page; "
+            f"got {page}."
         )
     if page is not None and integer(page, "page", "tokens") < 1:
         raise ValueError(f"page must be at least 1 token; got {page}.")
@@ -320,7 +324,7 @@ def _checked(
         check_tokens(room, "the cache capacity of a sequence")
     if mask is not None:
         _check_mask(mask, q, kv_heads, room)
-    # Kernels count in 32 bits, and what lies past the room is not there.
+    # Kernels count in 32 bits, and tokens past the room do not exist.
     window = None if window is None else min(int(window), room + q.shape[2])
     return replace(of, window=window, sinks=min(int(sinks), room), page=min(of.page, max(room, 1)))
 

@@ -2,10 +2,10 @@
 
 Philox4x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) turns a 64-bit seed and a counter
 of four 32-bit words, here `(key // 16, query, batch element * Hq + query head, 0)`, into 16 bytes, one for each of 16
-neighbouring keys. A weight is dropped if its byte is below a threshold. So forward, backward and every backend agree on
-what is dropped, in any order and on any device. A call on a part of a problem, as a rank makes it that shares the
-tokens with others, drops what the whole call drops, if it is told where its queries, keys and heads stand (`Dropout`).
-This file is the definition, in PyTorch; `backends/triton/portable/dropout.py` is the same in Triton.
+neighbouring keys. A weight is dropped if its byte is below a threshold. So forward, backward and every backend drop the
+same weights, in any order and on any device. A rank that computes a part of a problem drops the same weights as the
+whole call, given the positions of its queries, keys and heads (`Dropout`). This file is the definition, in PyTorch;
+`backends/triton/portable/dropout.py` is the same in Triton.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _KEY_STEPS = 0x9E3779B9, 0xBB67AE85
 
 
 class Dropout(NamedTuple):
-    """What backends are told of the dropout of a call.
+    """The dropout of a call, as backends take it.
 
     >>> seed = torch.tensor([0])
     >>> whole = kept_everywhere(Dropout(seed, 64), 1, 1, 48, 48)
@@ -33,9 +33,9 @@ class Dropout(NamedTuple):
     >>> torch.equal(kept_everywhere(part, 1, 1, 2, 32), torch.cat([whole[..., 40:42, 32:], whole[..., 40:42, :16]], -1))
     True
 
-    The last three say, for a call on a part of a problem, where its weights stand in the whole: the words of their
-    counters, int32, on the seed's device. None: as in the call. `groups` has one entry for 16 keys, so 16 neighbouring
-    keys of the call, from a multiple of 16 on, must be such keys of the whole problem.
+    The last three are for a call on a part of a problem: the words of its counters in the whole, int32, on the seed's
+    device. None: the same as in the call. `groups` has one entry for 16 keys, so 16 neighbouring keys of the call, from
+    a multiple of 16 on, must also be 16 such keys of the whole problem.
     """
 
     seed: Tensor  # one int64
@@ -46,14 +46,14 @@ class Dropout(NamedTuple):
 
     @property
     def coordinates(self) -> dict[str, Tensor]:
-        """`rows`, `queries` and `groups` by name, as far as they are given."""
+        """The given ones of `rows`, `queries` and `groups`, by name."""
         found = {"rows": self.rows, "queries": self.queries, "groups": self.groups}
         return {name: x for name, x in found.items() if x is not None}
 
 
 def threshold(dropout_p: float) -> int:
-    """How many of 256 weights are dropped: `256 * dropout_p`, rounded and clamped to 1 .. 255; 0 only for `dropout_p =
-    0`.
+    """How many of 256 weights are dropped: 0 for `dropout_p = 0`, else `256 * dropout_p` rounded and clamped to 1 ..
+    255.
     """
     if not isinstance(dropout_p, int | float) and (
         not hasattr(dropout_p, "__float__") or getattr(dropout_p, "ndim", 0) > 0  # type: ignore[unreachable]
@@ -121,8 +121,7 @@ def kept_everywhere(dropout: Dropout, batch: int, heads: int, q_len: int, k_len:
 def kept(dropout: Dropout, row: Tensor, query: Tensor, group: Tensor) -> Tensor:
     """Which weights are kept: bool `[..., 16 * G]`, for int64 coordinates that broadcast to `[..., G]`.
 
-    In the call, `row` is batch element * Hq + query head, and `group` is key // 16. They may lie past the ends, where
-    nothing is live.
+    In the call, `row` is batch element * Hq + query head, and `group` is key // 16. They may lie past the ends.
     """
     row, query, group = (
         here if there is None else there.long().view(-1)[here.clamp(max=there.numel() - 1)]
@@ -146,6 +145,5 @@ def philox(seed: Tensor, counter: list[Tensor], rounds: int = _ROUNDS) -> list[T
 
 
 def _product(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
-    """The low and the high 32-bit word of the product of two words."""
     product = a * b  # may overflow a signed int64, which wraps to the same bits
     return product & _WORD, (product >> 32) & _WORD

@@ -1,4 +1,4 @@
-"""`explain()`: what `attention` would run for given tensors and a mask, and why."""
+"""`explain()`: the kernels that `attention` would run for given tensors and a mask, and the reasons."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ if TYPE_CHECKING:
 
 
 class Chosen(NamedTuple):
-    """The kernels of one pass, and why not those of each family before them.
-
-    family: None if the kernels that were asked for cannot serve the pass.
+    """The kernels of one pass, and why each faster family was refused. family: None if the requested kernels cannot
+    run.
     """
 
     family: str | None
@@ -91,7 +90,7 @@ def explain(
         loads by descriptors: TMA needs no registers for addresses
       dq: ...
 
-    The portable kernels know all changes of scores, those for Hopper some:
+    The portable kernels run every score modification, the Hopper kernels only some:
 
     >>> from sparseflash import scores
     >>> found = explain(q, k, v, scores=scores.bias(torch.zeros(1, 1, 4096, 1)), capability=(9, 0))
@@ -100,18 +99,17 @@ def explain(
 
     Args:
         q, k, v, mask, dropout_p, scores, backend: as for `attention`. Nothing is computed, so the tensors may be
-            uninitialised; with `capability` they and the tensors in `scores` may be on any device, including
-            "meta"; the mask may be on any device but "meta". The backward is explained for the gradients of the
-            tensors in `scores` that require them. Under a Triton that the Hopper kernels were not measured with, those
-            kernels are checked if q is on a GPU.
-        capability: a GPU's compute capability, such as (9, 0) for an H100; by default that of the GPU that q is on.
+            uninitialised. With `capability`, all tensors may be on any device, including "meta", but the mask must not
+            be on "meta". The backward is explained for the tensors in `scores` that require gradients. If the Hopper
+            kernels were not measured with the installed Triton, they are checked, provided that q is on a GPU.
+        capability: a GPU's compute capability, such as (9, 0) for an H100; by default the capability of q's GPU.
 
     Returns:
         An `Explanation`, with a `KernelChoice` for each kernel.
 
     Raises:
-        TypeError, ValueError, RuntimeError: if `attention` would. Under `torch.no_grad` it needs no backward, and the
-            answer says why there is none.
+        TypeError, ValueError, RuntimeError: if `attention` would. Under `torch.no_grad` no backward is needed, and the
+            explanation says so.
     """
     check_tensors(q, k, v)
     dropped = threshold(dropout_p)
@@ -149,7 +147,7 @@ def explain(
     if q.numel() == 0 or k.numel() == 0:
         return Explanation(name, f"{why}; there is nothing to compute", capability)
     if changes is not None:
-        changes = changes.without("temperature")  # by which the queries are divided before
+        changes = changes.without("temperature")  # the queries are divided by it before
     changes = changes if changes and changes.changes else None
     decisions, kernels, versions = api.choices(q, k, v, problem, capability, changes)
     forward, backward = (

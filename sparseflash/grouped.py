@@ -1,4 +1,4 @@
-"""Grouped heads that share a choice: the queries of a group are rows of one tile."""
+"""Attention to chosen blocks of keys, with the query heads of a group as rows of one tile."""
 
 from __future__ import annotations
 
@@ -42,17 +42,19 @@ def selected_attention(
 
         t // span is in index[b, h // group, p]   (and, if causal, t <= p + Nk - Nq)
 
-    `q` `[B, Hq, Nq, D]`, `k` and `v` `[B, Hkv, Nk, D and Dv]` as for `attention`, with `group = Hq // Hkv`. `index`:
-    integers `[Hkv, Nq, K]` or `[B, Hkv, Nq, K]`, in any order, with or without repetitions; a number that names no
-    block, such as -1, chooses nothing, and K may be 0. `span`: tokens of a block, a power of two from 16 to 256.
+    Args:
+        q, k, v: `[B, Hq, Nq, D]`, `[B, Hkv, Nk, D]` and `[B, Hkv, Nk, Dv]`, as for `attention`; `group = Hq // Hkv`.
+        index: integers `[Hkv, Nq, K]` or `[B, Hkv, Nq, K]`, in any order, with or without repetitions. A number of no
+            block, such as -1, is ignored; K may be 0.
+        span: tokens of a block, a power of two from 16 to 256.
 
     The query heads of a group are put side by side, `[B, Hkv, Nq * group, D]`, so that a tile of the kernels holds one
-    query of a whole group, and reads exactly the blocks that this query has chosen: the same scores as under
-    `masks.selected_keys(index, span=span, group=group)`, without the blocks that only its neighbours have chosen.
-    Groups of fewer than 16 heads are filled up with zeros to 16. The choice and its plan wait for nothing; gradients
-    flow to q, k and v and are deterministic.
+    query of a whole group, and reads only the blocks that this query has chosen. The live scores are the same as under
+    `masks.selected_keys(index, span=span, group=group)`, whose tiles also hold blocks that only a neighbour has chosen.
+    Groups of fewer than 16 heads are padded with zeros to 16. The host does not wait for the device. Gradients are
+    deterministic.
 
-    Raises ValueError if the shapes do not fit together or `span` is no block size.
+    Raises ValueError if the shapes do not fit together or `span` is not a block size.
 
     Source: the selected branch of NSA (Yuan et al., 2025, section 3.4).
     """
@@ -65,10 +67,10 @@ def selected_attention(
     if group > BLOCKS[-1]:
         raise ValueError(f"groups must be of at most {BLOCKS[-1]} query heads; got {group}.")
     rows = next(block for block in BLOCKS if block >= group)
-    from sparseflash.masks.block_index import mask_of_queries  # imported late: masks are no part of the core
+    from sparseflash.masks.block_index import mask_of_queries  # imported late: masks are not part of the core
 
     causal = flag(causal, "causal")
-    # A mask has at least one query and one key; without them `attention` needs none to give zeros.
+    # A mask has at least one query and one key; `attention` gives zeros without either, and needs no mask.
     mask = mask_of_queries(index, rows, span, k_len, causal) if q_len and k_len else None
     packed = torch.nn.functional.pad(
         q.unflatten(1, (kv_heads, group)).transpose(2, 3), (0, 0, 0, rows - group)
@@ -81,12 +83,10 @@ def selected_attention(
 
 
 def _by_heads(x: Tensor, group: int) -> Tensor:
-    """`[B, Hkv, Nq, rows, ...]` as `[B, Hq, Nq, ...]`."""
     return x[:, :, :, :group].transpose(2, 3).flatten(1, 2)
 
 
 def _checked_index(index: Tensor, batch: int, kv_heads: int, q_len: int, device: torch.device) -> Tensor:
-    """The lists as `[B, Hkv, Nq, K]`."""
     checked_integers(index, "index")
     shape = (1,) * (4 - index.ndim) + tuple(index.shape)
     if index.ndim not in (3, 4) or shape[0] not in (1, batch) or shape[1:3] != (kv_heads, q_len):

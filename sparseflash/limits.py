@@ -14,8 +14,7 @@ FAR = COUNT // 256  # token strides must be below: offsets in a tile, of at most
 
 
 def is_near(x: Tensor) -> bool:
-    """Whether kernels can read and write the tokens `x[b, h, n]`: the last stride is 1 and the token stride below
-    `FAR`.
+    """Whether kernels can read and write `x[b, h, n]`: the last stride is 1, and the token stride is below `FAR`.
 
     >>> import torch
     >>> x = torch.empty(2, 3, 128, 64, device="meta")

@@ -26,7 +26,6 @@ def check_pattern(pattern: object) -> None:
 
 
 def _call(pattern: Pattern | None, q_len: int, k_len: int, **_: Any) -> None:
-    """Calls a pattern as `mask_of_lengths` does, for torch.compile."""
     if callable(pattern):
         if _is_rule(pattern):
             call_rules(2, pattern)
@@ -42,10 +41,11 @@ def mask_of_lengths(pattern: Pattern | None, q_len: int, k_len: int, *, block: B
     >>> mask_of_lengths(masks.causal, 100, 100) == mask_of_lengths(lambda q, k: k <= q, 100, 100) == masks.causal(100)
     True
 
-    pattern: a function that needs one argument gets the length, or both if they differ, and returns the mask; one that
-        needs two arguments is a rule for the positions of queries and keys, in which the last query and the last key
-        are at the same position; None: all scores are live.
-    block: tokens per side of a tile, for the mask of a rule and of None; other patterns choose their own.
+    Args:
+        pattern: a function of one argument takes the length, or both lengths if they differ, and returns the mask. A
+            function of two arguments is a rule for the positions of queries and keys, where the last query and the last
+            key are at the same position. None: all scores are live.
+        block: tokens per side of a tile, for the mask of a rule and of None; other patterns choose their own.
     """
     if pattern is None:
         return BlockMask.dense(q_len, k_len, block=block)
@@ -63,7 +63,7 @@ def mask_of_lengths(pattern: Pattern | None, q_len: int, k_len: int, *, block: B
 
 
 def _is_rule(pattern: Pattern) -> bool:
-    """Whether a function needs two positions, and not one length."""
+    """Whether a function takes two positions, and not one length."""
     try:
         parameters = inspect.signature(pattern).parameters.values()
     except ValueError:  # of a function in C, such as torch.ge

@@ -1,4 +1,4 @@
-"""What `attention` answers to keywords of other attentions: how to do the same here, or that it cannot be done."""
+"""Advice for keywords of other attentions: how to do the same here, or that it cannot be done."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _CAUSAL = (
     "masks.causal(..., offset=0)"
 )
 _WEIGHTS = (
-    "attention weights are never all in memory. With return_lse=True, those of a few queries are "
+    "attention weights are never all in memory. With return_lse=True, the weights of a few queries are "
     "exp(scale * q @ k.mT - lse[..., None]), where the mask is live"
 )
 REMEDIES = {

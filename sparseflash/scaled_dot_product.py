@@ -42,14 +42,13 @@ def sdpa(
     Args:
         query, key, value: `[..., Hq, Nq, D]`, `[..., Hkv, Nk, D]` and `[..., Hkv, Nk, Dv]`, of 2 to 4 dimensions.
         attn_mask: which scores are live. A `BlockMask`; or a bool tensor, True where a score is live, of 2 to 4
-            dimensions that broadcast to `[B, Hq, Nq, Nk]`; or a floating tensor that is added to the scores. Of a
-            floating one, entries of -inf are dead, as in a mask, and the others are added to live scores and get
-            gradients. Large negative numbers such as `torch.finfo(dtype).min` are numbers like others: they are added
-            and save no work. To save it, make dead what they are meant to make dead:
-            `attn_mask.masked_fill(attn_mask <= torch.finfo(attn_mask.dtype).min, -torch.inf)`.
-        dropout_p, scale: as for `attention`. A dropout from the same generator drops other weights than PyTorch's.
-        is_causal: query i sees keys 0..i: aligned at the upper left, as PyTorch aligns it, unlike `masks.causal`,
-            whose default is the lower right. They differ if Nq and Nk do.
+            dimensions that broadcast to `[B, Hq, Nq, Nk]`; or a floating tensor that is added to the scores. Entries of
+            -inf in a floating tensor are dead; the others are added to live scores and receive gradients. Large
+            negative numbers such as `torch.finfo(dtype).min` are finite: they are added, and save no work. To save it,
+            make them dead: `attn_mask.masked_fill(attn_mask <= torch.finfo(attn_mask.dtype).min, -torch.inf)`.
+        dropout_p, scale: as for `attention`. With the same generator, other weights are dropped than in PyTorch.
+        is_causal: query i sees keys 0..i. The diagonal starts at the upper left, as in PyTorch; `masks.causal` aligns
+            it at the lower right by default, which differs unless Nq = Nk.
         enable_gqa: allows Hkv to be a divisor of Hq.
         block: tokens per side of a tile of the mask that a tensor, or `is_causal`, becomes.
         backend: as for `attention`.
@@ -61,11 +60,10 @@ def sdpa(
         TypeError, ValueError: the arguments do not fit together; `attn_mask` and `is_causal` are both given, as in
             PyTorch; a floating `attn_mask` has NaN or +inf.
 
-    A tensor is converted at every call, because what it holds may change between calls. That takes time in proportion
-    to its size: for 2048 x 2048 scores on one CPU core 4 ms if they are causal, 28 ms if they are random; on a GPU the
-    host waits for it. So convert a mask that stays the same once, `interop.from_sdpa(attn_mask)`, and pass that. The
-    mask of `is_causal` is kept. In code compiled by `torch.compile` a tensor breaks the graph; a `BlockMask` and
-    `is_causal` do not.
+    A tensor is converted at every call, because its contents may change between calls. The time grows with its size,
+    and on a GPU the host waits for it. So convert a mask that stays the same once, with `interop.from_sdpa(attn_mask)`,
+    and pass the result. The mask of `is_causal` is cached. In code compiled by `torch.compile` a tensor breaks the
+    graph; a `BlockMask` and `is_causal` do not.
     """
     for name, x in (("query", query), ("key", key), ("value", value)):
         dense_tensor(x, name)
@@ -105,7 +103,7 @@ def upper_left(q_len: int, k_len: int, block: Block, device: torch.device) -> Bl
 
 @bounded_tensors(maxsize=32)
 def _upper_left(q_len: int, k_len: int, block: Block, device: torch.device) -> BlockMask:
-    with torch.inference_mode(False):  # or a later training step could not use it
+    with torch.inference_mode(False):  # otherwise a later training step could not use it
         return causal(q_len, k_len, offset=0, block=block).to(device)
 
 
@@ -117,13 +115,13 @@ def live_and_bias(
     attn_mask: Tensor, q_len: int, k_len: int, block: Block = 128, name: str = "attn_mask",
     *, device: torch.device | None = None,
 ) -> tuple[BlockMask | None, Bias | None]:  # fmt: skip
-    """What an `attn_mask` of PyTorch leaves live (None: all scores), and what it adds to them (None: nothing).
+    """`(live scores of an attn_mask of PyTorch, None: all; the bias that it adds, None: nothing)`.
 
     >>> live, added = live_and_bias(torch.tensor([[0.0, -torch.inf], [0.5, 0.0]]), 2, 2, block=16)
     >>> live.to_dense()[0, 0].tolist(), added.values[0, 0].tolist()
     ([[True, False], [True, True]], [[0.0, -inf], [0.5, 0.0]])
 
-    device: where the mask of a `CausalBias` is needed, which has no numbers of its own; the CPU by default.
+    device: where the mask of a `CausalBias`, which has no tensor, is needed; the CPU by default.
     """
     if isinstance(attn_mask, CausalBias):  # a mask that PyTorch describes in two numbers
         upper = attn_mask.variant is CausalVariant.UPPER_LEFT

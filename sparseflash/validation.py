@@ -85,10 +85,7 @@ def _explain(q: Tensor, k: Tensor, v: Tensor) -> NoReturn:
 
 
 def check_mask(mask: BlockMask, q: Tensor, k: Tensor, *, any_device: bool = False) -> None:
-    """Raises TypeError or ValueError unless this is a mask for these queries and keys.
-
-    any_device: it may lie on another device than they do.
-    """
+    """Raises TypeError or ValueError unless the mask fits the queries and keys. any_device: the devices may differ."""
     if not isinstance(mask, BlockMask):
         raise TypeError(f"mask must be a sparseflash BlockMask or None; got {described(mask)} ({MADE_FROM}).")
     if (mask.q_len, mask.k_len) != (q.shape[2], k.shape[2]):
@@ -129,9 +126,10 @@ def prepared_scores(
     scores: object, q: Tensor, k: Tensor, mask: BlockMask | None, lengths: tuple[int, int] | None = None, *,
     any_device: bool = False,
 ) -> Scores | None:  # fmt: skip
-    """The changes of scores as backends take them; None if there are none. Raises TypeError or ValueError if they do
-    not fit. `lengths`: Nq and Nk of the whole problem, if `q` and `k` are a part of it. any_device: their tensors may
-    be on another device than q, all on the same.
+    """The score modifications as backends take them, or None. Raises TypeError or ValueError if they do not fit.
+
+    lengths: Nq and Nk of the whole problem, if `q` and `k` are a part of it. any_device: their tensors may be on
+    another device than q, all on the same.
     """
     if scores is None:
         return None

@@ -21,7 +21,7 @@ from sparseflash.masks.documents import documents
 from sparseflash.pattern import Pattern, check_pattern, mask_of_lengths
 
 _masks = BoundedDict(32)  # by lengths, pattern, block and device
-_sums = BoundedDict(32)  # the running sums of tensors on GPUs, which layer after layer passes, by id
+_sums = BoundedDict(32)  # the running sums of tensors on GPUs, by id: every layer passes the same tensor
 
 
 @overload
@@ -84,15 +84,14 @@ def attention_varlen(
         q: queries of all sequences, `[total_q, Hq, D]`, as FlashAttention's variable-length functions take them; or a
             nested tensor `[B, Nq, Hq, D]`, or `[B, Hq, Nq, D]` by `transpose(1, 2)`.
         k, v: keys `[total_k, Hkv, D]` and values `[total_k, Hkv, Dv]`, or nested tensors.
-        cu_seqlens_q: the running sums of the sequences' lengths, from 0 to `total_q`: integers `[B + 1]`, a list or a
+        cu_seqlens_q: the running sums of the query lengths, from 0 to `total_q`: integers `[B + 1]`, a list or a
             tensor. A sequence may be empty.
-        cu_seqlens_k: those of the keys; by default those of the queries.
-        pattern: what is live within a sequence. A function that needs one argument, such as `masks.causal`, returns the
-            mask of a sequence of that many tokens; if a sequence has other numbers of queries and keys, it gets both.
-            (Most masks are then aligned at the bottom right: the last query sees the last key.) A function that needs
-            two arguments is a rule, as for `BlockMask.from_function`: it gets the positions of queries and keys, int64
-            tensors, in which the last query and the last key of a sequence are at the same position. None: everything
-            within a sequence is live.
+        cu_seqlens_k: the running sums of the key lengths; by default `cu_seqlens_q`.
+        pattern: the live scores within a sequence; None: all. A function of one argument, such as `masks.causal`, takes
+            the length and returns the mask; if a sequence has different numbers of queries and keys, it takes both, and
+            most masks then align the last query with the last key. A function of two arguments is a rule, as for
+            `BlockMask.from_function`: it takes the positions of queries and keys, int64 tensors, where the last query
+            and the last key of a sequence are at the same position.
         block: tokens per side of a tile, for the mask of a rule and of None; other patterns choose their own.
         scale, return_lse, dropout_p, seed, backend: as for `attention`; lse is `[Hq, total_q]`.
 
@@ -103,12 +102,11 @@ def attention_varlen(
         TypeError, ValueError: the arguments do not fit together.
 
     One mask is made for the packed tokens, from the masks of the distinct lengths, without any N x N matrix. It is
-    cached for these lengths and this `pattern`, so give the same function object at every call, not a new lambda. The
-    lengths are read on the host: give `cu_seqlens` on the CPU, or else the first call with a tensor on a GPU waits for
-    it; in compiled code that breaks the graph. In what `torch.export` exports (`strict=False`), and under
-    `FakeTensorMode`, the mask is a constant, so the lengths must be a list or a tensor from outside. To make the mask
-    yourself, once for all layers, call `varlen_mask`; `attention` takes it, and with it `scores`, which are no argument
-    here.
+    cached by lengths and `pattern`, so pass the same function object at every call, not a new lambda. The lengths are
+    read on the host: pass `cu_seqlens` on the CPU, or else the first call with a tensor on a GPU waits for it, and in
+    compiled code it breaks the graph. In `torch.export` (`strict=False`) and under `FakeTensorMode` the mask is a
+    constant, so the lengths must be a list or a tensor from outside. To use `scores`, or to make the mask once for all
+    layers, call `varlen_mask` and pass its mask to `attention`.
     """
     if any(isinstance(x, Tensor) and x.is_nested for x in (q, k, v)):
         if cu_seqlens_q is not None or cu_seqlens_k is not None:
@@ -135,7 +133,6 @@ def attention_varlen(
 def _nested(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern | None, block: Block, *options: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`attention_varlen` of nested tensors."""
     packed: list[Any] = []  # annotations of nested tensors lack their methods
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or not x.is_nested or x.layout != torch.jagged or x.ndim != 4:
@@ -174,13 +171,13 @@ def varlen_mask(
     cu_seqlens_q: Any, cu_seqlens_k: Any = None, pattern: Pattern | None = None, *, block: Block = 128,
     device: torch.device | str = "cpu",
 ) -> BlockMask:  # fmt: skip
-    """The mask of packed sequences that `attention_varlen` uses: within each sequence what the pattern says.
+    """The mask of packed sequences that `attention_varlen` uses: the pattern within each sequence.
 
     >>> from sparseflash import masks
     >>> varlen_mask([0, 1000, 4000, 4096], pattern=masks.causal) == masks.documents([1000, 3000, 96], causal=True)
     True
 
-    The arguments are those of `attention_varlen`. Made once for these lengths and this pattern, and cached.
+    The arguments are the same as for `attention_varlen`. The mask is cached by lengths and pattern.
     """
     mask: BlockMask | None = _mask_and_lengths(cu_seqlens_q, cu_seqlens_k, pattern, block, device)[0]
     if mask is None:
@@ -195,7 +192,7 @@ def varlen_mask(
 def _mask_and_lengths(
     cu_seqlens_q: Any, cu_seqlens_k: Any, pattern: Pattern | None, block: Block, device: torch.device | str
 ) -> tuple[BlockMask | None, int, int]:
-    """`(mask, queries, keys)` of all sequences together; without a query or a key there is no mask, and no need."""
+    """`(mask, queries, keys)` of all sequences together; the mask is None without a query or a key."""
     with contents_when_faking():
         q_sums = _running_sums(cu_seqlens_q, "cu_seqlens_q")
         k_sums = q_sums if cu_seqlens_k is None else _running_sums(cu_seqlens_k, "cu_seqlens_k")
@@ -236,9 +233,7 @@ def _made(q_sums: tuple[int, ...], k_sums: tuple[int, ...], pattern: Pattern | N
 
 
 def _running_sums(values: Any, name: str) -> tuple[int, ...]:
-    """Running sums as Python integers, checked. Those of a tensor on a GPU are read once for as long as it is not
-    written to.
-    """
+    """Running sums as Python integers, checked. A tensor on a GPU is read again only after it was written to."""
     remembered = isinstance(values, Tensor) and values.device.type != "cpu" and not values.is_inference()
     if remembered and (found := _sums.get(id(values))) is not None and found[1] == values._version:
         return found[2]  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""What the tests of the algebra share: the judgement of a result, and what making it took."""
+"""Shared checks of the mask algebra: a result's correctness, time and memory."""
 
 import time
 from pathlib import Path
@@ -19,11 +19,11 @@ def assert_is(mask, dense):
 
 
 def peak_of(action):
-    """`(result, seconds, megabytes)`: CPU time of this process, and how far its memory rose above what it was."""
+    """`(result, seconds, megabytes)`: CPU time of this process, and the growth of its memory at the peak."""
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("the peak of memory is read from /proc")
-    with threads(1):  # so that CPU time is work, not threads that wait
-        action()  # what is allocated once only
+    with threads(1):  # so that CPU time is work, not waiting threads
+        action()  # allocations that happen only once
         Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
         before, start = _kilobytes("VmRSS"), time.process_time()
         result = action()

@@ -1,7 +1,7 @@
-"""In the interpreter, kernels read and write nothing but their arguments.
+"""Checks that kernels read and write only their arguments, in the interpreter.
 
-A GPU stops at an address that is nobody's, and only there: a page further on it reads what belongs to another. The
-interpreter reads the host's memory, where nearly every address is somebody's. So every address is looked up.
+A GPU stops only at an address outside all allocated pages. The interpreter reads the host's memory, where nearly every
+address is valid. So every address is looked up.
 """
 
 from bisect import bisect_right
@@ -14,7 +14,7 @@ least, most = np.minimum.reduce, np.maximum.reduce
 
 
 def watch_addresses(monkeypatch):
-    """From now on the interpreter stops at an address outside the tensors that the kernel was given."""
+    """The interpreter then stops at an address outside the tensors that the kernel was given."""
     call = interpreter.GridExecutor.__call__
     load, store = (getattr(interpreter.InterpreterBuilder, f"create_masked_{way}") for way in ("load", "store"))
     arguments = Extents([])
@@ -46,12 +46,11 @@ class Extents:
     def __init__(self, tensors):
         found = sorted(extent(x) for x in tensors if x.numel() > 0)
         self._start = np.array([start for start, _ in found], dtype=np.uint64)
-        # Of all that start no later: views of one buffer lie inside each other.
+        # All tensors that start no later, because views of one buffer overlap.
         self._stop = np.maximum.accumulate(np.array([stop for _, stop in found], dtype=np.uint64))
         self._starts, self._stops = self._start.tolist(), self._stop.tolist()
 
     def check(self, pointers, mask, does):
-        """Raises IndexError if an address that the mask lets through is not inside."""
         # Descriptors of Triton 3.7 pass an array, whose `data` is its memory.
         live = mask if isinstance(mask, np.ndarray) else mask.data
         at = pointers.data
@@ -62,7 +61,7 @@ class Extents:
         size = pointers.get_element_ty().primitive_bitwidth // 8
         first = bisect_right(self._starts, least(at, None).item())
         if first > 0 and most(at, None).item() + size <= self._stops[first - 1]:
-            return  # all in one tensor, as nearly always
+            return  # all in one tensor, the usual case
         at, size = at.astype(np.uint64), np.uint64(size)
         before = np.searchsorted(self._start, at, side="right")
         inside = before > 0

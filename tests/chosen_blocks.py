@@ -1,4 +1,4 @@
-"""Sizes and scores to choose from, and what a mask that was chosen from them must keep."""
+"""Sizes and scores for choices, and the scores that a chosen mask must keep."""
 
 import importlib
 from unittest import mock
@@ -10,7 +10,7 @@ from sparseflash import BlockMask, masks
 from sparseflash.masks import fused
 from strategies import blocks, lengths
 
-antidiagonal = importlib.import_module("sparseflash.masks.antidiagonal_scores")  # the name is the function's, too
+antidiagonal = importlib.import_module("sparseflash.masks.antidiagonal_scores")  # the function has the same name
 
 MOST = 150
 BLOCKS = (16, 32, 64)
@@ -23,7 +23,6 @@ INTEGERS = st.sampled_from(
 
 
 def by(way):
-    """Makes CPU tensors go one of the ways."""
     return mock.patch.object(fused, "_DEVICES", ["cpu"] if way == "kernels" else [])
 
 

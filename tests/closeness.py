@@ -10,7 +10,7 @@ from sparseflash.testing.comparison import compare_with_draws
 
 
 class Results(NamedTuple):
-    """What an attention gives: `out`, `lse` and the three gradients."""
+    """`out`, `lse` and the three gradients of an attention."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -23,11 +23,11 @@ NAMES = Results._fields
 
 
 def assert_exact(got, truth, draws, factor, label, score_magnitude=0.0):
-    """Every result of `got` is within its yardstick; `label` goes to the record of a long run.
+    """Every result of `got` is within its yardstick; `label` is for the record of a long run.
 
-    `draws`: plain results and the truth of each draw, by name; `factor`: of their errors. No more draws are made than
-    suffice, or, for a record, than bring the errors to half of what is allowed. `score_magnitude`, the largest sum of
-    absolute products that makes a score, is the magnitude of lse.
+    `draws`: plain results and the truth of each draw, by name; `factor`: of their errors. Draws stop once they suffice,
+    or, for a record, once the errors are half of the allowed ones. `score_magnitude`, the largest sum of absolute
+    products that makes a score, is the magnitude of lse.
     """
     recorded = os.environ.get("SPARSEFLASH_EXACTNESS")
     by_name = (dict(zip(NAMES, values, strict=True)) for values in (got, truth))
@@ -40,7 +40,6 @@ def assert_exact(got, truth, draws, factor, label, score_magnitude=0.0):
 
 
 def _record(folder, label, ratios):
-    """Appends to a file of the folder that experiments.benchmarks.exactness reads."""
     os.makedirs(folder, exist_ok=True)
     with open(os.path.join(folder, f"{os.getpid()}.jsonl"), "a") as file:
         file.write(json.dumps({**label, **ratios}) + "\n")

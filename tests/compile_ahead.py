@@ -1,9 +1,9 @@
-"""Compiles what the exactness tests run on a GPU, where there is none: `pytest -m gpu --compile-ahead`.
+"""Compiles the kernels of the exactness tests on a machine without a GPU: `pytest -m gpu --compile-ahead`.
 
 Every kernel is compiled for an H100 as the test would launch it, and not started; nothing is computed or compared. A
-test fails where a kernel does not compile, asks for more shared memory than there is, or reads one address under two
-layouts. What is compiled stays in Triton's cache, so that the same Triton on a machine with a GPU need not compile it
-again. Tests that compare in other ways than `exactness.check` and `scored.check` are left out.
+test fails if a kernel does not compile, needs more shared memory than the GPU has, or reads one address under two
+layouts. The compiled kernels stay in Triton's cache, so that the same Triton on a machine with a GPU need not compile
+them again. Tests that compare in other ways than `exactness.check` and `scored.check` are left out.
 """
 
 from contextlib import ExitStack
@@ -16,13 +16,12 @@ from sparseflash.backends.triton.shared_memory import shared_memory
 ARCH = 90
 SHARED_MEMORY = shared_memory(ARCH)
 
-_checked = set()  # the code that has been looked at
+_checked = set()  # checked code
 
 
 def is_compiled(item):
-    """Whether a test does no more than compare results by one of the functions that are replaced."""
     of_module = getattr(getattr(item, "module", None), "check", None)
-    is_replaced = of_module in (exactness.check, scored.check)  # others need a GPU for what they look at
+    is_replaced = of_module in (exactness.check, scored.check)  # others read results of a GPU
     return item.get_closest_marker("gpu") is not None and is_replaced and "exact_on_the_gpu" in item.name
 
 
@@ -36,7 +35,7 @@ def compiling(modules):
         def compiles(results):
             def check(case, backend, device="cpu", arithmetic=None):
                 compiled.clear()
-                results(case, backend, "cpu")  # where launches only compile, so these are nobody's numbers
+                results(case, backend, "cpu")  # launches only compile, so the numbers are arbitrary
                 for name, kernel in compiled:
                     inspect(name, kernel)
 

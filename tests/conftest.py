@@ -1,4 +1,4 @@
-"""What holds for the whole test run: Hypothesis profiles, Triton's mode, threads.
+"""Settings of the whole test run: Hypothesis profiles, Triton's mode, threads.
 
 Triton decides between its interpreter and its compiler when it is imported, so one run has one mode:
 
@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, settings
 settings.register_profile(
     "dev", max_examples=25, deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
 )
-# CI draws the same examples every time: what turns it red is the change, not the draw.
+# CI draws the same examples every time: a failure is due to the change, not to the draw.
 settings.register_profile("ci", parent=settings.get_profile("dev"), derandomize=True)
 settings.register_profile("long", parent=settings.get_profile("dev"), max_examples=1000)
 # With it, tests/backends/test_exactness.py draws more than 20,000 cases with -m gpu.
@@ -54,24 +54,24 @@ def pytest_configure(config):
     else:
         os.environ["TRITON_INTERPRET"] = "1"
 
-    gc.set_threshold(1_000_000, 20, 100)  # each example makes as many objects as would start a collection at 700
+    gc.set_threshold(1_000_000, 20, 100)  # at the default of 700, every example would start a collection
 
     if "PYTEST_XDIST_WORKER" in os.environ:
         import torch
 
         torch.set_num_threads(1)  # the workers share the cores already
-        if asks_for_gpu(config) and torch.cuda.device_count() > 1:  # and the GPUs; tests of several find all of them
+        if asks_for_gpu(config) and torch.cuda.device_count() > 1:  # workers share the GPUs, too
             worker = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
             torch.cuda.set_device(worker % torch.cuda.device_count())
 
 
 def pytest_collection_finish():
-    """What is here before the first test stays: millions of objects, through which each full collection would go."""
+    """Freezes all objects before the first test, so that full collections skip millions of them."""
     gc.freeze()
 
 
 def pytest_sessionfinish():
-    gc.unfreeze()  # else Triton's bindings complain, at the end, of what is left
+    gc.unfreeze()  # otherwise Triton's bindings complain of leaks at exit
 
 
 @pytest.hookimpl(wrapper=True)
@@ -86,14 +86,14 @@ def pytest_runtest_call(item):
 def pytest_runtest_teardown(item, nextitem):
     result = yield
     if (nextitem is None or nextitem.path != item.path) and not asks_for_gpu(item.config):
-        # What a file of tests leaves stays as well, but for its garbage, which would add up to gigabytes. Later files
-        # would take up to half a second for each collection that they ask for. On a GPU, memory may be held by it.
+        # Objects of earlier test files are frozen as well, without their garbage, which could add up to gigabytes and
+        # hold GPU memory. Otherwise each collection in later files takes up to half a second.
         gc.collect()
         gc.freeze()
     if "PYTEST_XDIST_WORKER" in os.environ:
         import torch
 
-        # Two threads in each of two workers wait for one another: whole files of tests took five times as long.
+        # Two threads in each of two workers wait for one another, which slows down whole test files.
         left = torch.get_num_threads()
         torch.set_num_threads(1)
         assert left == 1, f"a test must leave PyTorch with the one thread that it found; got {left}"
@@ -132,14 +132,14 @@ def kernels_are_compiled_ahead(request):
 
 @pytest.fixture
 def small_blocks_of_dense_attention(monkeypatch):
-    """In the interpreter a tile takes its time, however few tokens are in it."""
+    """In the interpreter the time depends on the number of tiles, not of tokens."""
     from sparseflash.backends import problem
 
     monkeypatch.setattr(problem, "DENSE_BLOCK", 16)
 
 
-# The files whose tests take longest, in the interpreter or the compiler. A worker of pytest-xdist starts with a run of
-# tests, and others take over from its end: what is long must not come last, or one worker is left alone with it.
+# The slowest test files, in the interpreter or the compiler. A worker of pytest-xdist starts with a run of tests, and
+# others take over from its end: slow files must not come last, or one worker is left alone with them.
 _LONG = (
     "test_distributed_attention.py",
     "test_compile.py",

@@ -12,8 +12,8 @@ from strategies import SEEDS, Recipe, problems
 
 
 def made_dynamic(mask, seed):
-    """The same scores in arrays that are not canonical: patterns split and shuffled and one that no head uses, dead
-    tiles added, bits repeated, full, dead, unused and shuffled, and room for more tiles."""
+    """The same scores in arrays that are not canonical: patterns are split, shuffled and added without users, tiles may
+    be dead, bits repeated, full, dead, unused and shuffled, and capacity is left."""
     rng = np.random.default_rng(seed)
     row_blocks, col_blocks = mask.blocks
     indptr, indices, tile = (x.numpy() for x in (mask.indptr, mask.indices, mask.tile))
@@ -56,8 +56,6 @@ def made_dynamic(mask, seed):
 
 @dataclass(frozen=True)
 class Loosened:
-    """A recipe whose mask is made dynamic."""
-
     recipe: Recipe
     seed: int
 
@@ -66,6 +64,5 @@ class Loosened:
 
 
 def dynamic_problems(**sizes):
-    """As `problems`, all with dynamic masks."""
     drawn = problems(value_dims=(16,), **sizes).filter(lambda problem: problem.recipe is not None)
     return st.builds(lambda p, seed: replace(p, recipe=Loosened(p.recipe, seed)), drawn, SEEDS)

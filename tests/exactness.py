@@ -1,4 +1,4 @@
-"""A backend held against dense attention in fp64, on drawn problems."""
+"""Compares a backend with dense attention in fp64, on drawn problems."""
 
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,12 +15,12 @@ from sparseflash.backends.triton.overrides import override
 from strategies import Problem, Recipe
 
 HALF = (torch.float16, torch.bfloat16)
-LARGE_SCORES = (1e3, 1e4, 1e5, 1e6)  # as far as `attention` says how far off gradients are in half precision
+LARGE_SCORES = (1e3, 1e4, 1e5, 1e6)  # `attention` states the error of half-precision gradients up to here
 
 
 @contextmanager
 def new_memory_is_nan():
-    """Fills what PyTorch allocates without writing to it, which on the CPU often happens to be zeros."""
+    """Fills newly allocated memory, which on the CPU often happens to be zeros."""
     assert torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     try:
@@ -30,12 +30,12 @@ def new_memory_is_nan():
 
 
 def time_for_examples(seconds):
-    """The time limit of a test that takes at most so many seconds with 25 examples, the fewest of a profile."""
+    """The time limit of a test that takes at most `seconds` with 25 examples, the fewest of a profile."""
     return seconds * max(1.0, settings().max_examples / 25)
 
 
 def results(problem, backend, device, dtype=None):
-    """What a backend makes of a problem, its inputs first rounded to the problem's dtype, then cast."""
+    """A backend's results for a problem, its inputs first rounded to the problem's dtype, then cast."""
     q, k, v, dout, dlse = problem.tensors(device)
     if dtype is not None:
         q, k, v = (x.detach().to(dtype).requires_grad_() for x in (q, k, v))
@@ -69,12 +69,12 @@ def cut_to_tf32(x):
 
 
 def plain():
-    """Inside, the reference rounds every step to its inputs' dtype, as a plain implementation does."""
+    """Inside, the reference rounds every step to its inputs' dtype, as a plain implementation would."""
     return mock.patch.object(reference, "attention", reference.plain_attention)
 
 
 def plain_results(problem, device, arithmetic):
-    """The reference in the problem's own dtype. PyTorch takes TF32 for some shapes only, so here it is written out."""
+    """The reference in the problem's own dtype. TF32 is written out, because PyTorch uses it for some shapes only."""
     if arithmetic != "tf32":
         with plain():
             return results(problem, "reference", device)
@@ -83,8 +83,8 @@ def plain_results(problem, device, arithmetic):
 
 
 def plain_draws(problem, device, arithmetic, truth=None):
-    """Results of the plain implementation and the truth, by name, for four draws of the values at least; and what its
-    errors are multiplied by. truth: that of the problem, if it is known.
+    """Results of the plain implementation and the truth, by name, for at least four draws of the values; and the factor
+    of its errors. truth: the truth of the problem, if known.
     """
     dtype, factor = testing.plain_dtype(problem.dtype)
     if truth is None:
@@ -100,14 +100,13 @@ def plain_draws(problem, device, arithmetic, truth=None):
 
 
 def check(problem, backend, device="cpu", arithmetic=None):
-    # The weights of keys past a sequence's end may be too large for fp16; they are in rows that are cleared at the end.
+    # The weights of keys past a sequence's end may be too large for fp16, in rows that are cleared at the end.
     with np.errstate(over="ignore", invalid="ignore"):  # of the interpreter's numpy
         got = results(problem, backend, device)
     check_results(problem, got, backend, device, arithmetic)
 
 
 def check_results(problem, got, backend, device="cpu", arithmetic=None):
-    """`check` for results that something else has made."""
     truth = results(problem, "reference", device, torch.float64)
     label = {
         "backend": backend,
@@ -123,7 +122,6 @@ def check_results(problem, got, backend, device="cpu", arithmetic=None):
 
 
 def score_magnitude(problem):
-    """The largest `|scale| * sum |q| |k|` of any score."""
     q, k = (x.detach().double().abs() for x in problem.tensors()[:2])
     k = k.repeat_interleave(problem.heads // problem.kv_heads, dim=1)
     scale = problem.dim**-0.5 if problem.scale is None else abs(problem.scale)
@@ -131,12 +129,11 @@ def score_magnitude(problem):
 
 
 def loads(way):
-    """The kernel loads its tiles by tensor descriptors whenever the tensors allow it, or always by pointers."""
+    """The kernel loads its tiles by tensor descriptors if the tensors allow it, or always by pointers."""
     return override(descriptors=way == "descriptors")
 
 
 def spread_out(dim, dtype, tokens=200, lengths=(200, 141), block=128, seed=7):
-    """A problem with full, partial and dead tiles, a ragged end, empty rows and columns and padding."""
     arguments = {"q_len": tokens, "k_len": tokens, "block": (block, block), "heads": [[0, 1]], "holes": "none",
                  "patterns": [["full", "dead"], ["upper", "random"]], "seed": seed}  # fmt: skip
     return Problem(
@@ -145,7 +142,7 @@ def spread_out(dim, dtype, tokens=200, lengths=(200, 141), block=128, seed=7):
     )  # fmt: skip
 
 
-# As small as can be with blocks as large as the largest tile of the tables: the interpreter is slow.
+# The smallest problem with blocks as large as the largest tile of the tables: the interpreter is slow.
 HALF_SIZES = {"tokens": 136, "lengths": (131,), "block": 128}
 
 
@@ -162,7 +159,6 @@ def sizes_for(arithmetic, dim):
 
 
 def gradients_by(backend):
-    """What `check_weights_of_one` takes."""
 
     def gradients_of(q, k, v, dout, mask, scale):
         q, k, v = (x.requires_grad_() for x in (q, k, v))
@@ -172,10 +168,10 @@ def gradients_by(backend):
 
 
 def check_weights_of_one(largest, gradients_of, dim=64, device="cpu"):
-    """With one key a query has the weight 1, so its dout arrives at its value as it is, but for what `attention` allows
-    itself in half precision, the score, of which none is above `largest`, times 2^-20, and the rounding of dv to fp16.
+    """Checks dv of queries with one key, whose weight is 1, so that dout arrives at the value unchanged.
 
-    `gradients_of(q, k, v, dout, mask, scale)`: dq, dk and dv.
+    Allowed errors: the score, at most `largest`, times 2^-20, as documented by `attention`, and the rounding of dv to
+    fp16. `gradients_of(q, k, v, dout, mask, scale)`: dq, dk and dv.
     """
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(1, 2, 48, dim, generator=generator).half().to(device) for _ in range(4))

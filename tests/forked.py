@@ -1,11 +1,11 @@
-"""Processes that begin with PyTorch imported: forks of a server that has imported it once.
+"""Processes that start with PyTorch imported: forks of a server that has imported it once.
 
     server = Server("torch", environment={**os.environ, "TRITON_INTERPRET": "1"})
     process = server.start(function, arguments)  # a multiprocessing.Process
     done = python("-c", "print(1)")  # as subprocess.run would return it; or "-m", module, and its arguments
     ranks(function, *arguments, processes=2)  # as torchrun would call it, twice
 
-Python takes seconds for these imports, and a process of the tests itself must not be forked: it has threads.
+The imports take seconds, and a process of the tests itself must not be forked, because it has threads.
 """
 
 import multiprocessing
@@ -49,7 +49,7 @@ class Server:
 @cache
 def interpreting():
     """The server whose processes run kernels as this one does, with one thread each."""
-    # What a process group and its kernels need, too.
+    # A process group and its kernels need these, too.
     modules = ("torch.distributed.nn", "torch.distributed.device_mesh", "sparseflash.distributed", "triton.language")
     trainers = ("experiments.lra.train", "experiments.lm.train")
     return Server(*modules, *trainers, environment={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -57,14 +57,14 @@ def interpreting():
 
 @cache
 def after_torch():
-    """The server whose processes have imported PyTorch, and nothing of sparseflash or of what it needs."""
+    """The server whose processes have imported PyTorch, but nothing of sparseflash."""
     return Server(
         "torch", environment={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     )
 
 
 def python(*words, server=None, environment=None):
-    """What `python -m MODULE ...` or `python -c SOURCE` did in the project's folder: its status and its output.
+    """The status and output of `python -m MODULE ...` or `python -c SOURCE` in the project's folder.
 
     In a fork of `server`, or else of `after_torch()`, and in the server's environment unless another is given.
     """
@@ -79,7 +79,6 @@ def python(*words, server=None, environment=None):
 
 
 def started(*words, folder, server=None, environment=None):
-    """The process of `python`, which writes into `stdout` and `stderr` of the folder."""
     words = [str(word) for word in words]
     return (server or after_torch()).start(_run, (words, Path(folder), environment), daemon=False)
 
@@ -115,9 +114,9 @@ def execute_in_threads(threads, *words):
 
 
 def ranks(function, *arguments, processes):
-    """Calls the function in several processes, in which the environment is as torchrun makes it.
+    """Calls the function in several processes, in an environment like torchrun's.
 
-    Returns what each has written. Raises AssertionError with the output of all if one fails; the others are ended.
+    Returns the output of each. Raises AssertionError with the output of all if one fails; the others are ended.
     """
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     shared = {
@@ -145,7 +144,7 @@ def ranks(function, *arguments, processes):
 
 
 def redirected(number, path):
-    """What this process writes to a file descriptor goes to a file from now on."""
+    """Redirects this process's writes to a file descriptor to a file."""
     os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
 
 

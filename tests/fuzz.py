@@ -1,11 +1,11 @@
-"""Wild calls of the public API, and what must become of each: a right result, or one clear error of the library's own.
+"""Random calls of the public API: each must give a right result, or one clear error raised by the library itself.
 
     PYTHONPATH=.:tests python tests/fuzz.py --calls 20000 --seconds 540 --record calls.json [--device cuda]
 
-runs more of them than the tests do, by families in turn, and counts what was drawn and how it ended. With `--record`, a
-later run goes on where one stopped, with other seeds. An error is the library's own if a
-`raise` of the library raised it, as ValueError, TypeError, NotImplementedError or RuntimeError, with a text; one that
-PyTorch, NumPy or Python raises from inside is a bug, as is any other kind.
+runs more calls than the tests do, by families in turn, and counts how they ended. With `--record`, a later run
+continues with other seeds. An error counts as the library's own if a `raise` of the library raised it, as ValueError,
+TypeError, NotImplementedError or RuntimeError, with a text; an error that PyTorch, NumPy or Python raises from inside
+is a bug, as is any other kind.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ KINDS = (ValueError, TypeError, NotImplementedError, RuntimeError)
 
 
 def draws(**strategies):
-    """Marks a family with what its arguments are drawn from."""
 
     def mark(family):
         family.strategies = strategies
@@ -54,14 +53,13 @@ class Subclass(torch.Tensor):
 
 
 def outcome(call):
-    """`("result", value)` or `("refused", error)`; raises AssertionError for others."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             return "result", call()
         except KINDS as error:
             if str(error).startswith("Inference tensors cannot be saved for backward"):
-                return "refused", error  # PyTorch's own rule, which says what to do
+                return "refused", error  # PyTorch's own rule, with a remedy
             trace = error.__traceback__
             while trace.tb_next is not None:
                 trace = trace.tb_next
@@ -86,7 +84,6 @@ FILLS = ("normal", "large", "nan", "inf", "zero")
 
 
 def tensor(shape, dtype=torch.float32, layout="plain", fill="normal", grad=False, seed=0):
-    """A tensor of that kind."""
     generator = torch.Generator().manual_seed(seed)
     if dtype.is_floating_point or dtype.is_complex:
         made = torch.randn(shape, generator=generator).to(dtype)
@@ -126,7 +123,7 @@ SIZES = {"batch": [1, 2, 3, 0], "heads": [1, 2, 4, 3, 0], "tokens": [17, 1, 40, 
 
 @st.composite
 def attention_inputs(draw):
-    """Shapes, dtypes and layouts of q, k and v. Every other time all fit together, else but for mostly one thing."""
+    """Shapes, dtypes and layouts of q, k and v. Every other time all fit together; otherwise mostly one does not."""
     fits = draw(st.booleans())
     pick = lambda name: draw(st.sampled_from(SIZES[name][: -1 if fits else None]))  # noqa: E731
     batch, kv_heads, q_len, k_len, dim = pick("batch"), pick("heads"), pick("tokens"), pick("tokens"), pick("dim")
@@ -158,20 +155,20 @@ def attention_inputs(draw):
 
 
 def built(specs, odd_place, odd):
-    """q, k and v; now and then one of them is no tensor."""
     made = [tensor(**spec) for spec in specs]
     if 0 <= odd_place < 3:
         made[odd_place] = odd
     return made
 
 
-# Of scores in half precision. Beyond it `attention` promises no finite gradients: weights are recomputed for them as
-# exp(score - lse), and a few roundings at the magnitude of lse, 2^-20 of it, may then be a factor of e and more.
+# Of scores in half precision. Beyond it `attention` promises no finite gradients: the weights are recomputed as
+# exp(score - lse), and a few roundings at the magnitude of lse, 2^-20 of it, may then be a factor of e or more.
 LARGEST_IN_HALF = 2.0**20
 
 
 def are_plain(inputs, specs, scale=None):
-    """Whether the result is known: finite numbers on a device that holds them, and scores that are not too large."""
+    """Whether the result can be predicted: finite numbers on a device that holds them, and scores that are not too
+    large."""
     return (
         all(isinstance(x, torch.Tensor) and x.device.type == DEVICE.type for x in inputs)
         and all(spec["fill"] in ("normal", "zero") for spec in specs)
@@ -180,7 +177,6 @@ def are_plain(inputs, specs, scale=None):
 
 
 def factor_of(q, scale):
-    """What products are multiplied by."""
     return 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
 
 
@@ -191,7 +187,6 @@ def largest_score(q, k, scale):
 
 
 def truth(q, k, v, live, scale=None):
-    """Dense attention in fp64."""
     q, k, v = (x.detach().as_subclass(torch.Tensor).double() for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) if k.shape[1] else x for x in (k, v))
     products = (q @ k.mT * factor_of(q, scale)).masked_fill(~live, -math.inf)
@@ -199,7 +194,6 @@ def truth(q, k, v, live, scale=None):
 
 
 def check_attention(inputs, specs, result, live, scale=None, dropped=False):
-    """The shape and dtype of an output, its numbers if they are known, and that there are gradients."""
     q, k, v = inputs
     assert result.shape == (*q.shape[:-1], v.shape[-1]) and result.dtype == q.dtype
     known = are_plain(inputs, specs, scale)
@@ -219,7 +213,6 @@ def check_attention(inputs, specs, result, live, scale=None, dropped=False):
 
 
 def pattern(name, q_len, k_len):
-    """A mask by a drawn name; some do not fit."""
     q_len, k_len = max(q_len, 1), max(k_len, 1)
     made = {
         "none": lambda: None,
@@ -242,7 +235,6 @@ def pattern(name, q_len, k_len):
 
 
 def mostly(usual, wild):
-    """The usual, and one time in ten something wild."""
     return st.integers(0, 9).flatmap(lambda n: st.sampled_from(wild) if n == 5 else st.sampled_from(usual))
 
 
@@ -256,7 +248,6 @@ SEEDS = mostly([None, 3, -1, 2**63 - 1], [2**63, -(2**63), "1", 0.5, True, torch
 
 
 def sizes_of(inputs):
-    """The tokens of q and k, if they have any."""
     return [x.shape[2] if isinstance(x, torch.Tensor) and x.ndim == 4 else 5 for x in inputs[:2]]
 
 
@@ -404,7 +395,6 @@ OWN_MASKS = st.sampled_from(["causal", "local", "random", "nothing", "short", "h
 
 @st.composite
 def fitting_arguments(draw, name, dense):
-    """Arguments that this method of such a mask takes, and the live scores of its result, if known."""
     block = draw(st.sampled_from([16, 32, (16, 64), (64, 32)]))
     if name in ("from_dense", "dense", "from_layout"):
         q_len, k_len = draw(st.integers(1, 70)), draw(st.integers(1, 70))
@@ -461,7 +451,6 @@ def fitting_arguments(draw, name, dense):
 
 @st.composite
 def method_calls(draw):
-    """A method, the mask it is called of, its arguments, and the live scores of its result, if known."""
     name, own = draw(st.sampled_from(sorted(METHODS))), draw(OWN_MASKS)
     if own not in ("meta", "short") and draw(st.booleans()):
         return name, own, *draw(fitting_arguments(name, pattern(own, 40, 40).to_dense()))
@@ -495,7 +484,6 @@ def fuzz_methods(drawn):
 
 @st.composite
 def raw_arrays(draw):
-    """The arrays of a mask, one or more of them changed."""
     mask = pattern(draw(OWN_MASKS.filter(lambda name: name != "meta")), 40, 40)
     names = ["q_len", "k_len", "block_q", "block_k", "indptr", "indices", "tile", "bits", "pattern", "lengths"]
     fields = {name: getattr(mask, name) for name in names}
@@ -548,14 +536,13 @@ FROM = {
     "from_flashinfer": ("indptr", "indices", "M", "N", "R", "C", "mask", "block"),
     "from_fa4": ("tensors", "q_len", "k_len"), "from_flex": ("block_mask", "batch", "heads"),
 }  # fmt: skip
-# The sides of blocks that a library takes, and which of them take whole blocks only.
+# The block sizes that a library takes, and which of them take whole blocks only.
 BLOCKS = {"fa4": (128,), "flex": (128, 16), "deepspeed": (16, 32)}
 WHOLE = ("deepspeed", "flashinfer")
 
 
 @st.composite
 def convertible(draw, library):
-    """A mask that this library can express."""
     block = draw(st.sampled_from(BLOCKS.get(library, (16, 32, 64))))
     rows = draw(st.integers(1, 4))
     cols = rows if library == "deepspeed" else draw(st.integers(1, 4))
@@ -576,7 +563,6 @@ def convertible(draw, library):
 
 
 def returned(library, mask):
-    """The mask that comes back from a library's form of a mask."""
     made = getattr(interop, f"to_{library}")(mask)
     take = getattr(interop, f"from_{library}")
     if library == "fa4":
@@ -595,7 +581,7 @@ NEEDED = {"causal", "M", "N", "R", "C", "indices"}
 
 @st.composite
 def conversions(draw):
-    if draw(st.integers(0, 3)) == 0:  # most others are too much alike to be drawn again
+    if draw(st.integers(0, 3)) == 0:  # the others are too much alike to be drawn again
         name = draw(st.sampled_from(sorted(FROM))).removeprefix("from_")
         return name, [draw(convertible(name))], {}
     if draw(st.booleans()):
@@ -666,7 +652,7 @@ EDGES = {
                       **{name: sometimes(name) for name in EDGES}),
        backend=mostly([None, "blockwise", "reference"], ["triton"]))  # fmt: skip
 def fuzz_minus_inf(case, backend):
-    """-inf in every kind of scores gives what a mask gives."""
+    """-inf in every kind of scores equals a mask."""
     if DEVICE.type == "cpu" and backend == "triton" and case.dtype == torch.bfloat16:
         return "refused"  # by the interpreter
     kind, found = outcome(lambda: case.results(backend, DEVICE))
@@ -702,8 +688,8 @@ HUGE = st.sampled_from([0, 1, 7, 2**23 - 8, 2**23, 2**31 // 127 + 1, 2**31 - 1, 
 
 @st.composite
 def strided(draw, *shape, last=1):
-    """A tensor of which dimensions are expanded, and those of one element have any stride; of the last dimension that
-    of `last`. A number of tokens that is expanded costs no memory."""
+    """A tensor with expanded dimensions and arbitrary strides in dimensions of size 1; the last stride is `last`. An
+    expanded number of tokens costs no memory."""
     kept = [size if draw(st.integers(0, 2)) and size < 10**4 else 1 for size in shape[:-1]]
     x = torch.randn(*kept, shape[-1], generator=torch.Generator().manual_seed(draw(st.integers(0, 99))))
     strides = [0 if k == 1 and n > 1 else s for k, n, s in zip(kept, shape, x.stride())]
@@ -713,7 +699,6 @@ def strided(draw, *shape, last=1):
 
 @st.composite
 def expanded_inputs(draw):
-    """q, k and v, a change of scores by name with its tensor, and a window."""
     batch, kv_heads, group, dim = (draw(st.sampled_from(sizes)) for sizes in ([1, 2], [1, 2], [1, 3], [16, 24]))
     q_len = draw(st.sampled_from([1, 17, 40]))
     k_len = draw(st.sampled_from([1, 40, 70, 2**24 + 70, 2**31 - 256, 2**33]))
@@ -730,7 +715,6 @@ def expanded_inputs(draw):
 
 @draws(drawn=expanded_inputs(), backend=mostly([None, "triton", "blockwise"], ["reference"]), grad=st.booleans())
 def fuzz_strides(drawn, backend, grad):
-    """Huge strides, and positions past 2^24, by expanded tensors."""
     q, k, v, name, values, window = drawn
     q_len, k_len = q.shape[2], k.shape[2]
     if k_len > 2**20:  # only where a window leaves few tiles, and no array has a number for each key
@@ -754,7 +738,7 @@ def fuzz_strides(drawn, backend, grad):
     mask = None if window is None else masks.local(q_len, seen, window=window, causal=True, block=16).to(DEVICE)
     change = None if values is None else build(values.double())
     want = attention(*small, mask, scores=change, backend="reference", return_lse=True)
-    for got, wanted in zip(found, want):  # lse tells the scores of keys that are all alike
+    for got, wanted in zip(found, want):  # lse shows the scores of keys that are all alike
         torch.testing.assert_close(got.double(), wanted, atol=4e-3, rtol=4e-3)
     if grad:
         gradients = (torch.autograd.grad(out[0].sum(), leaves) for out, leaves in ((found, inputs), (want, small)))
@@ -767,7 +751,6 @@ def fuzz_strides(drawn, backend, grad):
        block=mostly([16, (16, 32)], [3]),
        use=st.sampled_from(["from_function", "from_flex", "to_flashmask", "function", "from_score_mod"]))  # fmt: skip
 def fuzz_rules(rule, sizes, block, use):
-    """Rules of b and h mean what they say of single numbers, wherever they are taken."""
     batch, heads, *lengths = sizes
     if use in ("function", "from_score_mod"):
         return fuzz_conditions(rule, sizes, use)
@@ -796,7 +779,6 @@ def fuzz_rules(rule, sizes, block, use):
 
 
 def fuzz_conditions(rule, sizes, use):
-    """A score is changed where a rule says so."""
     batch, heads, q_len, k_len = sizes
     q, k, v = (torch.randn(batch, heads, n, 8, dtype=torch.float64) for n in (q_len, k_len, k_len))
     change = lambda s, b, h, q, k: torch.where(torch.as_tensor(rule(b, h, q, k)), s, 0.5 - s)  # noqa: E731
@@ -819,7 +801,7 @@ FAMILIES = {name.removeprefix("fuzz_"): each for name, each in sorted(globals().
 
 
 def stop_if_device_failed(family, number, drawn):
-    """Ends the process at the call by which a GPU failed: no later one on it can succeed, so none would be simpler."""
+    """Ends the process at the call that made a GPU fail, because every later call on it fails, too."""
     if DEVICE.type == "cuda":
         try:
             torch.cuda.synchronize(DEVICE)
@@ -842,7 +824,7 @@ def run(family, examples, number=None, ends=None, **options):
         try:
             end = wild(**drawn)
         except Exception:
-            ends["failure"] += 1  # those by which Hypothesis simplifies one are counted, too
+            ends["failure"] += 1  # Hypothesis's calls for simplifying a failure are counted, too
             stop_if_device_failed(family, number, drawn)
             raise
         stop_if_device_failed(family, number, drawn)
@@ -856,11 +838,10 @@ CALLS = 100  # of a family before the next has its turn
 
 
 def one_turn(family, number):
-    """How that many calls ended, and what went wrong as lines of text."""
     ends = Counter()
     try:
         return run(family, CALLS, number, ends, deadline=None, database=None), []
-    except Exception as failure:  # a group, if there are several
+    except Exception as failure:  # a group for several failures
         failures = getattr(failure, "exceptions", [failure])
         notes = ["".join(getattr(each, "__notes__", [])[:1]) for each in failures]
         what = [f"{type(each).__name__}: {each} {note}" for each, note in zip(failures, notes)]
@@ -868,7 +849,6 @@ def one_turn(family, number):
 
 
 def table(ends):
-    """How the calls of each family ended, as lines of text."""
     total = Counter()
     for family, counts in sorted(ends.items()):
         total.update(counts)
@@ -895,7 +875,7 @@ def main():
     while sum(sum(counts.values()) for counts in done["ends"].values()) < chosen.calls:
         if time.perf_counter() - start > chosen.seconds:
             break
-        # Seeds count turns, so the family whose turn it is follows from the seed, too.
+        # Seeds count turns, so the seed also determines the family.
         family = families[done["seed"] % len(families)]
         ends, failures = one_turn(family, done["seed"])
         print(*failures, sep="\n", end="\n" if failures else "", flush=True)

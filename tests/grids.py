@@ -1,4 +1,4 @@
-"""Strategies for grids of tokens, and dense masks over them, written as the patterns are not."""
+"""Strategies for grids of tokens, and dense masks over them, written independently of the patterns."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ def shapes(draw: DrawFn, most: int = MOST_TOKENS) -> tuple[int, ...]:
 
 
 def orders(shape: tuple[int, ...]) -> SearchStrategy[Tensor | None]:
-    """None, the orders of the library, and orders without any structure."""
     count = math.prod(shape)
     tile = st.tuples(*(st.integers(1, side) for side in shape))
     return st.one_of(
@@ -42,7 +41,7 @@ def orders(shape: tuple[int, ...]) -> SearchStrategy[Tensor | None]:
 
 
 def all_axes(shape: tuple[int, ...], seen: list[np.ndarray], order: Tensor | None = None) -> Tensor:
-    """Bool `[N, N]` of what each axis sees: `seen[a][x, y]` says whether x sees y on axis a; in the given order."""
+    """Bool `[N, N]` in the given order, from each axis: `seen[a][x, y]` says whether x sees y on axis a."""
     live = np.ones((1, 1), dtype=bool)
     for one in seen:
         live = np.kron(live, one)

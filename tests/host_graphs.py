@@ -6,7 +6,7 @@ from experiments.training import cuda_graphs
 
 
 class HostGraph:
-    """Computes at every replay what a graph would have recorded, from the gradients that it would have found."""
+    """Computes at every replay the calls that a graph would have recorded, with the gradients that it would find."""
 
     def __init__(self, model, warm_up, compute, device, pool=None, gradients=None):
         warm_up()

@@ -1,14 +1,14 @@
 """Bounds of loops in Triton's interpreter, whose scalars are arrays of one number.
 
-Triton 3.6 makes a Python integer of such an array by `int`, which NumPy refuses from 2.5 on unless the array has no
-dimension. Newer versions of Triton squeeze it first, and so does this.
+Triton 3.6 converts such an array by `int`, which NumPy 2.5 and later refuse unless the array has no dimension. Newer
+versions of Triton squeeze it first, as does this.
 """
 
 from triton.runtime import interpreter
 
 
 def index_by_scalars(monkeypatch):
-    """From now on a kernel may count up to a number that it has computed, whatever the version of NumPy."""
+    """Lets a kernel count up to a computed number, with any version of NumPy."""
     patch = interpreter._patch_lang_tensor
 
     def patch_with_index(tensor, scope):

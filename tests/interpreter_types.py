@@ -1,10 +1,10 @@
-"""Triton's interpreter looks up what follows from the types of its values instead of deriving it again for every value.
+"""Speeds up Triton's interpreter by looking up facts about types that it otherwise derives for every value.
 
-A kernel makes a value for every operation, and most of the time of the interpreter goes into its type: the shape is
-unwrapped, checked, formatted and wrapped again, the dtype of NumPy is taken from a table that is built for it, and the
-types of two operands are compared in many steps. Here Triton does so once for each element type and shape, operands of
-one type are taken as they are, and a function of the language is called without the functions that wrap it. An operator
-computes in Triton's way once for each pair of types, which tells the type of its results, and calls NumPy from then on.
+A kernel makes a value for every operation, and the interpreter spends most of its time on the value's type: it unwraps,
+checks, formats and wraps the shape, builds a table of NumPy dtypes, and compares the types of two operands in many
+steps. Here Triton does so once for each element type and shape, operands of one type are taken as they are, and
+functions of the language are called without their wrappers. An operator computes in Triton's way once for each pair of
+types, which gives the type of its results, and calls NumPy from then on.
 """
 
 from functools import cache
@@ -14,9 +14,9 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-# Of elements whose casts are those of NumPy. bf16, which NumPy lacks, and casts to booleans have rules of their own.
+# Elements whose casts equal NumPy's. bf16, which NumPy lacks, and casts to booleans have rules of their own.
 _NUMBERS = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)} | {"fp16", "fp32", "fp64"}
-# Operators that are those of NumPy, once the operands are of one type.
+# Operators that equal NumPy's, once the operands are of one type.
 _OPERATORS = {
     "__add__": np.add, "__sub__": np.subtract, "__mul__": np.multiply, "__and__": np.bitwise_and,
     "__or__": np.bitwise_or, "__lt__": np.less, "__le__": np.less_equal, "__gt__": np.greater,
@@ -27,7 +27,7 @@ _OF_BOOLEANS = (np.bitwise_and, np.bitwise_or)
 
 
 def derive_types_once(monkeypatch):
-    """From now on equal types share what Triton derives from their element type and shape."""
+    """Lets equal types share the results that Triton derives from their element type and shape."""
     block_type, tensor, dtype = tl.core.block_type, tl.core.tensor, tl.core.dtype
     make_block, make_tensor, equal = block_type.__init__, tensor.__init__, dtype.__eq__
     with_element = block_type.with_element_ty
@@ -40,8 +40,8 @@ def derive_types_once(monkeypatch):
     semantic, unwrap = interpreter.interpreter_semantic, tl.core._unwrap_if_constexpr
     generic_reduce = interpreter.ReduceOps.generic_reduce
     check_handle = interpreter.TensorHandle.__post_init__
-    unwrapped = {}  # members of the language, by where they are
-    joined = {}  # of two shapes: that to which both are broadcast
+    unwrapped = {}  # members of the language, by place
+    joined = {}  # the common shape of two shapes
     leaves = {tensor, int, bool, float, str, type(None), interpreter.TensorHandle, dtype, block_type, tl.pointer_type}
 
     def make_known_block(self, element_ty, shape):
@@ -91,7 +91,7 @@ def derive_types_once(monkeypatch):
         return computation_types[key]
 
     def broadcast_different_shapes(self, lhs, rhs):
-        left, right = lhs.type.__dict__.get("_sizes", ()), rhs.type.__dict__.get("_sizes", ())  # () of what is no block
+        left, right = lhs.type.__dict__.get("_sizes", ()), rhs.type.__dict__.get("_sizes", ())  # () for a scalar
         if left == right:
             return lhs, rhs
         if (left, right) not in joined:
@@ -111,7 +111,7 @@ def derive_types_once(monkeypatch):
         return tensor(handle_of(data, x.handle.dtype.scalar), block.with_element_ty(x.type.scalar))
 
     def known_operands(self, lhs, rhs, *allowed, **checked):
-        """Two of one type are operands as they are; a number becomes the same operand beside each tensor of a type."""
+        """Two operands of one type are taken as they are; a number becomes the same operand beside each tensor type."""
         left, right = type(lhs) is tensor, type(rhs) is tensor
         if not (left or right) or (lhs if left else rhs).dtype.is_ptr() or checked:
             return operands(self, lhs, rhs, *allowed, **checked)
@@ -157,7 +157,7 @@ def derive_types_once(monkeypatch):
         return handle_of(output, element)
 
     def known_operator(name, slow):
-        """`slow`; where it was called with operands of these types before, or with this number, NumPy computes it."""
+        """`slow`; if it was called with operands of these types, or with this number, before, NumPy computes it."""
 
         def operate(self, other):
             if type(other) is tl.constexpr:
@@ -170,7 +170,7 @@ def derive_types_once(monkeypatch):
                 result = slow(self, other)
                 if len(computed) == 128:  # literals of kernels are few, scales are not
                     computed.clear()
-                kept = other if right is None else other.type  # else another type may get its id
+                kept = other if right is None else other.type  # otherwise another type may reuse its id
                 computed[key] = by_numpy(name, self, other), result.type, kept
                 return result
             compute, result_type, _ = way
@@ -181,7 +181,7 @@ def derive_types_once(monkeypatch):
         return operate
 
     def by_numpy(name, x, other):
-        """A function of two arrays, the second of which is None for a number; None if only Triton can compute it."""
+        """A function of two arrays (None: a number as the second); None if only Triton can compute it."""
         operation, own = _OPERATORS[_SWAPPED.get(name, name)], x.dtype
         kind = other.dtype if type(other) is tensor else semantic.to_tensor(other).dtype
         if own.is_ptr():
@@ -199,7 +199,7 @@ def derive_types_once(monkeypatch):
                 return None
             common = known_numpy_dtype(known_computation_type(semantic, own, False, kind, False, False))
             return lambda a, b: operation(a.astype(common, copy=False), b.astype(common, copy=False))
-        # 0.0 would find what -0.0 has left, which equals it. And a number may be cast to the tensor's type alone.
+        # 0.0 would match -0.0, which equals it. And a number may be cast to the tensor's type alone.
         if not {own.name, kind.name} <= _NUMBERS or (type(other) is float and other == 0):
             return None
         if known_computation_type(semantic, own, False, kind, True, False) is not own:
@@ -210,7 +210,7 @@ def derive_types_once(monkeypatch):
         return lambda a, _: operation(a, number)
 
     def known_places(slow):
-        """`slow`; new dimensions of size one, as in x[:, None], are NumPy's where such were made before."""
+        """`slow`; where new dimensions of size one, as in x[:, None], were made before, NumPy makes them."""
         every = slice(None)
 
         def take(self, places):
@@ -229,7 +229,7 @@ def derive_types_once(monkeypatch):
         return take
 
     def reduce_at_once(self, input):
-        """Sorting takes sums by xor, for which the interpreter would call a function for each number."""
+        """Sorting sums by xor; the interpreter would call a function for each number."""
         if self.combine_fn is not tl.standard._xor_combine:
             return generic_reduce(self, input)
         (x,) = input
@@ -268,7 +268,7 @@ def derive_types_once(monkeypatch):
 
     monkeypatch.setattr(block_type, "__init__", make_known_block)
     monkeypatch.setattr(block_type, "with_element_ty", known_with_element)
-    monkeypatch.setattr(block_type, "to_ir", lambda self, builder: self)  # its elements are those of NumPy already
+    monkeypatch.setattr(block_type, "to_ir", lambda self, builder: self)  # its elements are NumPy's already
     monkeypatch.setattr(tensor, "__init__", make_known_tensor)
     monkeypatch.setattr(dtype, "__eq__", lambda self, other: self is other or equal(self, other))
     monkeypatch.setattr(interpreter, "_get_np_dtype", known_numpy_dtype)

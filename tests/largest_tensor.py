@@ -1,4 +1,4 @@
-"""How large the largest tensor is that any operation of PyTorch makes."""
+"""The size of the largest tensor that any operation of PyTorch makes."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -1,4 +1,4 @@
-"""Who may import whom, and what each module of the repository does import."""
+"""Which module may import which, and the imports of each module of the repository."""
 
 import ast
 from functools import cache
@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# What experiments import as any other user does.
+# Modules that experiments import as any user does.
 PUBLIC = (
     "sparseflash/__init__.py",
     "sparseflash/attention.py",
@@ -27,9 +27,9 @@ _BACKENDS, _TRITON, _BENCHMARKS = "sparseflash/backends", "sparseflash/backends/
 _LIMITS = "sparseflash/limits.py"
 _FLEX, _INTERPRETER = f"{_BENCHMARKS}/speed/peers/flexattention.py", f"{_BENCHMARKS}/interpreter.py"
 
-# For each folder, what its modules may import beside one another: whatever lies below these paths. Imports inside
-# functions and for types count. Every folder has a row, and a file with a rule of its own has one, too; a module falls
-# under the longest path that it lies below.
+# For each folder, the paths that its modules may import besides one another, and everything below these paths. Imports
+# inside functions and for types count. Every folder has a row, and some files have their own; a module belongs to the
+# longest path that it lies below.
 MAY_IMPORT = {
     "sparseflash": (
         "sparseflash/attention.py",
@@ -233,7 +233,7 @@ MAY_IMPORT = {
         f"{_TRITON}/alignment.py",
         f"{_TRITON}/family.py",
         f"{_TRITON}/launcher.py",
-        f"{_TRITON}/portable",  # what merges chunks, and how launches and changes of scores are shared
+        f"{_TRITON}/portable",  # merges chunks, and shares launches and score modifications
         f"{_TRITON}/schedule",
     ),
     f"{_TRITON}/decode": (
@@ -406,7 +406,7 @@ MAY_IMPORT = {
 # The one deliberate circle: `BlockMask` has the operations on masks as methods, and these import it.
 FACADE = "sparseflash.blockmask.mask"
 
-# Where Triton is needed to import them; who imports these does so in a function.
+# Modules that need Triton when they are imported; other modules import them inside functions.
 KERNELS = (
     _TRITON,
     "masks/fused/index.py",
@@ -418,10 +418,10 @@ KERNELS = (
 
 
 class Imports(ast.NodeVisitor):
-    """What a source imports: `(package, name)` of `from package import name`, `(module, "")` of `import module`.
+    """The imports of a source: `(package, name)` of `from package import name`, `(module, "")` of `import module`.
 
-    `at_import` are the imports that run as soon as the source does, `in_functions` those that run when a function is
-    called, `for_types` those under `if TYPE_CHECKING`, which never run.
+    `at_import` run when the source is imported, `in_functions` when a function is called, and `for_types`, under
+    `if TYPE_CHECKING`, never.
     """
 
     def __init__(self, source, module, is_package=False):
@@ -458,7 +458,7 @@ class Imports(ast.NodeVisitor):
         self.found = outside
 
     def visit(self, node):
-        if not isinstance(node, ast.expr):  # most of a source, and no import is in one
+        if not isinstance(node, ast.expr):  # expressions are most of a source and contain no import
             super().visit(node)
 
     @property
@@ -467,7 +467,6 @@ class Imports(ast.NodeVisitor):
 
 
 def read(folder, package):
-    """`{module name: Imports}` of a package and its parts."""
     modules = {}
     for file in sorted(folder.rglob("*.py")):
         parts = file.relative_to(folder).with_suffix("").parts
@@ -478,7 +477,6 @@ def read(folder, package):
 
 
 def read_all():
-    """`{module name: Imports}` of sparseflash, masks and experiments."""
     library = read(ROOT / "sparseflash", "sparseflash")
     # sparseflash/masks is a symlink to masks; whether a search follows it depends on the version of Python.
     library = {name: imports for name, imports in library.items() if not below(name, "sparseflash.masks")}
@@ -491,8 +489,8 @@ def below(name, *parents, separator="."):
 
 
 def modules_of(names):
-    """The modules of the repository among what a source imports. `from package import name` is the module `name` if
-    there is one, and otherwise the package."""
+    """The repository's modules among the imports of a source. `from package import name` is the module `name` if it
+    exists, and otherwise the package."""
     found = {f"{base}.{name}" if f"{base}.{name}" in MODULES else base for base, name in names}
     return found & MODULES.keys()
 
@@ -507,12 +505,11 @@ def path_of(module):
 
 @cache
 def row_of(path):
-    """The row of the table that a path falls under: the longest one that it lies below."""
+    """The row of the table for a path: the longest one that it lies below."""
     return max((row for row in MAY_IMPORT if below(path, row, separator="/")), key=len)
 
 
 def allowed(path, imported):
-    """Whether the module at `path` may import the one at `imported`."""
     row = row_of(path)
     return row_of(imported) == row or below(imported, *MAY_IMPORT[row], separator="/")
 

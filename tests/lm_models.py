@@ -23,7 +23,6 @@ def tiny(**changes) -> Config:
 
 
 def texts(folder: Path, count: int = 60) -> Path:
-    """A folder of texts that differ, of 200 to 1000 bytes."""
     folder.mkdir(parents=True)
     for number in range(count):
         (folder / f"{number:03}.txt").write_text(f"Text {number}: " + f"{number} and é {number * 7} " * (20 + number))
@@ -35,7 +34,6 @@ def tokens(folder: Path, vocabulary: int = 257, share: float = 0.2):
 
 
 def model_of(pattern, implementation, *, length=64, depth=2, dtype=torch.float32, positions="rotary", **more):
-    """The same weights every time."""
     sizes = Sizes(depth, 64, 32, 300, length, positions)
     layers = patterns.of_layers(pattern, depth, sizes.heads, length, window=32, block=16)
     torch.manual_seed(0)
@@ -44,7 +42,6 @@ def model_of(pattern, implementation, *, length=64, depth=2, dtype=torch.float32
 
 
 def gradients(model, ids):
-    """The loss, and all gradients in one vector."""
     loss = model(ids[:, :-1], ids[:, 1:])
     model.zero_grad()
     loss.backward()

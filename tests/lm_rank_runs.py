@@ -1,6 +1,6 @@
-"""What the tests of experiments.lm run in several processes: runs in which all take part.
+"""Runs of experiments.lm in several processes, for its tests.
 
-Each is also paused and resumed. The first process writes what came out to <out>/found.json.
+Each is also paused and resumed. The first process writes the results to <out>/found.json.
 """
 
 import json
@@ -18,7 +18,7 @@ from experiments.training.sharding import whole
 from lm_models import tiny
 from rank_runs import refused, waiting_threads
 
-# Runs whose sequences are shared, each with a path of its own through the model.
+# Runs with shared sequences, each with its own path through the model.
 KINDS = {
     "plain": {"pattern": "local|butterfly", "log_every": 1, "steps": 6},
     "divided": {"sharding": "fsdp", "pattern": "local,dense", "recompute": True, "steps": 4},
@@ -38,7 +38,6 @@ def whole_and_divided(data: Path, out: Path) -> None:
 
 
 def sharing_sequences(data: Path, out: Path, context: int) -> None:
-    """Every `context` processes share the tokens of each of their sequences."""
     found: dict[str, object] = {}
     with process_group("cpu", context) as ranks:
         store = opened(data)
@@ -58,12 +57,10 @@ def sharing_sequences(data: Path, out: Path, context: int) -> None:
 
 
 def command(words: list[str]) -> None:
-    """A command of experiments.lm, as torchrun calls it."""
     app(words, standalone_mode=False)
 
 
 def trained(config: Config, store: Store, folder: Path, ranks: Ranks) -> dict[str, object]:
-    """What tests say of a run, and of one with a pause."""
     run = Run(config, store, folder, ranks=ranks)
     kinds = {type(parameter).__name__ for parameter in run.model.parameters()}
     torch.save(first_gradients(run), folder / f"gradients{ranks.rank}.pt")
@@ -80,7 +77,6 @@ def trained(config: Config, store: Store, folder: Path, ranks: Ranks) -> dict[st
 
 
 def first_gradients(run: Run) -> dict[str, torch.Tensor]:
-    """The gradients of the run's first step, of all its processes together."""
     steps = run._steps()
     steps.objective = replace(steps.objective, clip=0.0)
     steps.gradients(next(run._batches()))

@@ -6,12 +6,11 @@ from experiments.lra import cli
 from experiments.lra.config import DEFAULTS
 from lra_runs import TINY
 
-WINDOW = {"window": TINY.window}  # which the local mask alone has
+WINDOW = {"window": TINY.window}  # an option of the local mask alone
 OPTIONS = {name: value for name, value in vars(TINY).items() if name not in WINDOW and value != DEFAULTS[name]}
 
 
 def call(*words, **options):
-    """Run a command; option names with underscores, as fields of Config."""
     words = list(map(str, words))
     for name, value in options.items():
         words += [f"--{name.replace('_', '-')}", str(value)]

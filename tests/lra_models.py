@@ -30,5 +30,4 @@ def examples(lengths) -> Examples:
 
 
 def training_step(model, optimizer, batch: Batch, config: Config, lr: float) -> steps.Outcome:
-    """A step as a run with these settings takes it."""
     return steps.Steps(model, optimizer, objective_of(config, CPU), CPU)(batch, lr)

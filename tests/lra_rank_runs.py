@@ -1,6 +1,6 @@
-"""What tests run in several processes: runs of experiments.lra in which all take part.
+"""Runs of experiments.lra in several processes, for its tests.
 
-Each process leaves what it saw in <out>/process<rank>.json and its last weights in <out>/process<rank>.pt.
+Each process writes its results to <out>/process<rank>.json and its last weights to <out>/process<rank>.pt.
 """
 
 import json
@@ -18,7 +18,7 @@ from experiments.training.steps import compute_gradients
 from rank_runs import refused, waiting_threads
 from sparseflash import distributed, masks
 
-# Without a norm, keys have a bias that no score depends on: its gradient is rounding alone, which Adam blows up.
+# Without a norm, keys have a bias that no score depends on: its gradient is rounding alone, which Adam amplifies.
 TINY = Config(
     mask="butterfly", block=16, window=16, depth=1, width=16, heads=1, mlp=16, dropout=0.0, average=0.9, batch=8,
     max_tokens=40, qk_norm=True, lr=3e-3, warmup=2, steps=6, eval_every=4, checkpoint_every=100, log_every=2,
@@ -30,7 +30,8 @@ SHARED = replace(
     TINY, depth=2, width=32, heads=2, mlp=32, max_tokens=60, pool="mean+max", warmup=5, steps=30, eval_every=15,
     log_every=1,
 )  # fmt: skip
-# Each with a path of its own through the model: how positions reach tokens, what is read of them, what is left out.
+# Each with its own path through the model: how positions reach tokens, how the output is read, which parts are left
+# out.
 KINDS = {
     "nested": replace(SHARED, positions="nested", pool="cls", mask="local", steps=6, eval_every=6),
     "denoised": replace(SHARED, positions="rotary", objective="denoise", mask="dense", steps=6, eval_every=6),
@@ -48,7 +49,6 @@ SHARED_DROPPING = replace(SHARED, dropout=0.2, attention_dropout=0.2, steps=5)
 
 
 def sharing_batches(data_folder: Path, out: Path) -> None:
-    """Every process has its share of each batch."""
     with process_group("cpu") as ranks:
         data = ranks.first_before_others(lambda: load("listops", data_folder))
         run = Run(TINY, data, out / "plain", ranks=ranks)
@@ -64,7 +64,6 @@ def sharing_batches(data_folder: Path, out: Path) -> None:
 
 
 def sharing_sequences(out: Path, context: int, folders: dict[str, Path]) -> None:
-    """Every `context` processes share the tokens of each of their sequences."""
     with process_group("cpu", context) as ranks:
         shared = replace(SHARED, context_parallel=context)
         data = data_of(shared, folders)
@@ -91,7 +90,6 @@ def data_of(config: Config, folders: dict[str, Path]) -> Data:
 
 
 def first_gradients(run: Run) -> dict[str, torch.Tensor]:
-    """The gradients of the run's first step, of all its processes together."""
     batch = next(run._batches())
     compute_gradients(run.data_parallel, replace(objective_of(run.config, run.device), clip=0.0), batch)
     found = {name: parameter.grad for name, parameter in run.model.named_parameters()}
@@ -100,9 +98,9 @@ def first_gradients(run: Run) -> dict[str, torch.Tensor]:
 
 
 def kept_weights(run: Run) -> list[int]:
-    """How many weights of each of some queries the dropout of the run's next attention would keep, of 48.
+    """How many weights the dropout of the run's next attention would keep, of 48, for each of some queries.
 
-    The random numbers go on from where they were.
+    The random state is not reset.
     """
     with torch.random.fork_rng():
         plan = distributed.shard(masks.dense(48, block=16), run.ranks.mesh["cp"])
@@ -113,7 +111,6 @@ def kept_weights(run: Run) -> list[int]:
 
 
 def trained(run: Run, out: Path) -> dict[str, object]:
-    """What the test of a trained run says; its weights are left in <out>."""
     metrics = run.train()
     assert metrics is not None
     torch.save(run.model.state_dict(), out / f"process{run.ranks.rank}.pt")
@@ -121,10 +118,9 @@ def trained(run: Run, out: Path) -> dict[str, object]:
 
 
 def paused_and_not(config: Config, data: Data, out: Path, ranks: Ranks) -> dict[str, object]:
-    """Whether a run that is paused and resumed has the bits of one that is not."""
     whole = Run(config, data, out / "whole", ranks=ranks)
     whole.train()
-    # Only the first process's clock counts, and it alone is asked here.
+    # Only the first process's clock counts.
     Run(config, data, out / "parts", ranks=ranks).train(pause=lambda step: ranks.first and step == 3)
     torch.manual_seed(99)  # whatever happens in between
     parts = Run(config, data, out / "parts", resume=True, ranks=ranks)

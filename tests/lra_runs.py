@@ -1,4 +1,4 @@
-"""Small data and settings for runs of experiments.lra, and what tests compare of runs."""
+"""Small data and settings for runs of experiments.lra, and the values that tests compare."""
 
 import torch
 
@@ -21,7 +21,6 @@ TINY_IMAGES = Config(
 
 
 def weights(run: Trainer) -> dict[str, torch.Tensor]:
-    """A copy of the run's weights."""
     return {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
 
 

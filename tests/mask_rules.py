@@ -1,4 +1,4 @@
-"""Masks held against the formulas of their rules."""
+"""Compares masks with the formulas of their rules."""
 
 import torch
 
@@ -12,7 +12,7 @@ def grid(q_len, k_len):
 
 
 def assert_keeps(mask, live):
-    """The mask is canonical and keeps exactly these scores: what `from_dense` makes of them is the same mask."""
+    """The mask equals the canonical mask of exactly these scores, from `from_dense`."""
     mask.validate()
     assert mask.shape == (1, 1, *live.shape)
     wrong = (mask.to_dense()[0, 0] != live).nonzero()

@@ -1,4 +1,4 @@
-"""Masks to try `BlockMask` with, and when two are one value."""
+"""Masks for tests of `BlockMask`, and their equality."""
 
 import torch
 from hypothesis import settings
@@ -48,6 +48,5 @@ def int32(values):
 
 
 def two_patterns():
-    """100 x 100 in blocks of 16: a window and its complement."""
     dense = window(100).to_dense()[0]
     return BlockMask.from_dense(torch.cat([dense, ~dense]), block=16)

@@ -1,4 +1,4 @@
-"""Scores of -inf, in every kind of change that can hold them: what must come out is what a mask gives."""
+"""Scores of -inf, in every kind of modification that can hold them: the result must equal a mask's."""
 
 from dataclasses import dataclass, replace
 
@@ -11,7 +11,7 @@ from sparseflash.backends.triton.alignment import with_aligned_rows
 from sparseflash.scores.change import Sizes, scores_of
 from sparseflash.testing.comparison import compare_with_draws
 
-# Of each row of scores: what is dead in it. With `tile` keys a tile of the kernels.
+# The dead scores of each row. With `tile` keys in a tile of the kernels.
 PATTERNS = {
     "all": lambda k, tokens, tile: k < tokens,
     "first tile": lambda k, tokens, tile: k < tile,
@@ -19,7 +19,7 @@ PATTERNS = {
     "every second": lambda k, tokens, tile: k % 2 == 0,
     "none": lambda k, tokens, tile: k < 0,
 }
-# Of each head: keys before the query, far and near, of these by turns two kinds, and keys after it.
+# For each head: keys before the query, near and far, by turns of two kinds, and keys after it.
 DEAD_BUCKETS = torch.tensor([[1, 0, 0, 0], [1, 1, 1, 0], [0, 1, 1, 1], [0, 0, 1, 1]], dtype=torch.bool)
 KINDS = ("bias", "shared bias", "key_bias", "tile bias", "relative", "where", "function")
 
@@ -34,7 +34,7 @@ def with_pairs(score, b, h, q, k, pairs):
 
 @dataclass(frozen=True)
 class Case:
-    """Attention whose scores are -inf by one kind of change, in rows of every pattern, beside other changes."""
+    """Attention whose scores are -inf by one kind of modification, in rows of every pattern, beside others."""
 
     kind: str
     dtype: torch.dtype
@@ -58,12 +58,11 @@ class Case:
         return len(PATTERNS) if self.kind == "key_bias" else 2
 
     def bucket(self, offsets):
-        """That of a table of relative positions, by the key's place minus the query's."""
+        """The bucket of a table of relative positions, by the key's place minus the query's."""
         near = torch.where(offsets // max(1, self.tile // 16) % 2 == 0, 2, 1)
         return torch.where(offsets > 0, 3, torch.where(offsets <= -self.tile - 3, 0, near))
 
     def alive(self):
-        """Which scores are not -inf, bool [B, Hq, Nq, Nk]."""
         n, k = self.tokens, torch.arange(self.tokens)
         dead = torch.stack([rule(k, n, self.tile) for rule in PATTERNS.values()])  # [patterns, Nk]
         if self.kind == "key_bias":
@@ -78,7 +77,6 @@ class Case:
         return torch.stack(by_batch)[:, None].expand(-1, self.heads, -1, -1)
 
     def mask(self):
-        """That beside which the scores are -inf."""
         if self.whole and self.kind != "tile bias":
             return None
         row, k = torch.arange(self.tokens).view(-1, 1), torch.arange(self.tokens)
@@ -86,7 +84,7 @@ class Case:
         return made if self.lengths is None else made.with_lengths(list(self.lengths))
 
     def changes(self, dtype, device, live):
-        """The changes with numbers of a dtype, -inf where `live` is False; and the tensors that learn. With `live` None
+        """`(modifications, tensors that learn)`, with numbers of a dtype, -inf where `live` is False. With `live` None
         nothing is -inf."""
         generator = torch.Generator().manual_seed(self.seed + 1)
         n, learned = self.tokens, []
@@ -133,8 +131,8 @@ class Case:
         return made, learned
 
     def results(self, backend, device="cpu", dtype=None, *, by_mask=False):
-        """out, lse and all gradients by name. backend: by name, or `interpreted` of the kernels for Hopper. by_mask:
-        where scores are -inf, a mask says so in their place.
+        """out, lse and all gradients by name. backend: a name, or `interpreted` of the Hopper kernels. by_mask: a mask
+        replaces the scores of -inf.
         """
         generator = torch.Generator().manual_seed(self.seed)
         dtype, n = self.dtype if dtype is None else dtype, self.tokens
@@ -151,7 +149,7 @@ class Case:
             both = live if mask is None else live & mask.bake_lengths().to_dense()
             if self.kind != "tile bias":
                 mask = BlockMask.from_dense(both, block=self.block)
-            else:  # whose mask must be that of the values
+            else:  # its mask must be the mask of the values
                 pairs = scores.bias(torch.zeros(both.shape, dtype=other).masked_fill(~both, -torch.inf).to(device))
                 made = pairs + made
         mask = None if mask is None else mask.to(device)
@@ -170,7 +168,6 @@ class Case:
         return dict(zip(names, (out, lse, *found), strict=True))
 
     def check(self, backend="triton", device="cpu"):
-        """Raises AssertionError unless a backend is as exact as a plain implementation with a mask."""
         with np.errstate(over="ignore", invalid="ignore"):  # of the interpreter's numpy, past the ends
             got = self.results(backend, device)
         truth = self.results("reference", device, torch.float64, by_mask=True)

@@ -1,4 +1,4 @@
-"""The pages of the repository: what is written in Markdown, and the code in it."""
+"""The Markdown pages of the repository, and the code in them."""
 
 import re
 from pathlib import Path
@@ -24,25 +24,22 @@ def text(page):
 
 
 def examples(page):
-    """The Python examples, in order."""
     return [source for source, _ in EXAMPLE.findall(text(page))]
 
 
 def outputs(page):
-    """The text block that directly follows each Python example, which is what it prints; empty where there is none."""
+    """The text block that directly follows each Python example, its output; empty if it has none."""
     return [output for _, output in EXAMPLE.findall(text(page))]
 
 
 def cannot_run_here(source):
-    """Whether an example says in its first line that it needs a GPU, a model or whatever else a test has not."""
+    """Whether an example says in its first line that it needs a GPU, a model or anything else that a test lacks."""
     return source.startswith("# Needs ")
 
 
 def without_blocks(page):
-    """The text without blocks of code."""
     return re.sub(r"^( *)```.*?^\1```$", "", text(page), flags=re.DOTALL | re.MULTILINE)
 
 
 def inline_code(page):
-    """What stands between single backticks outside of blocks of code."""
     return [" ".join(code.split()) for code in re.findall(r"(?<!`)`([^`]+)`(?!`)", without_blocks(page))]

@@ -1,7 +1,7 @@
 """Triton's interpreter replaces the functions of its language once in a launch, not at every call of a device function.
 
-It would look through the whole language at each such call, which takes a millisecond, a third of all the time that it
-takes to run a kernel of this package. What it finds is replaced already.
+The interpreter would search the whole language at each such call, a third of the time of a kernel of this package, and
+find everything replaced already.
 """
 
 import inspect
@@ -11,11 +11,11 @@ from triton.runtime import interpreter
 
 
 def patch_once_a_launch(monkeypatch):
-    """From now on a device function finds the language as the kernel that calls it left it."""
+    """Lets a device function use the language as the calling kernel left it."""
     call, patch = interpreter.GridExecutor.__call__, interpreter._patch_lang
-    builtins = {}  # of each part of the language: the functions that the interpreter replaces
+    builtins = {}  # for each part of the language: the functions that the interpreter replaces
     patched = set()  # names of the modules that were patched since the launch began
-    seen_by = {}  # of each function: the names of those that it can see
+    seen_by = {}  # for each function: the names that it can see
 
     def launch(self, *args, **kwargs):
         patched.clear()

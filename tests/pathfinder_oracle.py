@@ -1,7 +1,7 @@
 """The Pathfinder generator in plain NumPy and floating point, on whole images: slow, and easy to check.
 
-It draws the same random numbers in the same order as experiments/pathfinder, so that both must take the same decisions.
-The pictures of single dashes are the package's own (`stamps.dash`); everything done with them is written anew.
+It draws the same random numbers in the same order as experiments/pathfinder, so both must take the same decisions. The
+pictures of single dashes are the package's own (`stamps.dash`); everything else is written anew.
 """
 
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ def inside(place, size):
 
 
 def dilated(picture, footprint):
-    """OpenCV's dilation: what lies outside counts as less than everything."""
+    """OpenCV's dilation: pixels outside count as less than everything."""
     return maximum_filter(picture, footprint=footprint, mode="constant", cval=-np.inf)
 
 
@@ -69,7 +69,6 @@ class Oracle:
         self.marked = below(self.rng, 2)
 
     def pasted(self, stamp, place):
-        """A small picture on an empty image, its middle at a place."""
         radius, size = len(stamp) // 2, self.p.size
         large = np.zeros((size + 2 * radius, size + 2 * radius))
         large[place[0] : place[0] + len(stamp), place[1] : place[1] + len(stamp)] = stamp
@@ -83,7 +82,9 @@ class Oracle:
         return contrast * self.pasted(line, place), self.pasted(area, place)
 
     def free_around(self, angle, occupied):
-        """Where a first dash may begin: the coordinates, in order; none if some pixel's dash lies wholly outside."""
+        """Where a first dash may begin: the coordinates, in order; no pixel qualifies if its dash lies
+        wholly outside.
+        """
         reach = self.p.dash_length + self.margin
         _, area = self.dash(angle)
         window = np.zeros((2 * reach + 1, 2 * reach + 1))
@@ -110,7 +111,7 @@ class Oracle:
         return framed
 
     def extended(self, snake, mask, contrast):
-        """Add a dash and return the mask with the dash before it; None where there is no room."""
+        """Adds a dash and returns the mask with the dash before it; None without room."""
         size, reach = self.p.size, self.p.dash_length + self.margin
         pivot = moved(snake.pivot, snake.angle, self.p.dash_length + 2 * self.margin)
         near = dilated(mask, disc(self.margin))
@@ -191,7 +192,6 @@ class Oracle:
         return snake, np.maximum(mask, snake.stamp)
 
     def marked_image(self):
-        """The image with its markers, 0..255, not yet cut to integers."""
         length = self.p.contour_length
         last = self.marked if self.label else 1 - self.marked
         image = self.image / self.image.max()

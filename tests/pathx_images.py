@@ -1,4 +1,4 @@
-"""Small images for the tests of experiments.pathx, and what their masks must be."""
+"""Small images for the tests of experiments.pathx, and their expected masks."""
 
 import numpy as np
 import torch
@@ -9,13 +9,12 @@ SIDE = 16
 
 
 def image(seed, *, lit=0.4, side=SIDE):
-    """Random pixels, some of them black. uint8 [side, side]"""
     rng = np.random.default_rng(seed)
     return (rng.integers(1, 256, (side, side)) * (rng.random((side, side)) < lit)).astype(np.uint8)
 
 
 def pairs_live(relation, y, x, other_y, other_x):
-    """The rules as relations.py states them, on whole numbers."""
+    """The rules of relations.py, on whole numbers."""
     dy, dx, numbers = abs(y - other_y), abs(x - other_x), relation.numbers
     if relation.kind == "dense":
         return True

@@ -1,4 +1,4 @@
-"""Small settings for runs of experiments.pathx, and what tests compare of runs."""
+"""Small settings for runs of experiments.pathx, and the values that tests compare."""
 
 import json
 from dataclasses import replace
@@ -14,7 +14,7 @@ TINY = Config(
     auxiliary=0.5, precision="fp32", device="cpu", log_every=2, validate_every=4, validation_images=4,
     checkpoint_every=3, checkpoint_minutes=1e6, registers=2,
 )  # fmt: skip
-# A U-Net, on the same images; what only attention has is left at its defaults.
+# A U-Net, on the same images; options of attention are left at their defaults.
 UNET = Config(
     curriculum=(STAGES[0], replace(STAGES[1], layers=None)), model="unet", block=32, width=64, mlp=16, average=0.9,
     precision="fp32", device="cpu", log_every=2, validate_every=4, validation_images=4, checkpoint_every=3,
@@ -23,13 +23,12 @@ UNET = Config(
 
 
 def tensors(run):
-    """The weights of a run and their average."""
     own = {f"model.{name}": tensor for name, tensor in run.model.state_dict().items()}
     return own | {f"average.{name}": tensor for name, tensor in run.average.weights.items()}
 
 
 def options(folder):
-    """TINY as the command line has it; the curriculum is written into the folder."""
+    """TINY as options of the command line; the curriculum is written into the folder."""
     stages = folder / "stages.json"
     stages.write_text(json.dumps(as_dict(TINY)["curriculum"]))
     names = ("layers", "block", "width", "heads", "mlp", "dropout", "average", "auxiliary", "precision", "device",

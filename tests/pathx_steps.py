@@ -11,10 +11,8 @@ def objective_of(config):
 
 
 def training_step(model, optimizer, batch, config, lr):
-    """A step as a run with these settings takes it."""
     return steps.Steps(model, optimizer, objective_of(config), next(model.parameters()).device)(batch, lr)
 
 
 def compute_gradients(model, batch, config):
-    """The part of it that leaves every parameter its gradient."""
     return steps.compute_gradients(model, objective_of(config), batch)

@@ -1,4 +1,4 @@
-"""The plans of masks, and what has been prepared for them."""
+"""The plans of masks, and the kernels prepared for them."""
 
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton.schedule.plan import plan_of
@@ -6,13 +6,11 @@ from sparseflash.blockmask.cache import mask_cache
 
 
 def plan(mask, batch=1, heads=1, kv_heads=None):
-    """The plan of a mask for so many batch elements and heads."""
     problem = Problem.of(mask._padded(None), scale=1.0)  # plans know no lengths
     return plan_of(problem, (batch, heads), heads if kv_heads is None else kv_heads, (mask.q_len, mask.k_len))
 
 
 def plans_of(mask):
-    """All plans that the mask's cache holds."""
     return list(mask_cache(mask.indices).get("plans", {}).values())
 
 

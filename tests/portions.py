@@ -1,11 +1,11 @@
-"""What is computed a bounded number of scores, words or tiles at a time is the same in many portions as in one."""
+"""Checks that results do not depend on the bound on scores, words or tiles that are computed at a time."""
 
 from importlib import import_module
 from unittest import mock
 
 
 def assert_same_in_portions(make, module, name, most=1):
-    """`make()` returns what it did, if the module's bound `name` is so small that there are many portions."""
+    """`make()` returns the same if the module's bound `name` is so small that the work is split into many portions."""
     whole = make()
     of = import_module(module)
     assert getattr(of, name) > 1000

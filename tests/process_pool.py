@@ -1,9 +1,9 @@
-"""A few processes that are joined by gloo, or on GPUs by NCCL, started once, which run functions of tests.
+"""A few processes, joined by gloo or on GPUs by NCCL, that are started once and run functions of tests.
 
     with Processes(4) as pool:
         pool.run(3, function, *arguments)  # function(group, *arguments) in three of them: their results
 
-A function is one of a module that the processes can import, and may keep things for later calls in its group's `kept`.
+A function must be in a module that the processes can import. It may keep data for later calls in its group's `kept`.
 """
 
 import contextlib
@@ -28,8 +28,6 @@ TIMEOUT = 60  # seconds that a process waits for the others
 
 @dataclass
 class Member:
-    """One process of a group."""
-
     group: object
     rank: int
     ranks: int
@@ -38,7 +36,7 @@ class Member:
 
 
 class Failed(Exception):
-    """What a process raised: the name of the type, the message, and the whole traceback."""
+    """The exception of a process: the name of the type, the message, and the whole traceback."""
 
     def __init__(self, kind, message, trace):
         super().__init__(f"{kind}: {message}\n{trace}")
@@ -86,15 +84,13 @@ class Processes:
         pipe.send((ranks, function, _bytes(arguments)))
 
     def receive(self, pipe):
-        """What it returned, or `Failed`."""
         ok, data = pipe.recv()
         return torch.load(io.BytesIO(data), weights_only=False) if ok else Failed(*data)
 
     def run(self, ranks, function, *arguments):
-        """The results of `function(member, *arguments)`; raises the failures, if there are any."""
         results = self.each(ranks, function, [arguments] * ranks)
         failed = [result for result in results if isinstance(result, Failed)]
-        if failed:  # the cause may be that of any rank, and lost connections the consequence
+        if failed:  # lost connections are the consequence of another rank's failure
             raise Failed(failed[0].kind, failed[0].message, "\n".join(map(str, failed)))
         return results
 

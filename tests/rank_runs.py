@@ -1,11 +1,10 @@
-"""What runs of several trainers say of themselves, in processes that train together."""
+"""Helpers of runs of several trainers, in processes that train together."""
 
 from collections.abc import Callable
 from pathlib import Path
 
 
 def refused(attempt: Callable[[], object]) -> str:
-    """The error of an attempt that must fail."""
     try:
         attempt()
     except (ValueError, FileExistsError) as error:
@@ -14,6 +13,5 @@ def refused(attempt: Callable[[], object]) -> str:
 
 
 def waiting_threads() -> list[str]:
-    """Those of Gloo's process groups."""
     names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
     return [name for name in names if name == "pt_gloo_runloop"]

@@ -1,9 +1,9 @@
-"""Makes small problems run in other tiles than the mask's, as only long ones would, and says which they took."""
+"""Makes small problems run in other tiles than the mask's, as only long ones would, and returns the tiles."""
 
 from plans import kernels_of
 from sparseflash.backends.triton.overrides import override
 
-# Which of the candidates a kernel takes: the mask's own, the largest, the gathered ones that hold most and fewest.
+# The candidate that a kernel takes: the mask's own tiles, the largest, the gathered ones that hold most and fewest.
 WAYS = {
     "own": lambda tilings: tilings[0],
     "united": lambda tilings: max((t for t in tilings if not t.gathered), key=lambda t: (t.held, t.streamed)),
@@ -13,7 +13,7 @@ WAYS = {
 
 
 def tilings_taken_by(way):
-    """Every kernel takes one of WAYS; None: what costs least."""
+    """Every kernel takes one of WAYS; None: the cheapest."""
     return override(products_for_tilings=0) if way is None else override(tiling=WAYS[way])
 
 

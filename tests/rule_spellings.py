@@ -1,4 +1,4 @@
-"""Rules of batch element and head in the ways in which people write them, for single numbers; and what they mean."""
+"""Rules of batch element and head as people write them, for single numbers; and their meaning."""
 
 import functools
 import itertools
@@ -14,13 +14,11 @@ BATCH, HEADS = 3, 4  # the most of them
 
 @dataclass(frozen=True)
 class Data:
-    """What rules read."""
-
     seed: int
     length: int  # of queries and keys, at most
 
     def __getattr__(self, name):
-        """Made anew by name, so that a drawn case shows what it is made of."""
+        """Made anew by name, so that a drawn case shows its contents."""
         generator, n = torch.Generator().manual_seed(self.seed), self.length
         made = {
             "docs": lambda: torch.randint(3, (BATCH, n), generator=generator),
@@ -101,7 +99,7 @@ def data_rules(data):
 
 
 def python_rules(data):
-    """More, which read b and h, or answer, in Python; and operations that torch.vmap cannot call."""
+    """More rules, which read b and h, or answer, in Python; and operations that torch.vmap cannot call."""
     docs, table, widths, some = data.docs, data.table, data.widths, data.some
     tables, numbers = list(table), widths.tolist()
 
@@ -174,6 +172,6 @@ class Spelled:
 
 
 def by_numbers(rule, *sizes):
-    """What a function of single numbers answers to each, one after another, `[B, H, Nq, Nk]`."""
+    """The values of a function of single numbers, one after another, `[B, H, Nq, Nk]`."""
     places = itertools.product(*(torch.arange(n) for n in sizes))
     return torch.stack([torch.as_tensor(rule(*place)) for place in places]).view(sizes)

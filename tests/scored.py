@@ -1,4 +1,4 @@
-"""Attention with changed scores, on drawn problems: results by name, with the gradients of all learned tensors."""
+"""Attention with score modifications, on drawn problems: results by name, with the gradients of all learned tensors."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,7 +18,7 @@ KINDS = (
     "alibi", "log_decay", "t5", "clipped", "grid", "bias", "pair bias", "key_bias", "softcap", "sink", "temperature",
     "query temperature", "tile bias",
 )  # fmt: skip
-# One's own functions: with the tensors that the kernels sum gradients for in each of their ways, and without any.
+# The user's functions: with tensors whose gradients the kernels sum in each of their ways, and without tensors.
 FUNCTIONS = ("function of places", "function of tables", "function of scores")
 # Over several ranks.
 SHARDED = tuple(kind for kind in KINDS if kind != "tile bias")
@@ -40,35 +40,33 @@ def of_scores(score, b, h, q, k):
 
 @dataclass(frozen=True)
 class Scored:
-    """A problem and the kinds of changes of its scores, whose tensors are drawn from the problem's seed."""
+    """A problem and the kinds of its score modifications, whose tensors are drawn from the problem's seed."""
 
     problem: Problem
     kinds: tuple[str, ...]
     shared: bool = False  # by the batch, or the heads
     half: bool = False  # the tensors have the problem's dtype, not fp32
-    fixed: tuple[str, ...] = ()  # kinds whose tensors get no gradient
+    fixed: tuple[str, ...] = ()  # kinds whose tensors require no gradient
     own: tuple[str, ...] = ()  # kinds whose tensors no batch elements or heads share
 
     @property
     def dtype(self):
-        """That of the tensors of the changes."""
         return torch.float32 if not self.half and self.problem.dtype != torch.float64 else self.problem.dtype
 
     @cached_property
     def mask(self):
-        """The problem's, or one of all scores if none has tiles to store a bias for."""
+        """The problem's mask, or a dense mask if it has no tiles to store a bias for."""
         if self.problem.mask is None and "tile bias" in self.kinds:
             return BlockMask.dense(self.problem.q_len, self.problem.k_len, block=16)
         return self.problem.mask
 
     def tiles(self, drawn, device):
-        """A bias of live tiles that none, some or all of the batch elements and heads share."""
         p, mask = self.problem, self.mask.to(device)
         shape = [(1, p.heads), (p.batch, 1), (1, 1), (p.batch, p.heads)][3 if "tile bias" in self.own else p.seed % 4]
         return scores.tile_bias(drawn(*shape, len(mask.indices), mask.block_q, mask.block_k), mask)
 
     def changes(self, device, dtype):
-        """The changes, with tensors of this dtype, and those tensors; the same values up to rounding."""
+        """`(modifications, their tensors)`, with tensors of this dtype; the same values up to rounding."""
         p, made, learned = self.problem, [], []
         generator = torch.Generator().manual_seed(p.seed + 1)
 
@@ -127,8 +125,8 @@ class Scored:
         return sum(made[1:], start=Scores((made[0],))), learned
 
 
-# Of one query, a key with a large score has 0.994 of the weight in one head, so that its gradient is a small difference
-# of large numbers, which the gradient of the temperature multiplies by that score.
+# In one head, a key with a large score has 0.994 of the weight of a query. Its gradient is a small difference of large
+# numbers, and the gradient of the temperature multiplies it by the score.
 ALMOST_ALL_WEIGHT_ON_ONE_KEY = Scored(
     Problem(
         Recipe(
@@ -145,7 +143,7 @@ ALMOST_ALL_WEIGHT_ON_ONE_KEY = Scored(
 
 @st.composite
 def scored(draw, *, kinds=(*KINDS, *FUNCTIONS), always=None, **arguments):
-    """A drawn problem with one to three changes of different kinds, one of them `always`."""
+    """A drawn problem with one to three modifications of different kinds, one of them `always`."""
     if always is None:
         chosen = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=3, unique=True))
     else:
@@ -158,7 +156,6 @@ def scored(draw, *, kinds=(*KINDS, *FUNCTIONS), always=None, **arguments):
 
 
 def results(case, backend, device="cpu", dtype=None):
-    """out, lse, dq, dk, dv, and the gradients of the tensors, by name."""
     problem = case.problem
     q, k, v, dout, dlse = problem.tensors(device)
     if dtype is not None:
@@ -176,8 +173,8 @@ def results(case, backend, device="cpu", dtype=None):
 
 
 def plain_draws(case, device, truth):
-    """Results of the plain implementation and the truth for several draws of the values; and what its errors are
-    multiplied by. truth: that of the case.
+    """Results of the plain implementation and the truth for several draws of the values; and the factor of its errors.
+    truth: the truth of the case.
     """
     problem = case.problem
     dtype, factor = testing.plain_dtype(problem.dtype)
@@ -195,18 +192,17 @@ def plain_draws(case, device, truth):
 
 
 def check(case, backend, device="cpu"):
-    """Raises AssertionError unless a backend is as exact as a plain implementation."""
     with np.errstate(over="ignore", invalid="ignore"):  # of the interpreter's numpy
         got = results(case, backend, device)
     check_results(case, got, device)
 
 
 def check_results(case, got, device="cpu", magnitudes=None):
-    """Raises AssertionError unless results are as exact as those of a plain implementation. `magnitudes`: as
-    `testing.compare_results` takes them.
+    """Raises AssertionError unless results are as exact as a plain implementation's. `magnitudes`: as for
+    `testing.compare_results`.
     """
     truth = results(case, "reference", device, torch.float64)
-    # What is added may be larger than the products that make the scores.
+    # Added numbers may be larger than the products that make the scores.
     magnitudes = {"lse": 4.0 + score_magnitude(case.problem), **(magnitudes or {})}
     draws, factor = plain_draws(case, device, truth)
     found = compare_with_draws(got, truth, draws, factor, magnitudes=magnitudes, enough=1.0)

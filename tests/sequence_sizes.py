@@ -1,4 +1,4 @@
-"""What the tests of patterns over sequences share: sizes, masks by head, and reach."""
+"""Shared helpers of the tests of patterns over sequences: sizes, masks by head, and reach."""
 
 import torch
 from hypothesis import strategies as st

@@ -1,5 +1,5 @@
-"""`sparseflash.distributed.attention` in several processes as one function of whole tensors: what the processes run,
-and what the test runs."""
+"""`sparseflash.distributed.attention` in several processes as one function of whole tensors: first the functions of the
+processes, then the functions of the test."""
 
 import torch
 
@@ -13,7 +13,7 @@ from sparseflash import distributed, masks
 
 
 def planned(member, mask, options):
-    """The plan; with transport="peer" on a CPU with files in place of the memory of GPUs."""
+    """The plan; with transport="peer" on a CPU, files stand for the memory of GPUs."""
     plan = distributed.shard(mask, member.group, **options)
     if plan.transport == "peer" and member.device.type == "cpu":
         copies = member.kept.setdefault("copies", copies_of_files(member.group))
@@ -34,7 +34,6 @@ def forward(member, mask, q, k, v, plan_options, options):
 
 
 def backward(member, dout, dlse):
-    """This rank's gradients, of q, k and v."""
     out, lse, local, plan = member.kept["graph"]
     results, given = [out], [plan.scatter(dout.to(member.device))]
     if dlse is not None:
@@ -44,8 +43,8 @@ def backward(member, dout, dlse):
 
 
 def several_calls(member, options):
-    """Results of calls of several sizes, so that buffers of a transport are replaced, begun anew, and shared by calls
-    that are under way."""
+    """Results of calls of several sizes, so that buffers of a transport are replaced, begun anew, and shared by
+    running calls."""
     results = []
     for tokens, more in ((100, {"stages": 3}), (300, {"stages": 0}), (70, {}), (300, {"stages": 2})):
         more = more if options["strategy"] == "keys" else {}
@@ -59,7 +58,7 @@ def several_calls(member, options):
 
 
 def scored_results(member, case, plan_options, options):
-    """This rank's part of `scored.results`, and of each gradient of a tensor of the changes; on the CPU."""
+    """This rank's part of `scored.results`, and of each gradient of a modification's tensor; on the CPU."""
     problem = case.problem
     *whole, dout, dlse = problem.tensors(member.device)
     changes, learned = case.changes(member.device, case.dtype)
@@ -78,7 +77,6 @@ def scored_results(member, case, plan_options, options):
 
 
 def sent(member):
-    """Bytes and messages that this rank sent since the last `forward`."""
     plan = member.kept["graph"][3]
     return plan.sent.bytes, plan.sent.messages
 
@@ -87,7 +85,6 @@ def sent(member):
 
 
 def joined(parts, plan, side, dim=-2):
-    """The whole tensor of what lies on each rank."""
     shards = plan.queries if side == "queries" else plan.keys
     whole = torch.cat(parts, dim)
     return torch.empty_like(whole).index_copy_(dim, shards.order, whole)
@@ -119,7 +116,6 @@ def sharded(pool, ranks, mask, plan_options=None, **options):
 
 
 def check_transports(pool, ranks, strategy):
-    """Raises AssertionError unless both transports give the same bits."""
     found = [
         pool.run(ranks, several_calls, {"strategy": strategy, "transport": name}) for name in ("collective", "peer")
     ]
@@ -128,7 +124,9 @@ def check_transports(pool, ranks, strategy):
 
 
 def check_dropping(pool, ranks, problem, plan_options, **options):
-    """Raises AssertionError unless attention in several processes drops the weights that one drops, as exactly."""
+    """Raises AssertionError unless attention in several processes drops the weights that one process
+    drops, as exactly.
+    """
     options = {"scale": problem.scale, "dropout_p": problem.dropout_p, "seed": problem.seed, **options}
     q, k, v, dout, dlse = problem.tensors()
     out, lse = sharded(pool, ranks, problem.mask, plan_options, **options)(q, k, v)
@@ -137,7 +135,7 @@ def check_dropping(pool, ranks, problem, plan_options, **options):
 
 
 def check_scored(pool, ranks, case, plan_options, **options):
-    """Raises AssertionError unless attention with changed scores in several processes is as exact as a plain one."""
+    """Raises AssertionError unless attention with score modifications in several processes is exact."""
     plan = distributed.shard(case.problem.mask, ranks=ranks, **plan_options)
     parts = list(zip(*pool.run(ranks, scored_results, case, plan_options, options), strict=True))
     out, lse, dq, dk, dv, *learned = parts

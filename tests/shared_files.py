@@ -11,8 +11,9 @@ from sparseflash.distributed.peer_copies import PeerCopies
 
 
 class SharedFiles:
-    """`PeerMemory` in files. Reading takes longer on some ranks than on others, so that what is written too
-    early is seen."""
+    """`PeerMemory` in files. Reading takes longer on some ranks than on others, which shows writes that
+    come too early.
+    """
 
     def __init__(self, size, group):
         self.size, self.group, self.rank = size, group, dist.get_rank(group)
@@ -35,5 +36,4 @@ class SharedFiles:
 
 
 def copies_of_files(group):
-    """`PeerCopies` between processes on CPUs."""
     return PeerCopies(dist.get_rank(group), lambda size: SharedFiles(size, group), None)

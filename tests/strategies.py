@@ -20,7 +20,7 @@ from torch import Tensor
 
 from sparseflash import BlockMask, masks
 
-# What one tile of a dense mask may hold. "random" differs from tile to tile; the others recur, and deduplicate.
+# The contents of a tile of a dense mask. "random" differs from tile to tile; the others recur, and deduplicate.
 TILES = ("full", "random", "dead", "lower", "upper", "repeated", "single")
 # Rows or columns of scores that are emptied afterwards: some single ones, and one run of them.
 HOLES = ("none", "rows", "columns", "both")
@@ -38,7 +38,7 @@ def blocks(values: Sequence[int] = (16, 32, 64)) -> SearchStrategy[tuple[int, in
     return square | st.tuples(st.sampled_from(values), st.sampled_from(values))
 
 
-_blocks = blocks  # for where a parameter hides the name
+_blocks = blocks  # for functions with a parameter of the same name
 
 
 def lengths(most: int, block: int = 16) -> SearchStrategy[int]:
@@ -60,8 +60,8 @@ def dense_mask(
     holes: str,
     seed: int,
 ) -> Tensor:
-    """Bool `[B, H, Nq, Nk]`. `patterns`: for each one the kinds of tile to choose from (a kind listed twice is twice
-    as likely); `heads[b][h]`: the number of the pattern that head h of batch element b uses."""
+    """Bool `[B, H, Nq, Nk]`. `patterns`: the kinds of tile of each pattern (a kind listed twice is twice as likely);
+    `heads[b][h]`: the number of the pattern that head h of batch element b uses."""
     rng = np.random.default_rng(seed)
     made = np.stack([_one_pattern(rng, q_len, k_len, block, kinds, holes) for kinds in patterns])
     return torch.from_numpy(made[np.array(heads)])
@@ -204,15 +204,15 @@ BUILDERS: dict[str, Callable[..., BlockMask]] = {
     "neighborhood": _neighborhood,
     "deepspeed_bigbird": masks.deepspeed_bigbird,
 }
-# Of a sequence with itself, and of square blocks.
+# Masks of a sequence with itself, and of square blocks.
 SELF = ("local", "butterfly", "streaming", "vertical_slash", "neighborhood", "deepspeed_bigbird")
 SQUARE = ("butterfly", "deepspeed_bigbird")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a mask is built: a name of BUILDERS, its arguments, and the lengths given afterwards: of queries and keys, or
-    one tuple for each."""
+    """The recipe of a mask: a name of BUILDERS, its arguments, and the lengths given afterwards: of queries and keys,
+    or one tuple for each."""
 
     builder: str
     arguments: dict[str, Any]
@@ -234,7 +234,7 @@ def recipes(
 ) -> Recipe:  # fmt: skip
     """Recipes of masks that fit an attention of `batch` elements and `heads` query heads.
 
-    apart: queries and keys may have lengths of their own, even if they could be the same tokens."""
+    apart: queries and keys may have different lengths, even if they could be the same tokens."""
     # from_dense first and twice: it reaches every structure, and failures shrink towards it.
     builder = draw(st.sampled_from(["from_dense", *BUILDERS]))
     block = draw(_blocks(blocks))
@@ -292,7 +292,7 @@ def recipes(
         arguments |= {"causal": draw(st.booleans()), "seed": draw(SEEDS)}
     else:
         arguments = sizes
-    # Each sequence: nothing, all of the queries or of the keys, a part, or more than there is.
+    # For each sequence: nothing, all queries or all keys, a part, or more than the mask has.
     longest = max(q_len, k_len)
     one = st.sampled_from([q_len, k_len, 0, longest + 7]) | st.integers(0, longest)
     given = st.lists(one, min_size=batch, max_size=batch).map(tuple)
@@ -314,8 +314,6 @@ def block_masks(
 
 @dataclass(frozen=True)
 class Problem:
-    """The inputs of one attention, forward and backward."""
-
     recipe: Recipe | None  # of the mask; None: attention without a mask
     batch: int
     heads: int
@@ -335,8 +333,8 @@ class Problem:
         return None if self.recipe is None else self.recipe.mask()
 
     def tensors(self, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """`(q, k, v, dout, dlse)`: the same values on every device, and in every dtype up to rounding. q, k and v are
-        leaves that require gradients; dlse is fp32, fp64 for fp64."""
+        """`(q, k, v, dout, dlse)`: the same values on every device, and in every dtype up to rounding. q, k and v
+        require gradients; dlse is fp32, fp64 for fp64."""
         generator = torch.Generator().manual_seed(self.seed)
         shapes = (
             (self.batch, self.heads, self.q_len, self.dim),
@@ -357,7 +355,7 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
         return x.contiguous()
     if layout == "tokens first":
         return x.transpose(1, 2).contiguous().transpose(1, 2)
-    # Starts one element into its buffer, so off any alignment wider than an element; what lies around the values is
+    # Starts one element into its buffer, so off any alignment wider than an element; the memory around the values is
     # NaN, so that reading it shows.
     buffer = x.new_full((*x.shape[:-1], x.shape[-1] + 3), torch.nan)
     buffer[..., 1:-2] = x
@@ -376,7 +374,6 @@ def problems(
     most_batch: int = 2,
     dropouts: Sequence[float] = (0.0,),
 ) -> Problem:
-    """Attention problems: masks of every kind or none, grouped heads, dtypes, scales, memory layouts, dropout."""
     batch, heads = draw(st.integers(1, most_batch)), draw(st.integers(1, most_heads))
     kv_heads = draw(st.sampled_from([n for n in range(1, heads + 1) if heads % n == 0]))
     recipe = None

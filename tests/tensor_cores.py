@@ -1,10 +1,10 @@
-"""How tensor cores sum, for Triton's interpreter, which rounds: in place of its `InterpreterBuilder.create_dot`."""
+"""The sums of tensor cores, for Triton's interpreter: in place of its `InterpreterBuilder.create_dot`."""
 
 import numpy as np
 
 
 def summed_as_by_tensor_cores(builder, a, b, d, *options):
-    """a b + d in fp32 as tensor cores have it: 16 products at a time, and what does not fit cut off."""
+    """a b + d in fp32 as tensor cores compute it: 16 products at a time, and bits that do not fit are cut off."""
     total = d.data
     for i in range(0, a.data.shape[-1], 16):
         exact = total.astype("f8") + a.data[:, i : i + 16].astype("f8") @ b.data[i : i + 16].astype("f8")

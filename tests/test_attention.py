@@ -1,4 +1,4 @@
-"""`attention()`: what follows from its definition, on every backend, and what it refuses."""
+"""`attention()`: consequences of its definition, on every backend, and its refusals."""
 
 import importlib
 import re
@@ -346,7 +346,7 @@ def test_what_only_the_kernel_does_not_take_is_refused(inputs, error, message):
 
 
 def run_without_the_interpreter(program):
-    """Triton chooses its mode when it is imported, so another mode is another process."""
+    """Triton chooses its mode when it is imported, so another mode needs another process."""
     prelude = "import torch, sparseflash\nq = torch.zeros(1, 1, 32, 16)\n"
     done = python("-c", prelude + program)
     assert done.returncode == 0, done.stderr
@@ -368,7 +368,6 @@ CALLS_OF_KERNELS = {
 
 
 def errors_of_kernels(program=""):
-    """What each call says without the interpreter, by name."""
     shown = run_without_the_interpreter(f"""
 {program}
 import sparseflash.decode, sparseflash.grouped, sparseflash.scores

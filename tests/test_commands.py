@@ -1,4 +1,4 @@
-"""The commands of the READMEs: each names a program that there is, with options that it has."""
+"""The commands of the READMEs: each program exists, with its options."""
 
 import re
 import shlex
@@ -27,7 +27,7 @@ def commands(page):
     found = joined(page)
     yield from ((program, rest) for program, rest in RUN.findall(found))
     yield from (("sparseflash", rest) for rest in re.findall(r"(?:^|`)sparseflash ([a-z][^`\n]*)", found, re.MULTILINE))
-    # A table with `python -m program ...` in its head has what stands for the dots in the cells below.
+    # A table with `python -m program ...` in its head replaces the dots by the cells below.
     head = None
     for line in found.splitlines():
         cell = line.split("|")[1] if line.startswith("|") else ""
@@ -40,7 +40,6 @@ def commands(page):
 
 
 def program_of(name):
-    """The command line of a program as typer's command, or None."""
     first, _, rest = name.partition(".")
     if rest.split(".")[0] in MOVED:
         name = f"{first}.benchmarks.{rest}"
@@ -57,7 +56,6 @@ def program_of(name):
 
 
 def wrong_with(name, rest):
-    """What is wrong with a command, if anything: the program, a command of it, or an option."""
     command = program_of(name)
     if command is None:
         return f"there is no {name} to run"

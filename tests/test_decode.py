@@ -1,4 +1,4 @@
-"""Decoding: a cache gives what attention over its live keys gives, however it lies in memory."""
+"""Decoding: a cache gives the same as attention over its live keys, in any memory layout."""
 
 from dataclasses import dataclass, replace
 
@@ -47,7 +47,7 @@ class Case:
         return torch.randint(-1, -(-self.room // self.page) + 1, shape, generator=generator(self.seed + 1))
 
     def block_mask(self):
-        room = self.room + 7  # masks may be of more tokens than there is room for
+        room = self.room + 7  # masks may have more tokens than the cache has room for
         causal = masks.causal(room, block=(16, self.block_k))
         if self.mask == "one":
             return masks.local(room, window=30, causal=True, block=(32, self.block_k))
@@ -57,7 +57,7 @@ class Case:
         return masks.per_head([causal, *others, *others][:heads])
 
     def options(self):
-        """The keyword arguments that say what is live."""
+        """The keyword arguments that determine the live keys."""
         found = {}
         if self.starts is not None:
             found["starts"] = torch.tensor(self.starts)
@@ -95,7 +95,7 @@ class Case:
 
     def call(self, backend, q, k, v):
         dead = ~self.live().any(2).any(1)[:, None, :, None] & (torch.arange(self.room) >= max(self.lengths))[:, None]
-        k, v = (x.masked_fill(dead, torch.nan) for x in (k, v))  # nobody has written it yet
+        k, v = (x.masked_fill(dead, torch.nan) for x in (k, v))  # memory that nobody has written
         table = None
         if self.paged:
             (k, v), table = self.in_pages(k, v)
@@ -167,7 +167,7 @@ def test_few_queries_are_exact_over_the_live_keys_of_a_cache(backend, case):
 
 @pytest.mark.parametrize("q_len", [1, 3])
 def test_windows_and_sinks_may_end_anywhere_in_a_tile(q_len):
-    """The kernel walks the tiles of the sinks and those of the window, which may be the same."""
+    """The kernel walks the tiles of the sinks and of the window, which may overlap."""
     g = generator(0)
     q, (k, v) = torch.randn(4, 1, q_len, 16, generator=g), torch.randn(2, 4, 1, 96, 16, generator=g)
     lengths, starts = torch.tensor([96, 95, 64, 67]), torch.tensor([0, 5, 31, 32])
@@ -194,7 +194,7 @@ def test_pages_are_the_same_as_a_contiguous_cache(backend, options):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("number", [2**31, 2**32, 2**32 + 1, 2**63 - 1, 1 - 2**32, -(2**63)])
 def test_numbers_of_64_bits_are_what_they_are(backend, number):
-    """Longer than the room is as long as it, and what names no page chooses none; no number is cut to 32 bits."""
+    """Lengths beyond the room count as the room, and numbers of no page are ignored; no number is cut to 32 bits."""
     q, k = torch.randn(1, 4, 3, 16, generator=generator(0)), torch.randn(1, 2, 64, 16, generator=generator(1))
     given, room, end = torch.tensor([number]), torch.tensor([64]), torch.tensor([64 if number > 0 else 0])
 
@@ -230,7 +230,7 @@ def test_a_page_that_is_chosen_twice_counts_once(backend, dtype, paged):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("number", [2**31 - 1, 2**31, 2**63, 2**70])
 def test_a_window_sinks_or_a_page_of_any_size_are_as_good_as_the_room(backend, number):
-    """A kernel has them in 32 bits: one that was compiled for a small number is started with a large one, too."""
+    """Kernels take them in 32 bits: a kernel compiled for a small number is started with a large one, too."""
     q, k = torch.randn(1, 4, 3, 16, generator=generator(0)), torch.randn(1, 2, 64, 16, generator=generator(1))
 
     def call(**options):
@@ -468,8 +468,8 @@ def test_without_queries_or_sequences_the_result_is_empty(backend):
 
 
 @given(SEEDS, st.integers(1, 12), st.integers(1, 128))
-@example(0, 9, 128)  # more than the 8 pages that there are
-@example(0, 1, 400)  # more tokens than they have room for
+@example(0, 9, 128)  # more than the 8 pages of the cache
+@example(0, 1, 400)  # more tokens than the pages have room for
 def test_the_chosen_pages_have_the_highest_bounds_and_the_newest_is_one(seed, k, length):
     g = generator(seed)
     q, cache = torch.randn(1, 4, 1, 8, generator=g), torch.randn(1, 2, 128, 8, generator=g)
@@ -507,7 +507,7 @@ def test_the_chosen_pages_have_the_highest_bounds_and_the_newest_is_one(seed, k,
         ({"lengths": L.to_sparse()}, TypeError, r"lengths must be a dense tensor; .* layout torch\.sparse_coo"),
         ({"window": 0}, ValueError, r"window must be at least 1 key; got 0"),
         ({"sinks": 4}, ValueError, r"sinks must be at least 0 and go with a window; got 4 and window None"),
-        ({"block_table": T, "page": 32}, ValueError, r"page must be that of the cache, 64 tokens; got 32"),
+        ({"block_table": T, "page": 32}, ValueError, r"page must be the page size of the cache, 64 tokens; got 32"),
         ({"pages": P}, ValueError, r"page must be given with pages of a contiguous cache.*; got None"),
         ({"page": 16}, ValueError, r"page must be given with pages of a contiguous cache.*; got 16"),
         ({"pages": P, "page": 0}, ValueError, r"page must be at least 1 token; got 0"),

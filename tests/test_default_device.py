@@ -1,6 +1,6 @@
-"""A default device for new tensors (`torch.set_default_device`) moves no mask, and breaks nothing done with one.
+"""A default device for new tensors (`torch.set_default_device`) moves no mask, and breaks no function of masks.
 
-The meta device stands for a GPU: tensors on it mix with those of the CPU no better, and have no contents to read.
+The meta device stands for a GPU: its tensors do not mix with the CPU's either, and have no contents to read.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ ELSEWHERE = torch.device("meta")
 @pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: pattern.name)
 def test_a_pattern_is_the_same_mask_on_the_cpu(pattern):
     want = pattern.build(1024, 32)
-    clear_caches()  # or what was made on the CPU would do
+    clear_caches()  # otherwise cached masks of the CPU would do
     with ELSEWHERE:
         got = pattern.build(1024, 32)
     assert got.device.type == "cpu" and got == want
@@ -72,7 +72,7 @@ CONSTRUCTORS = {
 @pytest.mark.parametrize("build", CONSTRUCTORS.values(), ids=CONSTRUCTORS)
 def test_a_constructor_makes_the_same_mask_on_the_cpu(build):
     want = build()
-    clear_caches()  # or what was made on the CPU would do
+    clear_caches()  # otherwise cached masks of the CPU would do
     with ELSEWHERE:
         got = build()
     assert got.device.type == "cpu" and got == want
@@ -94,7 +94,6 @@ def test_orders_lie_on_the_cpu():
 
 
 def many():
-    """Two sequences of different lengths, two heads, ragged ends, tiles of all kinds."""
     rng = np.random.default_rng(0)
     dense = rng.random((2, 2, 100, 100)) < 0.5
     dense[:, 0, :32, :32], dense[:, :, 48:64], dense[1, 1] = True, False, np.tri(100, dtype=bool)
@@ -102,7 +101,6 @@ def many():
 
 
 def chosen():
-    """A dynamic mask."""
     scores = torch.from_numpy(np.random.default_rng(0).standard_normal((2, 4, 4)))
     return masks.top_k_blocks(scores, k=2, q_len=128, block=32, causal=True)
 
@@ -202,7 +200,7 @@ NEIGHBOURS = {
 
 
 def plain(value):
-    """`value` in what `==` compares, with the device of each tensor."""
+    """`value` in a form that `==` compares, with the device of each tensor."""
     if isinstance(value, BlockMask):
         return value.device, value.dynamic, plain(value._arrays())
     if isinstance(value, torch.Tensor):
@@ -215,7 +213,7 @@ def plain(value):
 @pytest.mark.parametrize("make", [many, chosen, window])
 @pytest.mark.parametrize("use", [*METHODS.values(), *ANALYSES.values()], ids=[*METHODS, *(f"of {a}" for a in ANALYSES)])
 def test_what_is_done_with_a_mask_is_the_same(make, use, tmp_path):
-    want, mask = use(make(), tmp_path), make()  # another, of which nothing is derived yet
+    want, mask = use(make(), tmp_path), make()  # another mask, without caches
     with ELSEWHERE:
         got = use(mask, tmp_path)
     assert plain(got) == plain(want)

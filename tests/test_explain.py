@@ -1,4 +1,4 @@
-"""`explain` says what attention runs: the same kernels, tiles and work, for the GPU at hand or another."""
+"""`explain` describes the run of `attention`: the same kernels, tiles and work, for the GPU at hand or another."""
 
 from unittest import mock
 
@@ -12,7 +12,7 @@ from sparseflash.backends.triton.hopper import support
 from sparseflash.backends.triton.overrides import always_split, override
 from sparseflash.blockmask.streams import ReadyEvent
 
-HOPPER = {"capability": (9, 0)}  # which Triton's interpreter stands for
+HOPPER = {"capability": (9, 0)}  # Triton's interpreter stands for it
 
 
 def empty(heads=4, tokens=4096, dim=64, dtype=torch.bfloat16, device="meta"):
@@ -64,7 +64,7 @@ def test_each_choice_has_its_reason():
 
     unaligned = [x[..., 1:] for x in empty(dim=65)]
     aligned_copies = explain(*unaligned, **HOPPER).kernels
-    assert all(each.loads.startswith("descriptors") for each in aligned_copies)  # of copies with aligned rows
+    assert all(each.loads.startswith("descriptors") for each in aligned_copies)  # copies with aligned rows
     loads, _ = reasons(empty()[0], *(x.expand(1, 4, 4096, 64) for x in empty(heads=1)[1:]))
     assert loads == {"a tensor has rows that are not aligned to 16 bytes, or is expanded"}
     loads, walks = reasons(*empty(), masks.butterfly(4096, block=16))
@@ -203,7 +203,6 @@ def test_what_attention_refuses_is_refused():
 
 @pytest.mark.parametrize("backend", ["triton", "hopper"])
 def test_it_waits_for_plans_that_another_stream_makes(backend, monkeypatch):
-    """It reads how many tiles their items have."""
     monkeypatch.setattr(support, "is_interpreted", lambda: False)
     mask = masks.causal(4096, block=128)
     explain(*empty(), mask, backend=backend, **HOPPER)
@@ -219,7 +218,7 @@ def test_it_is_public():
 
 
 def test_tables_on_the_meta_device_are_those_that_they_are_with_contents():
-    """Buckets that change with every key, `offsets % 3`, are not for the kernels for Hopper."""
+    """Tables whose buckets change with every key, `offsets % 3`, are not for the Hopper kernels."""
     mask = masks.causal(640)
 
     def told(device, bucket):

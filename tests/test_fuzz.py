@@ -1,6 +1,6 @@
-"""Wild calls of the public API end in a right result or one clear error; and a test for each class of bug that users
-of the peers have reported (shared notes name the reports):
+"""Random calls of the public API end in a right result or one clear error.
 
+For each class of bug that users of similar libraries have reported, a test:
 | class of bug | held by |
 |---|---|
 | wrong gradients of sparse masks at one head dim | backends/test_exactness.py, every backend, D and Dv drawn |
@@ -53,7 +53,7 @@ def test_scores_beyond_the_limit_of_half_precision_are_no_failures(backend):
     specs = [{"shape": [1, 2, 40, 16], "dtype": torch.float16, "grad": True, "seed": seed} for seed in range(3)]
     specs = [{**spec, "layout": "plain", "fill": "normal"} for spec in specs]
     named = {"mask": "none", "dropout": 0.0, "backend": backend, "seed": None, "lse": False}
-    for fill in ("normal", "zero"):  # whose scores are 0, but not the gradients of the others
+    for fill in ("normal", "zero"):  # zeros give scores of 0, but not gradients of 0
         specs[1]["fill"] = fill
         assert fuzz.fuzz_attention(drawn=(specs, 99, None), scale=1e30, **named) == "result"
 
@@ -128,7 +128,7 @@ def test_a_block_list_is_not_ignored():
 
 
 def test_masks_made_one_after_another_are_not_mixed_up():
-    """Their memory, and so the ids of their tensors, is used again."""
+    """Their memory, and so the ids of their tensors, is reused."""
     q, k, v = problem()
     for turn in range(60):
         mask = masks.local(50, window=turn % 7 + 1, causal=True, block=16)
@@ -173,7 +173,7 @@ def answer(mask, queue):
 @pytest.mark.parametrize("start", ["fork", "spawn"])
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_masks_pass_through_workers_and_forks(start):
-    workers = 2 if start == "fork" else 1  # each that is spawned imports PyTorch anew
+    workers = 2 if start == "fork" else 1  # each spawned worker imports PyTorch anew
     loader = torch.utils.data.DataLoader(
         Masks(), batch_size=None, num_workers=workers, multiprocessing_context=multiprocessing.get_context(start)
     )

@@ -1,4 +1,4 @@
-"""Grouped heads that share a choice of blocks: the same as with a mask of chosen keys."""
+"""Grouped heads that share a choice of blocks: the same result as with a mask of chosen keys."""
 
 import pytest
 import torch

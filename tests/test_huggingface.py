@@ -1,4 +1,6 @@
-"""Models of Hugging Face Transformers give what they give with their own attention, or with a pattern in their mask."""
+"""Models of Hugging Face Transformers: the same results as with their own attention, or with a pattern
+in their mask.
+"""
 
 import copy
 import inspect
@@ -108,7 +110,6 @@ def registered():
 
 
 def pair(model, own="eager", ours="block_sparse"):
-    """A model with its own attention, and the same with this one."""
     kind, config = model
     torch.manual_seed(0)
     theirs = kind(copy.deepcopy(config)).eval()
@@ -127,7 +128,7 @@ def ids(length, batch=2, seed=0):
 
 
 def compared(theirs, ours, kept=None, **inputs):
-    """Results and gradients of both; `kept`: of which tokens."""
+    """Results and gradients of both; `kept`: the tokens that are compared."""
     results = []
     for model in (theirs, ours):
         model.zero_grad()
@@ -159,8 +160,8 @@ def padded(where, length=70):
 @pytest.mark.parametrize("padding", ["none", "right", "left", "scattered"])
 def test_a_model_gives_what_it_gives_with_its_own_attention(model, padding):
     tokens = None if padding == "none" else padded(padding)
-    # Of queries that see no key, those before padding on the left or far past its beginning on the right, each
-    # implementation says something else; of all others it is what is compared.
+    # For queries without a live key, before padding on the left or far past its beginning on the right, implementations
+    # differ; all others are compared.
     everywhere = tokens is None or (padding == "right" and model in (LLAMA, BERT))
     kept = None if everywhere else tokens.bool()
     compared(*pair(model), kept=kept, input_ids=ids(70), attention_mask=tokens)
@@ -168,7 +169,7 @@ def test_a_model_gives_what_it_gives_with_its_own_attention(model, padding):
 
 @pytest.mark.parametrize("target", [39, 40])
 def test_cross_attention_sees_all_but_the_padding_of_the_source(target):
-    """Also from where the source, of as many tokens, has its padding."""
+    """Also if the source, with the same number of tokens, has padding."""
     inputs = {"input_ids": ids(40), "attention_mask": padded("right", 40), "decoder_input_ids": ids(40)[:, :target]}
     compared(*pair(BART), **inputs)
 
@@ -186,7 +187,7 @@ def test_cross_attention_has_no_pattern():
 
 
 def test_a_prompt_that_is_seen_by_all_of_it():
-    """PaliGemma makes a rule of its own, and hands the masks on as finished ones."""
+    """PaliGemma makes its own rule, and passes the masks on as finished ones."""
     vision = {name: SIZES[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")}
     config = transformers.PaliGemmaConfig(
         vision_config={
@@ -207,7 +208,6 @@ def test_a_prompt_that_is_seen_by_all_of_it():
 
 
 def test_images_whose_tokens_see_one_another_in_layers_with_and_without_windows():
-    """Gemma 3 adds rules of its own to those of its text model."""
     vision = {name: SIZES[name] for name in ("hidden_size", "intermediate_size", "num_hidden_layers")}
     config = transformers.Gemma3Config(
         text_config=GEMMA3_SIZES, vision_config={**vision, "num_attention_heads": 4, "image_size": 28, "patch_size": 7},
@@ -382,7 +382,7 @@ def test_dropout_is_that_of_training():
 
 @pytest.fixture
 def compiles_anew():
-    """PyTorch compiles a function only so many times, and goes on without."""
+    """Removes PyTorch's limit of compilations, after which it runs uncompiled."""
     torch.compiler.reset()
 
 
@@ -409,7 +409,7 @@ def test_a_compiled_model_builds_its_masks_once(model, compiles_anew):
 
 @pytest.mark.parametrize("patterned", [False, True])
 def test_layers_break_no_graph_of_a_compiled_model(patterned, compiles_anew):
-    """One place does, where the masks of a forward are made. Other paddings compile nothing anew."""
+    """The graph breaks in one place, where the masks of a forward are made. Other paddings compile nothing anew."""
     huggingface.register(masks.local(80, window=30, causal=True) if patterned else None, name="whole")
 
     def compiled(layers):
@@ -434,7 +434,7 @@ def test_layers_break_no_graph_of_a_compiled_model(patterned, compiles_anew):
 @pytest.mark.parametrize("moves", [False, True])
 @pytest.mark.parametrize("own", [rules.causal_mask_function, rules.sliding_window_causal_mask_function(9)])
 def test_a_rule_of_packed_sequences_is_kept_where_a_row_has_two(own, moves):
-    """moves: as newer versions make it, which let the model's rule see the positions in the sequences."""
+    """moves: like newer versions, which let the model's rule see the positions in the sequences."""
     if moves and not hasattr(rules, "remap_positions_for_packed_sequence"):
         pytest.skip("this version of Transformers has no such rule")
     for second in (0, 1):
@@ -460,7 +460,7 @@ def test_packed_sequences_of_a_compiled_model_see_themselves(compiles_anew):
 
 
 def user_rule(batch, head, q, k):
-    """Of single positions: what it indexes with them has no place for many."""
+    """For single positions only: its indexing does not broadcast."""
     return torch.arange(3)[q % 3] == torch.arange(3)[k % 3]
 
 
@@ -523,14 +523,14 @@ def test_the_masks_are_transformers_own_within_the_pattern(
         want = want & pattern.to_dense()[:, :, q_offset : q_offset + queries, first:stop]
     live = torch.ones(()).bool() if mask is None else mask.to_dense()
     assert torch.equal(live.expand(batch, 1, queries, kv_length), want)
-    # Of some queries, as Gemma 4 asks.
+    # For some queries only, as Gemma 4 does.
     some = made[:, :, queries // 2 :, :].within(pattern, torch.device("cpu"))
     live = torch.ones(()).bool() if some is None else some.to_dense()
     assert torch.equal(live.expand(batch, 1, -(-queries // 2), kv_length), want[:, :, queries // 2 :])
 
 
 def test_the_room_of_a_cache_needs_no_mask_of_padding():
-    """Nor does a mask that names its tokens but pads none: the mask of the rule serves as it is, kept and planned."""
+    """Nor does a padding mask without padding: the mask of the rule is used as it is, cached and planned."""
     tokens = torch.ones(2, 40, dtype=torch.bool)
     tokens[:, 30:] = False  # room after the 30 queries
     asked = {"queries": (0, 30), "keys": (0, 40), "may_cross": False, "block": 16}
@@ -559,7 +559,7 @@ def test_a_finished_mask_is_read_with_one_synchronisation(mask, monkeypatch):
 @pytest.mark.parametrize("kind", ["bool", "float", "learned", "-10000", "of three dimensions"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_a_finished_mask_of_one_block_is_not_read(kind, dtype, monkeypatch):
-    """It gives what it gives where it is read, as in smaller blocks: 0 for queries that see no key."""
+    """The result is the same as in smaller blocks, where it is read: 0 for queries that see no key."""
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(2, 4, 40, 16, generator=generator).to(dtype) for _ in range(4))
     live = torch.rand(2, 1, 40, 40, generator=generator) < 0.5
@@ -601,7 +601,7 @@ def test_a_finished_mask_of_one_block_breaks_no_graph(compiles_anew):
 
 
 def test_a_finished_mask_of_one_block_leaves_large_scores_alone():
-    """Dead and live ones are told apart by the mask, not by their size."""
+    """The mask separates dead from live scores, not their size."""
     q, k, v = (60 * torch.randn(1, 2, 40, 16, generator=torch.Generator().manual_seed(0)) for _ in range(3))
     live = torch.ones(1, 1, 40, 40, dtype=torch.bool).tril()
     got, want = (layer.Attention(None, block)(torch.nn.Module(), q, k, v, live, scaling=8.0)[0] for block in (128, 16))
@@ -609,7 +609,7 @@ def test_a_finished_mask_of_one_block_leaves_large_scores_alone():
 
 
 def enlarged(dense, length):
-    """At least so many queries and keys."""
+    """At least `length` queries and keys."""
     repeats = [-(-length // n) for n in dense.shape[2:]]
     return dense.repeat(1, 1, *repeats)
 
@@ -650,7 +650,7 @@ def test_masks_of_known_rules_are_kept():
 
 
 def test_what_is_kept_serves_batches_of_any_size():
-    """Also where Transformers' own rules are asked about single positions, as those are that a model adds."""
+    """Also where Transformers' own rules are called with single positions, as the rules are that a model adds."""
     rule = rules.and_masks(rules.bidirectional_mask_function, rules.sliding_window_bidirectional_overlay(5))
     for batch in (3, 2, 1):
         asked = ModelMask(rule, batch, (0, 40), (0, 40), None, False, 16, torch.device("cpu"))
@@ -696,7 +696,7 @@ def test_names_that_transformers_would_read_are_refused(name):
 
 @pytest.mark.parametrize("name", ["sdpa", "eager", "flex_attention"])
 def test_names_of_others_are_refused(name):
-    with pytest.raises(ValueError, match="must not be that of another"):
+    with pytest.raises(ValueError, match="must not be the name of another"):
         huggingface.register(name=name)
 
 
@@ -736,7 +736,7 @@ def test_patterns_that_are_none_are_refused():
             TypeError, match=r"got a function of \(.*\)\. From a rule on .*BlockMask\.from_function\(rule"
         ):
             huggingface.register(function)
-    for function in (lambda module, other=None: None, lambda *given: None):  # which can be called with a module
+    for function in (lambda module, other=None: None, lambda *given: None):  # these can be called with a module
         huggingface.register(function)
     huggingface.register(lambda module: torch.ones(3, 3))
     with pytest.raises(TypeError, match="BlockMask"):

@@ -16,7 +16,7 @@ transformers = pytest.importorskip("transformers", minversion="5.17")
 
 DEVICE = torch.device("cuda")
 TOKENS = 300  # not a multiple of a tile
-# Heads of 64, for which there are kernels of every kind; weights that make attention neither uniform nor one token's.
+# Heads of 64, which kernels of every kind take; the weights make attention neither uniform nor one-hot.
 SIZES = {
     "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
     "initializer_range": 0.08,
@@ -39,7 +39,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
 
 
 def made(name, dtype=torch.bfloat16):
-    """A model with eager attention, and what it is compared by."""
     shape = MODELS[name]
     model = shape.made(dtype, DEVICE, tokens=TOKENS, small=True, check=True)
     return model, Yardstick.of(
@@ -137,7 +136,7 @@ def test_a_batch_with_padding_on_the_left_generates_eagers_tokens(cache):
 
 
 def test_a_finished_mask_of_one_block_is_not_waited_for():
-    """As the windows of a Swin have it."""
+    """As for the windows of a Swin."""
     q, k, v = (torch.randn(8, 3, 49, 32, device=DEVICE, dtype=torch.bfloat16) for _ in range(3))
     mask = torch.randn(8, 1, 49, 49, device=DEVICE, dtype=torch.bfloat16)
     called = layer.Attention(None, 128)

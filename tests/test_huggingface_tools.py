@@ -1,4 +1,4 @@
-"""What is used together with Transformers: generation, PEFT, Accelerate, Trainer, device maps, beside SDPA."""
+"""Tools used together with Transformers: generation, PEFT, Accelerate, Trainer, device maps, beside SDPA."""
 
 import copy
 
@@ -26,7 +26,6 @@ def llama():
 
 
 def pair():
-    """The same model with SDPA and with this attention."""
     huggingface.register(block=16)
     theirs, ours = llama(), llama()
     theirs.set_attn_implementation("sdpa")

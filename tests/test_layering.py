@@ -1,4 +1,4 @@
-"""Who imports whom, and what `import sparseflash` does not need."""
+"""The imports between modules, and packages that `import sparseflash` does not need."""
 
 import ast
 import re
@@ -155,14 +155,12 @@ def test_no_two_modules_need_each_other_to_be_imported():
 
 
 def test_every_circle_of_imports_passes_through_the_methods_of_the_mask():
-    """Imports inside functions count, imports for types do not: they never run."""
     graph = {module: modules_of(imports.at_import | imports.in_functions) for module, imports in MODULES.items()}
     assert circle({module: others - {FACADE} for module, others in graph.items()}) == []
     assert FACADE in circle(graph)
 
 
 def circle(graph):
-    """The modules of one circle, if there is one."""
     try:
         TopologicalSorter({module: others - {module} for module, others in graph.items()}).prepare()
     except CycleError as error:
@@ -174,7 +172,7 @@ def circle(graph):
     "module", [m for m in MODULES if not below(path_of(m), "experiments", *KERNELS, separator="/")]
 )
 def test_only_the_kernels_import_triton(module):
-    """Themselves, or by what they import: `backends.triton` has modules that work without Triton, too."""
+    """Directly or through their imports: `backends.triton` has modules that work without Triton, too."""
     loaded, waiting = {module}, [module]
     while waiting:
         new = modules_of(MODULES[waiting.pop()].at_import) - loaded

@@ -1,4 +1,4 @@
-"""What the kernels count in 32 bits: counts and lengths past it are refused, before memory is allocated for them."""
+"""Counts in 32 bits: larger counts and lengths are refused, before memory is allocated for them."""
 
 import re
 

@@ -102,12 +102,12 @@ def test_installed_wheel_imports_and_states_its_version(wheel, tmp_path):
 
 
 def test_the_folder_of_a_clone_is_not_taken_for_an_editable_install(source, tmp_path):
-    """Beside a clone Python finds its folder, a package without `__init__.py`, before what is installed from it."""
+    """Beside a clone Python finds its folder, a package without `__init__.py`, before an editable install of it."""
     site, beside = tmp_path / "site", tmp_path / "beside"
     succeed("-m", "pip", "install", "--no-deps", "--no-build-isolation", "--target", site, "-e", source, cwd=tmp_path)
     beside.mkdir()
     (beside / "sparseflash").symlink_to(source)
-    # With -S the packages of this environment can be imported, but not what is installed in it as editable.
+    # With -S the packages of this environment can be imported, but not its editable installs.
     packages = os.pathsep.join([str(site), *(entry for entry in sys.path if entry.endswith("-packages"))])
     program = f"import site; site.addsitedir({str(site)!r})\n"
     names = ("analysis", "attention", "decode", "interop", "masks", "nn", "scores", "testing")
@@ -151,7 +151,7 @@ def test_sdist_builds_the_same_wheel(source, wheel, tmp_path):
     sdist = tmp_path / f"sparseflash-{VERSION}.tar.gz"
     with tarfile.open(sdist) as archive:
         inside = {Path(name).parts[1] for name in archive.getnames() if len(Path(name).parts) > 1}
-    # No tests without the modules beside them, which they import.
+    # Tests need the modules beside them.
     assert {"tests", "experiments", "docs"} & inside == set() and {"sparseflash", "masks", "setup.py"} <= inside
     succeed("-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", tmp_path, sdist, cwd=tmp_path)
     (rebuilt,) = tmp_path.glob("*.whl")

@@ -1,4 +1,4 @@
-"""The examples of all pages run, as they stand and in their order; links, paths and calls in them are right."""
+"""The examples of all pages run, as they stand and in their order; their links, paths and calls are right."""
 
 import ast
 import doctest
@@ -24,7 +24,7 @@ def test_every_example_of_a_page_runs(page, tmp_path, monkeypatch, capsys):
     for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)  # as torchrun does, for one process
     if any("from transformers" in source for source in examples(page)):
-        pytest.importorskip("transformers", minversion="5.17")  # which needs Python 3.11
+        pytest.importorskip("transformers", minversion="5.17")  # needs Python 3.11
     names = {"__name__": "__main__"}
     for number, (source, output) in enumerate(zip(examples(page), outputs(page)), 1):
         code = compile(source, f"{page} example {number}", "exec")
@@ -67,7 +67,7 @@ def missing_from(printed, source):
 
 
 def printed_as(expected, printed):
-    """Whether a page shows what was printed; blanks may differ, and "..." stands for anything."""
+    """Whether a page shows the printed text; blanks may differ, and "..." stands for anything."""
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     return doctest.OutputChecker().check_output(expected, printed, options)
 
@@ -83,7 +83,7 @@ def test_every_link_of_a_readme_leads_somewhere(page, path, heading):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_file_that_a_readme_names_exists(page):
-    """By its path from the root, from the page's folder or from its name on: `train.py` is any file of that name."""
+    """By its path from the root or from the page's folder, or by its name: `train.py` is any file of that name."""
     folders = [ROOT / name for name in ("sparseflash", "masks", "experiments", "tests")]
     files = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".md")]
     named = {code for code in inline_code(page) if re.fullmatch(r"(?:\.\./)*[\w/-]+\.(?:py|md)", code)}
@@ -98,8 +98,9 @@ def test_every_file_that_a_readme_names_exists(page):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_call_of_a_pattern_in_a_readme_is_right(page):
-    """Examples run in another test; here are the calls in their comments and between backticks, `masks.local(...)` or
-    `local(...)`. Names among the arguments stand for anything, so those calls are held to the signature alone."""
+    """Examples run in another test; this one checks calls in their comments and between backticks, `masks.local(...)`
+    or `local(...)`. Names among the arguments stand for anything, so these calls are only checked against the
+    signature."""
     comments = [line.partition("#")[2] for example in examples(page) for line in example.splitlines()]
     found = [call for source in [*comments, *inline_code(page)] for call in calls_of_patterns(source)]
     assert {ast.unparse(call): error for call in found if (error := error_of(call))} == {}
@@ -115,7 +116,6 @@ def test_a_wrong_call_of_a_pattern_is_found():
 
 
 def error_of(call):
-    """What a call of a pattern raises, or None."""
     function = getattr(masks, ast.unparse(call.func).rpartition(".")[2])
     try:
         positional = [ast.literal_eval(argument) for argument in call.args]
@@ -131,7 +131,6 @@ def error_of(call):
 
 
 def calls_of_patterns(source):
-    """The calls in a piece of Python; of what is no Python, none."""
     try:
         tree = ast.parse(source.strip())
     except SyntaxError:

@@ -1,4 +1,4 @@
-"""Keywords of other attentions: each is refused with what to write instead, and that is right."""
+"""Keywords of other attentions: each is refused with correct advice."""
 
 import inspect
 import re

@@ -112,7 +112,7 @@ def test_a_mask_that_is_written_to_is_read_again():
     q, k, v = torch.randn(3, 1, 1, 20, 16)
     live = torch.ones(20, 20, dtype=torch.bool).tril()
     before = sdpa(q, k, v, live)
-    live.numpy()[:] = True  # no counter of PyTorch's notices
+    live.numpy()[:] = True  # PyTorch's version counter does not change
     assert not sdpa(q, k, v, live).equal(before)
     torch.testing.assert_close(sdpa(q, k, v, live), F.scaled_dot_product_attention(q, k, v))
 

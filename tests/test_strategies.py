@@ -33,7 +33,6 @@ PROBLEMS = problems(128, (16, 40), (16, 24), (16, 32), DTYPES)
 
 
 def draws(strategy, number):
-    """What run `number` draws."""
     drawn = []
 
     @seed(number)
@@ -47,10 +46,10 @@ def draws(strategy, number):
 
 
 def assert_occur(strategy, names, wanted, *, count=4000):
-    """Each of the wanted names is among what `names(drawn)` yields, for one of `count` draws at most.
+    """Each of the wanted names is among `names(drawn)` in one of at most `count` draws.
 
-    Hypothesis repeats parts of earlier draws, so one long run may miss what is common: several short ones do not. And
-    the draws are not the same every time, since they depend on what has been imported: rare names need room in `count`.
+    Hypothesis repeats parts of earlier draws, so one long run may miss a common case that several short runs find. The
+    draws depend on what has been imported: rare names need room in `count`.
     """
     never = set(wanted)
     for number in range(count // DRAWS):

@@ -1,4 +1,4 @@
-"""Packed sequences: each gets what attention gives it alone."""
+"""Packed sequences: each has the same result as alone."""
 
 from cProfile import Profile
 from functools import partial
@@ -41,7 +41,6 @@ PATTERNS = {
 
 
 def dense_of(pattern, q_len, k_len):
-    """Bool `[heads, Nq, Nk]` of one sequence."""
     if pattern is None:
         return torch.ones(1, q_len, k_len, dtype=torch.bool)
     if pattern is window_rule:
@@ -265,13 +264,13 @@ def test_on_a_gpu_only_the_first_layer_waits_for_the_lengths():
 
 
 class Elsewhere(torch.Tensor):
-    """Says that it lies on a GPU."""
+    """Claims to lie on a GPU."""
 
     device = property(lambda self: torch.device("cuda"))
 
 
 def test_running_sums_that_are_written_to_are_read_again():
-    """Those of tensors on GPUs are read once, for as long as they stay what they were."""
+    """Running sums on GPUs are read once, until they are written to."""
     sums = torch.tensor([0, 30, 100]).as_subclass(Elsewhere)
     reads = []
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,4 @@
-"""How many threads PyTorch computes with."""
+"""The number of threads of PyTorch."""
 
 from contextlib import contextmanager
 
@@ -7,7 +7,6 @@ import torch
 
 @contextmanager
 def threads(number):
-    """So many inside the context, and afterwards as many as before."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:

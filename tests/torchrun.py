@@ -11,10 +11,9 @@ ROOT = Path(experiments.__file__).parents[1]
 
 
 def torchrun(*words, processes=2, check=True):
-    """The finished command, whose output is text."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
-    environment["PYTHONFAULTHANDLER"] = "1"  # a process that is aborted says where it was
+    environment["PYTHONFAULTHANDLER"] = "1"  # an aborted process prints its traceback
     command = [sys.executable, *launcher, *map(str, words)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert not check or done.returncode == 0, done.stdout + done.stderr

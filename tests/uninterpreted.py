@@ -1,4 +1,4 @@
-"""Python in another process, where Triton compiles: it compiles or interprets as it was told when it was imported."""
+"""Python in another process, where Triton compiles: Triton chooses its mode when it is imported."""
 
 import os
 from functools import cache
@@ -7,7 +7,7 @@ import forked
 
 
 def python(*words):
-    """What `python -m MODULE ...` or `python -c SOURCE` did in the project's folder: its status and its output."""
+    """The status and output of `python -m MODULE ...` or `python -c SOURCE` in the project's folder."""
     return forked.python(*words, server=_server())
 
 

@@ -1,4 +1,6 @@
-"""Finds what makes the host wait for a GPU: there, and on the CPU what would. Counts what a GPU would have to start."""
+"""Finds operations that make the host wait for a GPU, also on the CPU, and counts the kernels that a GPU
+would start.
+"""
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -9,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# What asks for a value, or makes a tensor whose size depends on values.
+# Operations that read a value, or make a tensor whose size depends on values.
 _WAITING = (
     "_local_scalar_dense", "item", "equal", "is_nonzero", "nonzero", "nonzero_numpy", "masked_select", "unique_dim",
     "_unique", "_unique2", "unique_consecutive", "bincount", "lift_fresh",
@@ -63,7 +65,7 @@ def waiting_raises() -> Iterator[None]:
 def assert_replays_as_called(
     step: Callable[[], Sequence[Tensor]], set_inputs: Callable[[Any], object], inputs: Iterable[Any]
 ) -> None:
-    """On a GPU: `step` never waits, and a CUDA graph of it gives the bits of a call, whatever its inputs have become.
+    """On a GPU: `step` never waits, and a CUDA graph of it gives the bits of a call, for any inputs.
 
     `set_inputs` copies one of `inputs` to where `step` reads it.
     """
@@ -73,7 +75,7 @@ def assert_replays_as_called(
         step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        recorded = [x.detach() for x in step()]  # an autograd graph that is kept would be one of another stream
+        recorded = [x.detach() for x in step()]  # a kept autograd graph would belong to another stream
     for values in inputs:
         set_inputs(values)
         graph.replay()

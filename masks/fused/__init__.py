@@ -1,9 +1,8 @@
 """The choices of `chosen_blocks`, `chosen_keys` and `block_index` as Triton kernels, for masks made at every step.
 
-Those modules make a choice with PyTorch's operations: thirty to sixty calls, each of which costs the host 10 to 30
-us on a GPU, more in all than attention takes. Here it is two to four launches with the same result. `serves` says when
-they are used. CPU tensors, fp64, very long rows and code that torch.compile traces (which fuses the operations itself)
-use PyTorch's operations.
+Those modules make a choice with PyTorch's operations: thirty to sixty calls, whose host time exceeds the time of
+attention. The kernels here give the same result in two to four launches, if `serves` returns True. CPU tensors, fp64,
+very long rows and code that torch.compile traces (which fuses the operations itself) use PyTorch's operations.
 
 - `rows`: chooses the blocks of a row of scores by rank or by mass, and makes the arrays of the mask.
 - `runs`: finds the tiles that hold a chosen run of keys, and makes their bits.

@@ -1,6 +1,4 @@
-"""Lists of chosen blocks, in two launches with one program for each list: the first sorts a list, the second stores
-it behind those before it.
-"""
+"""Lists of chosen blocks in two launches, one program a list: one sorts the lists, the other stores their tiles."""
 
 from __future__ import annotations
 
@@ -43,8 +41,8 @@ def tiles_of_index(index: Tensor, counts: Tensor | None, of: RowFrame, room: int
 def _kernels(
     padded: int, dtype: torch.dtype, offset: int, counts: torch.dtype | None, counts_offset: int, device: torch.device
 ) -> tuple[Launch, Launch]:
-    # Several warps would exchange partial sums through shared memory. Compiled for 9.0, a list of 64 blocks takes one
-    # warp 1,131 instructions and four 6,312 in all; of 128, one takes 3,283 and eight 22,312.
+    # One warp for short lists: several warps would exchange partial sums through shared memory, and take several times
+    # as many instructions in all.
     return (
         Launch.of_all_arguments(sort_kernel, device, num_warps=1, num_stages=1),
         Launch.of_all_arguments(store_kernel, device, num_warps=1, num_stages=1),

@@ -22,7 +22,7 @@ _SHARE_UNITS = tl.constexpr(SHARE_UNITS)
 def tiles_of_rows(scores: Tensor, of: Frame, most: int, mass: float | None) -> tuple[Tensor, Tensor, Tensor]:
     """The arrays `(indptr, indices, tile)` of the mask that `chosen_blocks` makes of scores `[B, H, Mq, Mk]`.
 
-    mass: None for the `most` best of each row, otherwise the share that they must hold.
+    mass: None for the `most` best of each row, otherwise the share that the kept blocks must hold.
     """
     if mass == 1.0:
         mass = None  # then up to `most` blocks are kept, including those of weight 0
@@ -67,9 +67,7 @@ def _kernels(
 @triton.jit
 def _read(scores_ptr, open_ptr, forced_ptr, col, cols, LARGEST: tl.constexpr):
     """For some blocks of a row: the value they are ranked by, the score or -inf, whether forced, whether they may be
-    kept.
-
-    Scores are made finite, so that none is as high as that of a forced block and the softmax has no inf - inf.
+    kept. Scores are made finite, so that forced blocks rank highest and the softmax has no inf - inf.
     """
     inside = col < cols
     score = tl.load(scores_ptr + col, mask=inside, other=float("-inf")).to(tl.float32)

@@ -19,8 +19,8 @@ _CHOICES = tl.constexpr(32)
 def tiles_of_runs(indices: Tensor, of: Frame, span: int, room: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The arrays of the mask of `indices [B, H, Nq, K]`: `(indptr, indices, tile, bits)`, for `room` tiles.
 
-    One index stands for `span` keys, which are whole words of a tile's bits and at most one tile. An index that names
-    no run chooses nothing.
+    One index stands for `span` keys, which are whole words of a tile's bits and at most one tile. An index of no run is
+    ignored.
     """
     indices = indices.contiguous()
     patterns, (q_len, choices) = indices.shape[0] * indices.shape[1], indices.shape[2:]

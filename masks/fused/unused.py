@@ -1,4 +1,6 @@
-"""The memory of a dynamic mask that its tiles do not fill: a jit function of the kernels that write the tiles."""
+"""Clears the memory of a dynamic mask that its tiles do not fill: a jit function of the kernels that
+write the tiles.
+"""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""Helpers that the patterns are built with: they list tiles and make their bits, never an `N x N` matrix.
+"""Helpers for building patterns: they list tiles and make their bits, never an `N x N` matrix.
 
 A family checks its arguments, then passes its rule to the first of these helpers that can express it:
 

@@ -17,7 +17,7 @@ MOST_HEADS = 1 << 16
 
 
 def at_least(least: int, value: Any, name: str, unit: str) -> int:
-    """`value` as an int from `least` to `FAR`, to which larger ones are reduced; `unit` in the plural, or ""."""
+    """`value` as an int from `least` to `FAR`; larger values become `FAR`. `unit` in the plural, or ""."""
     number = integer(value, name, unit)
     if number < least:
         bound = f"{least} {unit.removesuffix('s') if least == 1 else unit}".strip()
@@ -26,7 +26,7 @@ def at_least(least: int, value: Any, name: str, unit: str) -> int:
 
 
 def head_count(value: Any, name: str = "heads", unit: str = "heads") -> int:
-    """A number of heads, of which a mask can have at most `MOST_HEADS`: many builders loop over them."""
+    """A number of heads, at most `MOST_HEADS`, because many builders loop over them."""
     number = at_least(1, value, name, unit)
     if number > MOST_HEADS:
         raise ValueError(f"{name} must be at most {MOST_HEADS} {unit}; got {value}.")

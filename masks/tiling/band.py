@@ -19,7 +19,7 @@ def band(q_len: int, k_len: int, lowest: int, highest: int | None, *, shift: int
     """Score (q, k) is live iff `lowest <= q + shift - k <= highest`; `highest=None` has no upper bound. In tokens."""
     block_q, block_k = block_pair(block)
     q_len, k_len = token_counts(q_len, k_len)
-    # Limits beyond the distances that occur are clamped, which changes nothing.
+    # Limits beyond all distances of the mask are clamped, which changes nothing.
     reach = q_len + k_len + abs(shift)
     lowest = max(lowest, -reach)
     highest = reach if highest is None else min(highest, reach)

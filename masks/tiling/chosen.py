@@ -1,7 +1,7 @@
-"""What all choices at run time share: the tiles that can be chosen, and the dynamic mask of those that are kept.
+"""Common parts of all choices at run time: the tiles that can be chosen, and the dynamic mask of the kept tiles.
 
-Nothing here waits for the device: what depends on lengths and blocks alone is made on the CPU once, and what depends on
-the choice is stored in arrays whose size is known beforehand.
+The host does not wait for the device: everything that depends on lengths and blocks alone is made on the CPU once, and
+the choice is stored in arrays of a size that is known beforehand.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ SHARE_UNITS = float(1 << 40)
 class RowFrame(NamedTuple):
     """The tiles that may be chosen, by block rows, on the device of the choice.
 
-    Row i may choose column j iff `j < stop[i]`, and `kinds[i, max(j - last_whole[i], 0)]` is what is then live in the
-    tile.
+    Row i may choose column j iff `j < stop[i]`; the live scores of the tile are then
+    `kinds[i, max(j - last_whole[i], 0)]`.
     """
 
     q_len: int
@@ -42,7 +42,7 @@ class RowFrame(NamedTuple):
     last_whole: Tensor  # int32 [Mq, 1]: up to this column, neither the diagonal nor the end of the keys cuts a tile
     kinds: Tensor  # int32 [Mq, n], as `BlockMask.tile`
     bits: Tensor  # int32 [T, block_q, words]
-    rooms: tuple[int, ...]  # tiles of a pattern if every row keeps as many as it can of at most 0, 1, ..., Mk
+    rooms: tuple[int, ...]  # tiles of a pattern if every row keeps as many as possible of at most 0, 1, ..., Mk
 
 
 class Frame(NamedTuple):
@@ -53,8 +53,8 @@ class Frame(NamedTuple):
     block: tuple[int, int]
     causal: bool
     open: Tensor  # bool [Mq, Mk]: the tile may be chosen
-    forced: Tensor  # bool [Mq, Mk]: it always is
-    kind: Tensor  # int32 [Mq * Mk]: what is live in it if chosen, as `BlockMask.tile`
+    forced: Tensor  # bool [Mq, Mk]: the tile is always chosen
+    kind: Tensor  # int32 [Mq * Mk]: the live scores of the tile if chosen, as `BlockMask.tile`
     bits: Tensor  # int32 [T, block_q, words]
     rooms: tuple[int, ...]  # as in `RowFrame`
     forced_in_row: int  # the largest number in any row
@@ -62,10 +62,10 @@ class Frame(NamedTuple):
 
 @bounded_tensors(maxsize=32)
 def row_frame(q_len: int, k_len: int, block: tuple[int, int], causal: bool, device: torch.device) -> RowFrame:
-    """All tiles, or those of `masks.causal`, whose diagonal is aligned at the bottom right.
+    """All tiles, or the tiles of `masks.causal`, whose diagonal is aligned at the bottom right.
 
     Takes time and memory in proportion to the block rows and columns. A frame is made once and cached. To torch.compile
-    it is a constant, because how it is made cannot be traced.
+    it is a constant, because it cannot trace the construction.
     """
     block_q, block_k = block
     row_blocks, col_blocks = -(-q_len // block_q), -(-k_len // block_k)
@@ -97,7 +97,7 @@ def row_frame(q_len: int, k_len: int, block: tuple[int, int], causal: bool, devi
     return RowFrame(q_len, k_len, block, ends, last_whole, of_tiles, bits, rooms)
 
 
-# What `torch.compiler.assume_constant_result` sets, without the second that importing the compiler takes.
+# Set by `torch.compiler.assume_constant_result`, too, but importing the compiler takes a second.
 row_frame._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -105,10 +105,10 @@ row_frame._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def frame(
     q_len: int, k_len: int, block: tuple[int, int], causal: bool, sink: int, local: int, device: torch.device
 ) -> Frame:
-    """The tiles of `row_frame`, of which the first `sink` are forced, and those nearer than `local` to the diagonal.
+    """The tiles of `row_frame`; the first `sink` columns, and tiles nearer than `local` to the diagonal, are forced.
 
-    A block row may cross the diagonal in several tiles, which are all at distance 0. Scores of all tiles are chosen
-    from, so this is no larger than the scores of a few heads.
+    A block row may cross the diagonal in several tiles, which are all at distance 0. The frame is no larger than the
+    scores of a few heads, which have a number for every tile.
     """
     block_q, block_k = block
     shift = k_len - q_len
@@ -133,22 +133,22 @@ frame._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _longer_than(counts: Integers, stop: int) -> Integers:
-    """How many of some counts are above 0, 1, ..., stop - 1."""
+    """The number of counts above 0, 1, ..., stop - 1."""
     found: Integers = len(counts) - np.bincount(counts, minlength=stop + 1).cumsum()[:stop]
     return found
 
 
 class Kept(NamedTuple):
-    """The kept tiles of all patterns in CSR form, with room for as many as there may be."""
+    """The kept tiles of all patterns in CSR form, with room for the largest possible number."""
 
     indptr: Tensor  # int32 [P * Mq + 1]
     indices: Tensor  # int32 [room]
-    place: Tensor  # int64 [room], index of the tile in [P, Mq, Mk]; in unused room that of the last tile
-    running: Tensor  # int64 [P * Mq * Mk], how many tiles are kept up to and including each
+    place: Tensor  # int64 [room], index of the tile in [P, Mq, Mk]; in unused room, of the last tile
+    running: Tensor  # int64 [P * Mq * Mk], the number of kept tiles up to and including each
 
 
 def compact(kept: Tensor, room: int) -> Kept:
-    """The kept tiles of `kept`, bool `[B, H, Mq, Mk]`, of which at most `room` are True."""
+    """The kept tiles, from bool `kept [B, H, Mq, Mk]` with at most `room` True entries."""
     cols = kept.shape[-1]
     check_count("the room for tiles of a mask", room, remedy="Use larger blocks, or choose fewer of them.")
     running = kept.reshape(-1).cumsum(0)
@@ -165,7 +165,7 @@ def dynamic_mask(
 ) -> BlockMask:  # fmt: skip
     """The mask of kept tiles, with `heads = (B, H)`: `group` query heads use pattern b * H + h."""
     pattern = pattern_of(*heads, group, tile.device)
-    # Once detached, constants are values of the graph that torch.compile traces, and it can return a mask made of them.
+    # Detached constants are values of the graph that torch.compile traces, so it can return a mask made of them.
     return BlockMask(
         frame.q_len, frame.k_len, *frame.block, indptr, indices, tile, bits.detach(), pattern.detach(), dynamic=True
     )
@@ -182,8 +182,8 @@ pattern_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def mask_of_blocks(frame: Frame, kept: Tensor, most: int, group: int) -> BlockMask:
-    """The mask of the tiles `kept`, bool `[B, H, Mq, Mk]`, at most `most` in a row; what is live inside a tile is as in
-    the frame.
+    """The mask of the tiles `kept`, bool `[B, H, Mq, Mk]`, at most `most` in a row, with the live scores
+    of the frame.
     """
     batch, heads = kept.shape[:2]
     found = compact(kept, batch * heads * frame.rooms[most])
@@ -191,7 +191,7 @@ def mask_of_blocks(frame: Frame, kept: Tensor, most: int, group: int) -> BlockMa
 
 
 def kind_of(frame: Frame, kept: Kept) -> Tensor:
-    """What is live in each kept tile: int32 [room], as `Frame.kind`."""
+    """The live scores of each kept tile: int32 [room], as `Frame.kind`."""
     kinds, tiles_of_all = frame.kind, len(kept.running)
     return kinds[kept.place if len(kinds) == tiles_of_all else kept.place % len(kinds)]
 

@@ -48,7 +48,7 @@ def tiles_at(offsets: Tensor, q_len: int, block_q: int, block_k: int) -> tuple[T
 
 
 def words_at(offsets: Tensor, corners: Tensor, block_q: int, block_k: int) -> Tensor:
-    """Words `[C, block_q, W]` of the tiles in whose first score the distance is `corners` `[C]`."""
+    """Words `[C, block_q, W]` of tiles; `corners [C]` are the distances in their first scores."""
     words_per_row, bits = bitmask.words_per_row(block_k), min(bitmask.WORD, block_k)
     if len(corners) == 0:
         return torch.zeros(0, block_q, words_per_row, dtype=torch.int32, device="cpu")
@@ -59,7 +59,7 @@ def words_at(offsets: Tensor, corners: Tensor, block_q: int, block_k: int) -> Te
     backwards[high - inside] = True
     windows = backwards.unfold(0, bits, 1)
     word_from = torch.cat([bitmask.pack(some)[:, 0] for some in windows.split(1 << 16)])  # its first bit: high - index
-    # In portions, because the indices that are looked up take twice the memory of the words.
+    # In portions, because the looked-up indices take twice the memory of the words.
     row = torch.arange(block_q, device="cpu")[:, None] - torch.arange(words_per_row, device="cpu") * bits
     words = [word_from[high - (some[:, None, None] + row)] for some in corners.split(1 << 10)]
     return torch.cat(words)

@@ -23,7 +23,7 @@ def subsets(draw: np.random.Generator, sizes: Integers, count: int) -> tuple[Int
     """`(rows, picks)`: for each row r, `min(count, sizes[r])` distinct numbers below `sizes[r]`, all subsets equally
     likely.
 
-    Floyd's algorithm on all rows at once: time is proportional to what is drawn, not to what there is to draw from.
+    Floyd's algorithm on all rows at once: time is proportional to the numbers that are drawn, not to `sizes`.
     """
     count = min(count, int(sizes.max(initial=0)))
     picks = np.full((len(sizes), count), -1, dtype=np.int64)

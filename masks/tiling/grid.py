@@ -56,7 +56,7 @@ def checked_order(order: Integers | None, count: int) -> Tensor | None:
 
 
 def strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """For each axis, how far apart in row-major order two neighbours on it are."""
+    """For each axis, the distance in row-major order of two neighbours on it."""
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 

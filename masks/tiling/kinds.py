@@ -17,11 +17,11 @@ def by_kind(
     live: Callable[[Tensor], Tensor], rows: Tensor, cols: Tensor, codes: Sequence[Tensor], q_len: int,
     k_len: int | None = None, *, block: Block = 128,
 ) -> BlockMask:  # fmt: skip
-    """The mask of listed tiles, in which tiles with equal codes have the same bits.
+    """The mask of listed tiles; tiles with equal codes have the same bits.
 
     `rows`, `cols`: int64 `[E]`, the tiles, each once; they must cover every live score. `codes`: int tensors `[E]`, any
-    number of them. `live(some)` gets the indices of some tiles, int64 `[S]`, one of each kind, and returns bool `[S,
-    block_q, block_k]`; scores past the ends may be True there; they are dropped afterwards.
+    number of them. `live(some)` takes the indices of some tiles, int64 `[S]`, one of each kind, and returns bool
+    `[S, block_q, block_k]`; scores past the ends may be True, and are dropped afterwards.
     """
     block_q, block_k = block_pair(block)
     q_len, k_len = token_counts(q_len, q_len if k_len is None else k_len)

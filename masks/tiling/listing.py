@@ -41,7 +41,7 @@ def columns_between(first: Integers, last: Integers) -> tuple[Integers, Integers
 
 
 def incidence(labels: Tensor, count: int) -> sparse.csr_array:
-    """Which of `count` labels each block has: a sparse bool `[M, count]` matrix of `labels`, int `[M, n]`.
+    """The labels of each block: a sparse bool `[M, count]` matrix of `labels`, int `[M, n]`.
 
     The entries of `incidence(of_queries) @ incidence(of_keys).T` are the blocks of queries and of keys that have a
     label in common, found in time proportional to their number.
@@ -50,7 +50,7 @@ def incidence(labels: Tensor, count: int) -> sparse.csr_array:
     >>> entries(incidence(labels, 5) @ incidence(labels, 5).T)
     (tensor([0, 0, 1, 1, 2]), tensor([0, 1, 0, 1, 2]))
     """
-    from scipy import sparse  # importing it takes a tenth of a second, so only the patterns that need it do
+    from scipy import sparse  # imported late, because the import is slow and few patterns need it
 
     block = torch.arange(len(labels), device="cpu").repeat_interleave(labels.shape[1])
     there = torch.ones(labels.numel(), dtype=torch.bool, device="cpu")

@@ -1,7 +1,7 @@
-"""Masks over a grid in which a query sees, on every axis, a range of key coordinates: windows of every kind.
+"""Masks over a grid where a query sees, on every axis, a range of key coordinates: windows of every kind.
 
 No work is done twice: blocks of tokens that are translates of one another, and whose windows are too, see the same
-places and hold the same bits. If an image is ordered by tiles, nearly all blocks are such translates.
+places and hold the same bits. If an image is ordered by tiles, nearly all blocks are translates.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ENDS_AT_ONCE = 1 << 20  # ends of windows cut at a time: about 50 MB of tempora
 
 
 class Range(NamedTuple):
-    """What each coordinate x of an axis sees: `first[x], first[x] + step, ..., last[x]`, at least one.
+    """The keys that each coordinate x of an axis sees: `first[x], first[x] + step, ..., last[x]`, at least one.
 
     `first`, `last`: int `[side]`, coordinates of the axis; `last - first` is a multiple of `step`.
     """
@@ -37,7 +37,9 @@ class Range(NamedTuple):
 def within_ranges(
     shape: tuple[int, ...], ranges: Sequence[Range], *, order: Integers | None = None, block: Block = 128
 ) -> BlockMask:
-    """Query q sees key k iff on every axis the coordinate of k is in the range of that of q. One `Range` an axis."""
+    """Query q sees key k iff on every axis the coordinate of k is in the range of q's coordinate. One
+    `Range` an axis.
+    """
     block_q, block_k = block_pair(block)
     count = math.prod(shape)
     order = checked_order(order, count)
@@ -69,7 +71,7 @@ def within_ranges(
 
 
 def _parts_seen(windows: Tensor, window: Tensor, keys: Tensor, key_shape: Tensor, offset: Tensor, step: int) -> Tensor:
-    """A number for each tile, int64 `[E]`; those with equal numbers see the same part of equal key shapes, on one axis.
+    """A number for each tile, int64 `[E]`; equal numbers see the same part of equal key shapes, on one axis.
 
     `windows` int32 `[W, block_q, 2]`, from the first query; `keys` int32 `[S, block_k]`, from the first key, which is
     `offset` int32 `[E]` from the first query. Few combinations of these are distinct, and once a window is cut to the
@@ -97,7 +99,7 @@ def _live(window: Tensor, keys: Tensor, steps: list[int]) -> Tensor:
     live = None
     for axis, step in enumerate(steps):
         first, last = window[:, :, axis, 0, None], window[:, :, axis, 1, None]
-        place = keys[:, None, :, axis].contiguous()  # comparing every second number takes three times as long
+        place = keys[:, None, :, axis].contiguous()  # because comparing every second number is slower
         inside = (place >= first) & (place <= last)
         if step > 1:
             inside &= (place - first) % step == 0
@@ -135,7 +137,7 @@ def _tiles_seen(
         row = torch.repeat_interleave(rows, many)
         within = torch.arange(len(row), device="cpu") - torch.repeat_interleave(many.cumsum(0) - many, many)
         key = row * col_blocks + block_of[base[row] + boxes[start[kind[row]] + within]]
-        # Neighbouring boxes often lie in one block, and dropping those first is cheaper than sorting them.
+        # Neighbouring boxes often lie in one block; dropping repetitions first is cheaper than sorting them.
         found.append(torch.unique_consecutive(torch.unique_consecutive(key).sort().values))
     tile = torch.cat(found)
     return tile // col_blocks, tile % col_blocks
@@ -166,11 +168,11 @@ def _boxes_seen(windows: Tensor, steps: list[int], sides: Tensor, jumps: Tensor)
     """`(start, boxes)`: windows w see the boxes `boxes[start[w] : start[w + 1]]`.
 
     `windows` int32 `[W, block_q, axes, 2]`, in places from the box of the block's corner; the boxes are distances from
-    that one in row-major order, in which a step on each axis is `jumps`.
+    that box in row-major order, where a step on each axis is `jumps`.
     """
     axes = len(steps)
-    # A window whose steps leave out no box along an axis sees the boxes from that of its first place to that of its
-    # last, so boxes are counted there instead of places.
+    # A window whose steps leave out no box along an axis sees all boxes from its first place to its last, so boxes are
+    # counted there instead of places.
     whole = torch.tensor(steps, device="cpu") <= sides
     unit = torch.where(whole, sides, 1)
     windows = torch.div(windows, unit[:, None], rounding_mode="floor")

@@ -1,4 +1,4 @@
-"""How the functions of the library are called: lengths by position, everything else by name."""
+"""The calls of the library's functions: lengths by position, everything else by name."""
 
 from __future__ import annotations
 

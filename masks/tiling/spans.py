@@ -1,5 +1,4 @@
-"""Spans: masks in which each query sees one run of keys; in addition marked queries see, and marked keys are seen by,
-all.
+"""Spans: masks where each query sees one run of keys, marked queries see all keys, and all queries see marked keys.
 
 Windows with sinks or global tokens, packed documents, chunks, prefixes and fixed summary columns are such masks. Tiles
 are listed, never scanned; bits are made a word at a time, for the tiles that the end of a run cuts.
@@ -30,8 +29,8 @@ def spans(
     `start`, `stop`, `limit`: int64 `[q_len]`, tokens, any values; `limit` is `k_len` by default. `rows` bool `[q_len]`,
     `cols` bool `[k_len]`: the marked queries and keys, none by default.
 
-    Time and memory are proportional to the listed tiles: all those between the first start and the last stop of the
-    queries of a block row, and those of marked block rows and columns.
+    Time and memory are proportional to the listed tiles: all between the first start and the last stop of the queries
+    of a block row, and all in marked block rows and columns.
     """
     block_q, block_k = block_pair(block)
     q_len, k_len = token_counts(len(start), k_len)
@@ -53,7 +52,7 @@ def spans(
     first, last = start.amin(1) // block_k, (stop.amax(1) - 1).div(block_k, rounding_mode="floor")
     whole = limit.amin(1)  # every query of the block row sees the marked keys below it
 
-    # The tiles of runs; those of marked keys outside of these; those of marked queries outside of both.
+    # Three groups: tiles of runs; tiles of marked keys outside of these; tiles of marked queries outside of both.
     i, j = between(first, last)
     end = ((j + 1) * block_k).clamp(max=k_len)
     full = (start.amax(1)[i] <= j * block_k) & (stop.amin(1)[i] >= end)
@@ -76,8 +75,8 @@ def spans(
     listed.append((i, j))
     kinds.append(torch.where(repeats, at + 1 + len(marked), -1))
 
-    # Kind 0 is full; the next kinds are those of a marked block column and of a marked block row, which recur along it;
-    # the rest is evaluated tile by tile.
+    # Kind 0 is full. The next kinds are for a marked block column and a marked block row, and recur along it. The rest
+    # is evaluated tile by tile.
     i, j = (torch.cat(column) for column in zip(*listed, strict=True))
     kind = torch.cat(kinds)
     full_word = bitmask.full_word(block_k)

@@ -1,4 +1,4 @@
-"""What a mask costs and what it reaches, computed without running attention.
+"""The cost and the reach of a mask, computed without running attention.
 
 >>> from sparseflash import analysis, masks
 >>> print(analysis.density(masks.causal(256, block=64)))
@@ -6,8 +6,8 @@
 
 Counts (`density`, `flops`, `bytes_moved`, `coarsening`, `balance`), the graph of tokens (`reach`,
 `layers_to_full_reach`, `diameter`) and a check for common mistakes (`lint`). All of it is exact, respects heads, batch
-elements and lengths, and runs on the CPU wherever the mask is. Time and memory are proportional to the live tiles; for
-reach they are those of the tile graph as a bit matrix.
+elements and lengths, and runs on the CPU, also for a mask on a GPU. Time and memory are proportional to the live tiles;
+for reach they grow like the tile graph as a bit matrix.
 
 It may import `blockmask` alone: nothing here runs attention.
 """

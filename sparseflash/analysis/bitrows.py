@@ -15,7 +15,7 @@ Index = NDArray[np.int64]
 WORD = 64
 _LITTLE = np.dtype("<u8")
 _AT_ONCE = 1 << 24  # bytes of unpacked bits
-_WORDS_AT_ONCE = 1 << 17  # uint64 words of a product, 1 MB, which stay in the cache with the table that is looked up
+_WORDS_AT_ONCE = 1 << 17  # uint64 words of a product, 1 MB, which stay in the cache with the look-up table
 
 
 def zeros(rows: int, cols: int) -> Bits:
@@ -107,8 +107,8 @@ def count(bits: Bits, width: int) -> int:
 def product(a: Bits, b: Bits) -> Bits:
     """The boolean product: entry (i, j) is set iff some k has a[i, k] and b[k, j]; `len(b)` is the width of a.
 
-    Eight bits of a that are all set stand for one union of eight rows of b, eight such unions for one of 64, and so on:
-    long runs of bits, as windows have, cost little more than their ends.
+    Eight bits of a that are all set stand for one union of eight rows of b, eight unions of eight for one of 64, and so
+    on: long runs of bits, as windows have, cost little more than their ends.
     """
     levels = [(a, b)]
     while (whole := (bits := levels[-1][0].view(np.uint8))[:, : len(b) // 8] == 255).any():
@@ -124,9 +124,7 @@ def product(a: Bits, b: Bits) -> Bits:
 
 
 def meet(a: Bits, b: Bits, rows_a: Index, rows_b: Index) -> NDArray[np.bool_]:
-    """Whether row `rows_a[e]` of a and row `rows_b[e]` of b have an entry in common: bool `[E]`. Both have one
-    width.
-    """
+    """Whether row `rows_a[e]` of a and row `rows_b[e]` of b, of equal width, share an entry: bool `[E]`."""
     found = np.zeros(len(rows_a), np.bool_)
     step = max(1, _AT_ONCE // (8 * max(a.shape[1], 1)))
     for first in range(0, len(rows_a), step):
@@ -138,8 +136,8 @@ def meet(a: Bits, b: Bits, rows_a: Index, rows_b: Index) -> NDArray[np.bool_]:
 def _add_product(result: Bits, a: Bits, b: Bits) -> None:
     """Adds the product to `result`, 64 rows of b at a time.
 
-    Rows of the result that hold all that b has take no more. They are looked for after 1, 2, 4, ... such steps, because
-    a look reads the whole result, and left out when they are more than half.
+    Rows of the result that equal the union of b's rows cannot grow. The function looks for them after 1, 2, 4, ...
+    steps, because a look reads the whole result, and leaves them out if they are more than half.
     """
     every = np.bitwise_or.reduce(b, axis=0)
     where, taken, part, by_word = np.arange(len(a)), 0, result, np.ascontiguousarray(a.T)
@@ -159,8 +157,9 @@ def _add_product(result: Bits, a: Bits, b: Bits) -> None:
 
 
 def _add_unions(part: Bits, rows: Index, chosen: Bits, b: Bits) -> None:
-    """Adds to `part[rows[e]]` the rows of b that `chosen[e]` has, by the method of the four Russians: a table of all
-    unions of eight rows of b serves every row.
+    """Adds to `part[rows[e]]` the rows of b whose bits are set in `chosen[e]`.
+
+    By the method of the four Russians: a table of all unions of eight rows of b serves every row.
     """
     table = np.zeros((256, b.shape[1]), dtype=_LITTLE)
     step = max(1, _WORDS_AT_ONCE // max(b.shape[1], 1))
@@ -173,7 +172,7 @@ def _add_unions(part: Bits, rows: Index, chosen: Bits, b: Bits) -> None:
         for row in b[first : first + 8]:
             np.bitwise_or(table[:size], row, out=table[size : 2 * size])
             size *= 2
-        if len(rows) == len(part) and 2 * len(at) > len(part):  # a range of rows is quicker than chosen ones
+        if len(rows) == len(part) and 2 * len(at) > len(part):  # a range of rows is quicker than single rows
             for some in range(0, len(part), step):
                 part[some : some + step] |= table[byte[some : some + step]]
         else:

@@ -1,4 +1,4 @@
-"""What a mask would compute in other block sizes: the cost of larger or smaller tiles."""
+"""The live tiles of a mask in other block sizes: the cost of larger or smaller tiles."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Coarsening:
 
 
 def coarsening(mask: BlockMask, blocks: Sequence[Block] = BLOCKS) -> list[Coarsening]:
-    """The live tiles that the mask would have in other block sizes, coarser or finer, one entry for each of `blocks`.
+    """The live tiles of the mask in other block sizes, coarser or finer, one entry for each of `blocks`.
 
     >>> near = BlockMask.from_function(lambda q, k: (q - k).abs() <= 8, 1024, block=64)
     >>> for entry in coarsening(near, (16, 64, 256)):
@@ -57,8 +57,12 @@ def coarsening(mask: BlockMask, blocks: Sequence[Block] = BLOCKS) -> list[Coarse
     A tile is live if any of its scores is. So a coarser block computes more dead scores, while a finer one has a longer
     index and smaller matrix products: at equal over-coverage, 64 to 128 runs fastest on current GPUs.
 
-    `blocks`: sizes in tokens, or `(block_q, block_k)` pairs. Time is proportional to the live tiles (and for finer
-    blocks to the distinct partial ones). Raises ValueError for a bad block, TypeError if `blocks` is not a list.
+    Args:
+        mask: any mask.
+        blocks: sizes in tokens, or `(block_q, block_k)` pairs.
+
+    Time is proportional to the live tiles (and for finer blocks to the distinct partial ones). Raises ValueError for a
+    bad block, TypeError if `blocks` is not a list.
     """
     pairs = [block_pair(block) for block in _listed(blocks)]
     counts, live = [0] * len(pairs), 0

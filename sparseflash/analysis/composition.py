@@ -1,8 +1,8 @@
 """The exact composition of relations between tokens.
 
 It settles nearly all tiles on the bit matrices alone and multiplies bits only for tiles that may end up partial, once
-for each distinct pair of factors. So it is exact for tokens, at nearly the cost of the tile graph if most
-tiles are full.
+for each distinct pair of factors. So it is exact for tokens, at nearly the cost of the tile graph if most tiles are
+full.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether information can get from every token to every other one, given enough layers."""
+"""Whether information can flow from every token to every other one, given enough layers."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ _MOST_EDGES = 1 << 25
 
 @dataclass(frozen=True)
 class Gap:
-    """Query `query` is never influenced by key `key`; `groups` of tokens exchange nothing at all, if there are
-    several.
-    """
+    """Key `key` never influences query `query`; `groups` of tokens, if there are several, exchange nothing at all."""
 
     query: int
     key: int
@@ -34,7 +32,7 @@ class Gap:
 
 
 def gap(element: Element) -> Gap | None:
-    """A pair of tokens that never connects in these layers, however often they are repeated; None if there is none.
+    """A pair of tokens that never connects, however often these layers are repeated, or None.
 
     If the diagonal tiles connect the tokens of each block, the graph of tiles decides. Otherwise the graph of tokens
     does; if that has too many edges, relations are composed until nothing changes.

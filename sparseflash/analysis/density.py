@@ -1,4 +1,4 @@
-"""How much of the score matrix a mask keeps, in scores and in tiles."""
+"""The share of the score matrix that a mask keeps, in scores and in tiles."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Density:
     >>> found.live_tiles, found.full_tiles, found.partial_tiles
     (10, 6, 4)
 
-    `scores`, `tiles`: those of the whole matrix, `q_len * k_len` and `Mq * Mk` per head. `live_scores`, `live_tiles`:
-    those that are live; a tile is live if any of its scores is. `full_tiles`: tiles with all `block_q * block_k` scores
-    live, for which the kernel reads no bits. `partial_live_scores`: live scores in the other live tiles.
+    `scores`, `tiles`: of the whole matrix, `q_len * k_len` and `Mq * Mk` per head. `live_scores`, `live_tiles`: the
+    live ones; a tile is live if any of its scores is. `full_tiles`: tiles with all `block_q * block_k` scores live; the
+    kernel reads no bits for them. `partial_live_scores`: live scores in the other live tiles.
     """
 
     scores: int
@@ -46,7 +46,7 @@ class Density:
 
     @property
     def partial_share(self) -> float:
-        """Live scores of the partial tiles over all scores of these tiles; 1.0 if there are none."""
+        """Live scores of the partial tiles over all scores of these tiles; 1.0 without partial tiles."""
         return self.partial_live_scores / (self.partial_tiles * self.scores_a_tile) if self.partial_tiles else 1.0
 
     def __str__(self) -> str:

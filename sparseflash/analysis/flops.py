@@ -25,9 +25,9 @@ class Flops:
     >>> print(Flops(useful=8_000_000, computed=10_000_000, performed=10_000_000))
     8e+06 useful FLOPs, 1e+07 in live tiles (80 % useful), 1e+07 performed by the kernels
 
-    `useful`: those of the live scores. `computed`: the same products for every score of the live tiles. `performed`:
-    what sparseflash's Triton kernels multiply: live tiles, head dims padded to a power of two, and in the backward the
-    products that its passes recompute.
+    `useful`: for the live scores. `computed`: the same products for every score of the live tiles. `performed`: the
+    products that sparseflash's Triton kernels multiply: live tiles, head dims padded to a power of two, and in the
+    backward the recomputed products.
     """
 
     useful: int
@@ -36,7 +36,7 @@ class Flops:
 
     @property
     def efficiency(self) -> float:
-        """Useful over computed operations; 1.0 if there are none."""
+        """Useful over computed operations; 1.0 if nothing is computed."""
         return self.useful / self.computed if self.computed else 1.0
 
     def __str__(self) -> str:
@@ -69,17 +69,21 @@ def flops(
         forward    2 (D + Dv):     S = Q K^T, O = P V
         backward   2 (3 D + 2 Dv): S again, dP = dO V^T, dV = P^T dO, dQ = dS K, dK = dS^T Q
 
-    For D = Dv these are the `4 D`, and 2.5 times that, which FlashAttention counts (Dao, 2023, section 4.1). The
-    softmax is not counted, as is usual: it is comparable to a product with D = 1, but runs on slower units.
+    For D = Dv this is `4 D`, and 2.5 times as much, as FlashAttention counts (Dao, 2023, section 4.1). The softmax is
+    not counted, as is usual: it is comparable to a product with D = 1, but runs on slower units.
 
     sparseflash's backward uses no atomics. It computes dK and dV in one pass and dQ in another, each with its own S and
     dP: seven products, `2 (4 D + 3 Dv)`. In fp32 a third pass for delta makes it nine, `2 (5 D + 4 Dv)`. Only
     `performed` counts these, and the padding of the head dims.
 
-    `head_dim`, `v_dim` (by default the same): in channels. `batch`, `heads`: of the attention, by default those of the
-    mask. Scores past a sequence's length are not useful; tiles that begin past it are not computed.
+    Args:
+        mask: any mask.
+        head_dim, v_dim: D and Dv; Dv is D by default.
+        backward: count the backward pass, not the forward pass.
+        batch, heads: of the attention, by default the mask's.
 
-    Raises ValueError if a dim is not positive, or if the mask does not fit the number of heads or batch elements.
+    Scores past a sequence's length are not useful; tiles that begin past it are not computed. Raises ValueError if a
+    dim is not positive, or if the mask does not fit the number of heads or batch elements.
     """
     head_dim, v_dim = dims(head_dim, v_dim)
     backward = flag(backward, "backward")

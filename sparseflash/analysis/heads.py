@@ -9,7 +9,7 @@ from sparseflash.blockmask.arguments import checked_mask, integer
 def repeats(mask: BlockMask, batch: int | None, heads: int | None) -> int:
     """How often each (batch element, head) of the mask occurs in an attention with this batch size and number of heads.
 
-    None: those of the mask. A shared mask (1 in its shape) serves any number, any other only its own.
+    None: the mask's own number. A shared mask (1 in its shape) serves any number, any other mask only its own.
     """
     mask, times = checked_mask(mask), 1
     for name, asked, own in (("batch", batch, mask.shape[0]), ("heads", heads, mask.shape[1])):
@@ -24,7 +24,7 @@ def repeats(mask: BlockMask, batch: int | None, heads: int | None) -> int:
 
 
 def dims(head_dim: int, v_dim: int | None) -> tuple[int, int]:
-    """The head dim of queries and keys, and that of values, checked."""
+    """The head dim of queries and keys, and the head dim of values, checked."""
     head_dim = integer(head_dim, "head_dim", "channels")
     v_dim = head_dim if v_dim is None else integer(v_dim, "v_dim", "channels")
     for name, value in (("head_dim", head_dim), ("v_dim", v_dim)):

@@ -10,13 +10,13 @@ from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import described
 from sparseflash.blockmask.stats import live_tokens
 
-MOST_BLOCKS = 1 << 15  # at which a bit matrix of the tile graph takes 128 MB
+MOST_BLOCKS = 1 << 15  # the bit matrix of the tile graph then takes 128 MB
 
 Masks = BlockMask | Sequence[BlockMask]
 
 
 class Element:
-    """What the tokens of one batch element see in each layer."""
+    """The relations between the tokens of one batch element, layer by layer."""
 
     def __init__(self, masks: Sequence[BlockMask], patterns: tuple[tuple[int, ...], ...], stop: int) -> None:
         self.key = patterns, stop
@@ -45,7 +45,7 @@ class Element:
                     yield walk(mask, pattern, (self.stop, self.stop))
 
     def union(self) -> Relation:
-        """What is seen in any layer, including the residual connection."""
+        """The pairs that are live in any layer, including the residual connection."""
         return of_walks(self.walks(), block_of(self._masks), self.stop)
 
     def nothing(self) -> Relation:

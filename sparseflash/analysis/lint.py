@@ -26,15 +26,15 @@ Severity = Literal["error", "warning", "note"]
 
 UNEVEN = 4.0  # limit for the most tiles of a row over the mean
 SPARSE = 0.1  # limit for the live share of a sparse tile
-SHARE_OF_TILES = 0.1  # share of sparse tiles from which they are reported,
-WASTE = 2.0  # if so many scores are computed per live one
+SHARE_OF_TILES = 0.1  # least share of sparse tiles that is reported,
+WASTE = 2.0  # and least number of computed scores per live score
 BETTER = 1.5  # improvement that makes another block worth suggesting
 FEWER = 0.75  # share of tiles at which another token order is worth suggesting
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One likely mistake: what it is, with numbers and a remedy, and where (empty: everywhere).
+    """One likely mistake: a message with numbers and a remedy, and the place (empty: everywhere).
 
     >>> print(Finding("empty-queries", "warning", "4 of 100 queries see no key.", "head 2"))
     warning [empty-queries] head 2: 4 of 100 queries see no key.
@@ -59,7 +59,7 @@ def lint(
     layers: int | None = None,
     orders: Mapping[str, Tensor] | None = None,
 ) -> list[Finding]:
-    """Looks for mistakes in a mask, or in the masks of a model's layers; an empty list if there are none.
+    """The mistakes found in a mask, or in the masks of a model's layers; an empty list if none is found.
 
     >>> for finding in lint(BlockMask.from_function(lambda q, k: k <= q + 1, 256, block=64), causal=True):
     ...     print(finding)
@@ -67,10 +67,14 @@ def lint(
     >>> lint(BlockMask.from_function(lambda q, k: k <= q, 256, block=64), causal=True)
     []
 
-    `masks`: one mask for every layer, or one per layer, first layer first. `causal`: no query may see a later key (`k >
-    q + k_len - q_len`). `layers`: the number of layers of the model, to be compared with the number that it takes to
-    connect everything; a list of masks is repeated. `orders`: alternative token orders, by name; new token t is old
-    token `order[t]`. All checks are exact, token by token.
+    Args:
+        masks: one mask for every layer, or one per layer, first layer first.
+        causal: no query may see a later key (`k > q + k_len - q_len`).
+        layers: the number of layers of the model, which is compared with the number that connects everything; a list of
+            masks is repeated.
+        orders: alternative token orders, by name; new token t is old token `order[t]`.
+
+    All checks are exact, token by token:
 
     | code | severity | found if |
     |---|---|---|
@@ -79,7 +83,7 @@ def lint(
     | `empty-keys` | warning | a key is seen by no query of its head |
     | `one-length-for-two` | warning | one length cuts both queries and keys, although their numbers differ |
     | `never-connects` | warning | some token can never influence another (causal: a later one), at any depth |
-    | `too-few-layers` | warning | `layers` is less than it takes |
+    | `too-few-layers` | warning | `layers` is too small to connect everything |
     | `sparse-tiles` | warning | a tenth of the live tiles have under 10 % live scores, and half of the work is dead |
     | `token-order` | note | one of `orders` has under three quarters of the live tiles |
     | `uneven-rows`, `uneven-columns` | note | a block row or column has over four times the mean of live tiles |
@@ -306,7 +310,6 @@ def _place(mask: BlockMask, users: tuple[tuple[int, int], ...], where: str) -> s
 
 
 def _some(numbers: list[int]) -> str:
-    """The first few of a list of numbers."""
     return ", ".join(map(str, numbers[:4])) + (f" and {len(numbers) - 4} more" if len(numbers) > 4 else "")
 
 

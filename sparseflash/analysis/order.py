@@ -1,4 +1,4 @@
-"""How many live tiles a mask would have with its tokens in another order."""
+"""The number of live tiles of a mask with its tokens in another order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST_TILES = 1 << 28  # one byte per tile
 
 
 def live_tiles_in_order(mask: BlockMask, order: Tensor) -> int:
-    """Live tiles, over all heads and batch elements of `mask.shape`, once new token t is old token `order[t]`.
+    """Live tiles, over all heads and batch elements of `mask.shape`, if new token t is old token `order[t]`.
 
     Time is proportional to the scores of the live tiles; memory is a byte for every tile, live or not. Raises TypeError
     or ValueError if `order` is not a permutation of the tokens, or if there are over 2^28 tiles.
@@ -40,7 +40,6 @@ def live_tiles_in_order(mask: BlockMask, order: Tensor) -> int:
 
 
 def _places(mask: BlockMask, order: Tensor) -> Tensor:
-    """The new position of each old token."""
     try:
         order = tensor_of(order).cpu()
     except (TypeError, ValueError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""Which keys can influence a query through several layers, and how many layers it takes until all of them can."""
+"""Which keys can influence a query through several layers, and the number of layers until all keys can."""
 
 from __future__ import annotations
 
@@ -23,16 +23,19 @@ def reach(masks: Masks, layers: int | None = None) -> BlockMask:
     >>> reach(step, 3) == BlockMask.from_function(lambda q, k: (q - k).abs() <= 3, 64, block=16)
     True
 
-    `masks`: one mask for every layer, or one per layer, first layer first; a list that is shorter than `layers` is
-    repeated. `layers` defaults to one for each given mask. With `M_l` the mask of layer l as a boolean matrix, the
-    union of its heads (any of them can influence a token), and `I` the identity for the residual connection, the result
-    is the boolean product
+    Args:
+        masks: one mask for every layer, or one per layer, first layer first; a list that is shorter than `layers` is
+            repeated.
+        layers: the number of layers, by default one for each given mask. 0 layers give the identity.
+
+    With `M_l` the mask of layer l as a boolean matrix, the union of its heads (any of them can influence a token), and
+    `I` the identity for the residual connection, the result is the boolean product
 
         R = (M_L or I) (M_(L-1) or I) ... (M_1 or I)
 
-    so `R[q, k]` says whether input token k can change the value of token q after the last layer. 0 layers give the
-    identity. The result is exact, token by token: where one of two tiles is full and the
-    other has no empty row or column, the tile graph decides; elsewhere bits are multiplied, once per distinct pair.
+    so `R[q, k]` says whether input token k can change the value of token q after the last layer. The result is exact,
+    token by token: where one of two tiles is full and the other has no empty row or column, the tile graph decides;
+    elsewhere bits are multiplied, once per distinct pair.
 
     The result has one head, square blocks of the smallest `block_q` or `block_k` of the masks, one pattern per batch
     element if the masks differ between them, and no `lengths`: padding neither reaches nor is reached.

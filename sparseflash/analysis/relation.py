@@ -63,7 +63,6 @@ class Relation:
         return bitrows.of_pairs(*((cols, rows) if transposed else (rows, cols)), self.count, self.count)
 
     def live(self) -> Bits:
-        """The bit matrix of the live tiles."""
         return self.full | self.partial()
 
     def fills_rows(self) -> NDArray[np.bool_]:
@@ -89,7 +88,6 @@ class Relation:
         return kind
 
     def is_everything(self) -> bool:
-        """Whether every token sees every token."""
         return not len(self.key) and bitrows.count(self.full, self.count) == self.count**2
 
     def is_causally_everything(self) -> bool:
@@ -104,7 +102,7 @@ class Relation:
 
 
 def of_walks(found: Iterable[Walk], block: int, stop: int) -> Relation:
-    """The union of the identity and of what a token sees in any of these walks, for a sequence of `stop` tokens."""
+    """The union of the identity and of the live pairs of these walks, for a sequence of `stop` tokens."""
     count = -(-stop // block)
     identity = bitmask.pack(torch.eye(block, dtype=torch.bool, device="cpu").unsqueeze(0))
     diagonal = torch.arange(count, device="cpu")
@@ -151,9 +149,7 @@ def split(walk: Walk, block: int) -> Part:
 
 
 def with_clones(rows: Tensor, cols: Tensor, kind: Tensor, bits: Tensor, count: int, live: int) -> tuple[Tensor, Tensor]:
-    """The kinds and words after the last block, of which `live` tokens exist, is filled with clones of the last
-    token.
-    """
+    """The kinds and words with the last block, where `live` tokens exist, filled up with clones of the last token."""
     block = bits.shape[1]
     if live == block:
         return kind, bits
@@ -194,7 +190,7 @@ def union(
 
     Group g has `sizes[g]` >= 1 consecutive members. `ids` returns the ids of the members at some positions, `look_up`
     the words of distinct ids; equal ids are equal tiles. All groups take their members in step, one at a time, so that
-    equal unions are computed once, and a group that is full takes no more.
+    equal unions are computed once, and a full group stops.
     """
     starts = np.cumsum(sizes) - sizes
     groups = np.arange(len(sizes))
@@ -229,9 +225,7 @@ def union(
 
 
 def settled(block: int, count: int, full: Bits, found: list[tuple[Index, Index, Tensor]]) -> Relation:
-    """The relation of these full tiles and of unions of other tiles, each `(key, kind, words)` as `union` returns
-    them.
-    """
+    """The relation of these full tiles and unions of other tiles, each `(key, kind, words)` as from `union`."""
     keys, kinds = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     words = [torch.zeros(0, block, bitmask.words_per_row(block), dtype=torch.int32, device="cpu")]
     offset = 0

@@ -1,6 +1,4 @@
-"""Questions about single tokens, answered from the tiles and bits of a walk: which see nothing, which see the
-future.
-"""
+"""Single tokens that see nothing, are not seen or see the future, from the tiles and bits of a walk."""
 
 from __future__ import annotations
 
@@ -47,7 +45,7 @@ def _uncovered(where: Tensor, kind: Tensor, covers: Tensor, stop: int) -> Tensor
 
 def future_scores(walk: Walk, shift: int) -> tuple[int, tuple[int, int] | None]:
     """The number of live scores with `k > q + shift`, and the first of them, (q, k)."""
-    # How far a tile's corner lies in the future: tiles of one kind with equal corners have equal leaks.
+    # The distance of a tile's corner into the future: tiles of one kind with equal corners have equal leaks.
     corner = walk.cols * walk.block_k - walk.rows * walk.block_q - shift
     reaches = corner + walk.block_k - 1 > 0
     rows, cols, kind, corner = walk.rows[reaches], walk.cols[reaches], walk.kind[reaches], corner[reaches]

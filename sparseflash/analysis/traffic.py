@@ -26,8 +26,8 @@ class Traffic:
     (32768, 163840, 2048)
 
     `queries`: q, read once. `keys_values`: k and v, read for each live tile by each program of its row. `out`: written
-    once. `statistics`: lse, written (in fp32 also what the backward needs for each row). `index`: work items, block
-    numbers and tile numbers. `bits`: those of partial tiles. `tile_queries`: the queries that a program holds.
+    once. `statistics`: lse, written (in fp32 also statistics of each row for the backward). `index`: work items, block
+    numbers and tile numbers. `bits`: of partial tiles. `tile_queries`: the queries that a program holds.
 
     `dense_flash`: the total of the same loop with every tile live. `materialized`: the total of standard attention,
     which writes its scores and probabilities to memory and reads them back.
@@ -90,23 +90,29 @@ def bytes_moved(
         index read        32 per program, and for each tile of each program 4, or 8 if it is partial
         bits read         block_q * block_k / 8 for each partial tile
 
-    m is the largest power of two up to `block_q` for which the queries, the output's accumulator and statistics, and a
-    step of 16 keys fit on chip: `e m D + 4 m (Dv + 2) + 16 e (D + Dv) + 64 m <= sram_bytes`. So m grows like M / D and
-    the total like `N D + s N^2 D^2 / M`, with M the on-chip memory and s the share of live tiles: Dao et al., 2022,
-    theorem 2 (dense, s = 1) and proposition 4 (block-sparse). FlashAttention keeps keys on chip and loops over queries,
-    which also moves the output repeatedly; looping over keys (FlashAttention-2 and this library) moves less. Once m is
-    the whole block, more memory saves nothing, because programs do not share tiles. To model an actual kernel, pass its
-    `tile_queries` (a power of two from 16 to `block_q`): for half precision and head dims up to 64, sparseflash on an
-    H100 holds 64 queries.
+    m is the largest power of two up to `block_q` that fits on chip, with the queries, the output's accumulator and
+    statistics, and a step of 16 keys: `e m D + 4 m (Dv + 2) + 16 e (D + Dv) + 64 m <= sram_bytes`. So m grows like `M /
+    D` and the total like `N D + s N^2 D^2 / M`, with M the on-chip memory and s the share of live tiles: Dao et al.,
+    2022, theorem 2 (dense, s = 1) and proposition 4 (block-sparse). FlashAttention keeps keys on chip and loops over
+    queries, which also moves the output repeatedly; looping over keys (FlashAttention-2 and this library) moves less.
+    Once m is the whole block, more memory saves nothing, because programs do not share tiles. To model an actual
+    kernel, pass its `tile_queries`.
 
     `materialized` is standard attention (their algorithm 0): read q, k, write S; read S, write P; read P, v, write out:
     `e (N_q D + N_k D + N_k Dv + N_q Dv + 4 N_q N_k)`.
 
-    Full fp32 counts 4 bytes per number, although the kernel mostly reads its three pieces, 6 bytes. Each head of a
+    Full fp32 counts 4 bytes per number, although the kernel mostly reads three bf16 pieces, 6 bytes. Each head of a
     group reads its keys separately; an L2 cache can serve many of these reads, which the model ignores.
 
-    `sram_bytes`: that of one multiprocessor, by default the A100's 192 KiB, as in the paper. `batch`, `heads`: by
-    default those of the mask. Raises ValueError if not even 16 queries fit on chip.
+    Args:
+        mask: any mask.
+        head_dim, v_dim: D and Dv; Dv is D by default.
+        dtype: of q, k and v.
+        batch, heads: of the attention, by default the mask's.
+        sram_bytes: on-chip memory of one multiprocessor, by default the A100's 192 KiB, as in the paper.
+        tile_queries: the queries that a program holds, a power of two from 16 to `block_q`; by default m, as above.
+
+    Raises ValueError if not even 16 queries fit on chip.
     """
     head_dim, v_dim = dims(head_dim, v_dim)
     check_floating(dtype)

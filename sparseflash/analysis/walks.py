@@ -1,7 +1,7 @@
 """The tiles that attention iterates over for each distinct head of a mask, without padding.
 
 Heads and batch elements that share a pattern and a length have the same tiles, so every analysis is done once for each
-such pair and weighted by the number of its users.
+distinct pair and weighted by the number of its users.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def walk(
 
 
 def cut(kind: Tensor, at_end: Tensor, bits: Tensor, live_q: int, live_k: int, block_k: int) -> tuple[Tensor, Tensor]:
-    """Removes what lies past the ends: `(kind, bits)`, with the cut kinds appended.
+    """Removes scores past the ends: `(kind, bits)`, with the cut kinds appended.
 
     `at_end [E]`: 1 for a tile with only its first `live_q` rows inside, 2 for one with only its first `live_k` columns
     inside, 3 for both, 0 for neither.

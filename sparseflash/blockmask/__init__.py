@@ -1,13 +1,13 @@
-"""The mask type: which scores of an attention are live, as data. `mask.py` has the class, the other files its parts.
+"""The mask type: the live scores of an attention, as data. `mask.py` has the class, the other files its parts.
 
-It may import `cuda_driver` and `limits`, and nothing else of the library. Its one circle of imports is in `mask.py`:
-methods of `BlockMask` import the operations of `ops` and the pictures of `draw` when they are called.
+It may import `cuda_driver` and `limits`, and nothing else of the library. The methods of `BlockMask`, in `mask`,
+import `ops` and `draw` when they are called, the only circle of imports.
 """
 
 import sys
 
-# Of a folder that has the package's name and no __init__.py, as that of a clone, Python makes a package, too, and finds
-# it before an editable install. Checked here because every other part of the library imports this one first.
+# Python makes a package of any folder with the package's name, such as a clone, and finds it before an editable
+# install. Checked here because every other part of the library imports this one first.
 if getattr(sys.modules["sparseflash"], "__file__", None) is None:
     raise ImportError(
         f"sparseflash must be the installed package; got the folder {next(iter(sys.modules['sparseflash'].__path__))}, "

@@ -41,7 +41,7 @@ def token_counts(q_len: int, k_len: int) -> tuple[int, int]:
 
 
 def integer(value: Any, name: str, unit: str) -> int:
-    """Converts a Python, NumPy or PyTorch integer to an int. `unit`: a plural for the message, "" if there is none."""
+    """A Python, NumPy or PyTorch integer as an int. `unit`: a plural for the message, or ""."""
     # int first: the check for tensors takes longer than everything else here.
     if not isinstance(value, int) and isinstance(value, Tensor | np.ndarray) and value.ndim > 0:
         raise TypeError(
@@ -68,7 +68,7 @@ def check_floating(dtype: Any) -> None:
 
 
 def _is_index(value: Any) -> bool:
-    # int first: the check of the protocol takes 20 us, a dozen times per mask that is rebuilt at every step.
+    # int first: the check of the protocol is slow, and is made a dozen times per mask that is rebuilt at every step.
     if isinstance(value, int):
         return True
     if isinstance(value, np.ndarray):  # arrays and tensors have __index__, but it works for single integers only
@@ -88,12 +88,12 @@ def dense_tensor(value: Any, name: str) -> Tensor:
 
 
 def have_contents(*tensors: Tensor) -> bool:
-    """Whether tensors have numbers, and not just shapes, as on the meta device and under FakeTensorMode."""
+    """Whether tensors have contents, unlike on the meta device and under FakeTensorMode."""
     return not any(x.is_meta or isinstance(x, FakeTensor) for x in tensors)
 
 
 def plain_tensor(value: Any, name: str) -> Tensor:
-    """Returns `value` if it is a dense tensor on a device that holds numbers, raises otherwise."""
+    """Returns `value` if it is a dense tensor with contents, raises otherwise."""
     tensor = dense_tensor(value, name)
     if tensor.device.type == "meta":
         raise ValueError(f"{name} must lie on a device that holds its contents; got the meta device, which has none.")
@@ -105,7 +105,7 @@ def plain_tensor(value: Any, name: str) -> Tensor:
 
 
 def checked_device(device: Any) -> torch.device:
-    """What `torch.device` makes of a device or its name."""
+    """The `torch.device` of a device or its name."""
     if not isinstance(device, torch.device | str):
         raise TypeError(f"device must be a torch.device or its name, such as 'cuda'; got {device!r}.")
     try:
@@ -115,7 +115,7 @@ def checked_device(device: Any) -> torch.device:
 
 
 def tensor_of(values: Any) -> Tensor:
-    """A tensor as it is, on its own device; a list or array as one on the CPU. Raises PyTorch's errors for others."""
+    """A tensor unchanged; a list or array as a tensor on the CPU. Raises PyTorch's errors for others."""
     if isinstance(values, np.ndarray):
         # as_tensor refuses negative strides and other byte orders, and warns of read-only arrays.
         values = np.require(values, values.dtype.newbyteorder("="), ("C", "W"))
@@ -145,7 +145,7 @@ def integer_tensor(values: Any, name: str, device: torch.device) -> Tensor:
 
 
 def known_integers(values: Any, name: str, device: torch.device) -> Tensor:
-    """`integer_tensor` of numbers that are going to be read, so of none on the meta device."""
+    """`integer_tensor`, but refuses a tensor without contents."""
     if isinstance(values, Tensor):
         plain_tensor(values, name)
     return integer_tensor(values, name, device)
@@ -161,7 +161,7 @@ def checked_integers(value: Any, name: str) -> Tensor:
 
 
 def has_integers(tensor: Tensor) -> bool:
-    """Whether the numbers of a tensor are integers; True and False are none."""
+    """Whether the dtype is an integer type; bool is not."""
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 

@@ -19,8 +19,8 @@ from sparseflash.blockmask.cache import bounded
 from sparseflash.blockmask.unique import number_by_first_appearance
 
 WORD = 32  # scores per word
-FEW = 32  # up to so many tiles on the CPU, comparing their bytes in Python beats array operations
-WORDS_AT_ONCE = 1 << 22  # words processed at a time: 16 MB, and a few times that in temporaries
+FEW = 32  # up to this many tiles on the CPU, comparing their bytes in Python beats array operations
+WORDS_AT_ONCE = 1 << 22  # words processed at a time: 16 MB, and a few times as much in temporaries
 _SERIAL = (1 << 15) - 1  # the most words that PyTorch processes on one thread: at::internal::GRAIN_SIZE - 1
 
 
@@ -46,8 +46,9 @@ def pack(live: Tensor) -> Tensor:
     flat = live.reshape(-1).contiguous()
     if flat.storage_offset() % 8:
         flat = flat.clone()  # the view as int64 below needs an aligned offset
-    # Each group of eight scores is eight bytes, 0 or 1, of one int64, lowest byte first. The factor's bits 7, 14, ...,
-    # 56 move byte i to the bits 8 i + 7 j, one of which is 56 + i. All of these are distinct, so nothing carries.
+    # Each group of eight scores is eight bytes, 0 or 1, of one int64, lowest byte first. The factor has bits 7, 14,
+    # ..., 56, so it moves byte i to the bits 8 i + 7 j, among them 56 + i. All of these are distinct, so nothing
+    # carries.
     octets = (flat.view(torch.int64) * 0x0102_0408_1020_4080 >> 56).to(torch.uint8)
     if live.shape[-1] < WORD:
         return (octets.view(torch.int16).to(torch.int32) & full_word(live.shape[-1])).view(shape)
@@ -122,13 +123,13 @@ def deduplicate(words: Tensor) -> tuple[Tensor, Tensor]:
     # are compared below; only a collision falls back to sorting the rows.
     generator = torch.Generator("cpu").manual_seed(0x5F)
     factors = torch.randint(-(2**62), 2**62, (flat.shape[1],), generator=generator, device="cpu").to(words.device) | 1
-    # On a CPU, chunks that fit in its caches take a sixth of the time of large ones. They are also too small for
-    # PyTorch to split among threads, which would have to wait for one another, for long on a busy machine.
+    # On a CPU, chunks that fit in its caches are faster. They are also too small for PyTorch to split among threads,
+    # which would wait for one another on a busy machine.
     rows_at_once = max(1, (_SERIAL if words.device.type == "cpu" else WORDS_AT_ONCE) // max(1, flat.shape[1]))
     fingerprint = torch.cat([(some.to(torch.int64) * factors).sum(1) for some in flat.split(rows_at_once)])
     inverse, representative = number_by_first_appearance(fingerprint)
     proposed = zip(flat.split(rows_at_once), representative[inverse].split(rows_at_once), strict=True)
-    # index_select copies whole rows, in a tenth of the time of indexing.
+    # index_select copies whole rows, and is faster than indexing.
     if not all(torch.equal(some, flat.index_select(0, same)) for some, same in proposed):
         _, inverse = torch.unique(flat, dim=0, return_inverse=True)
         inverse, representative = number_by_first_appearance(inverse)
@@ -137,9 +138,7 @@ def deduplicate(words: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _numbered(words: Tensor, known: dict[bytes, int], first_new: int) -> tuple[Tensor, Tensor]:
-    """The number of each tile, int64 `[E]`, and the positions of the tiles that are new; adds those to `known`,
-    numbered from `first_new`.
-    """
+    """The number of each tile, int64 `[E]`, and the positions of new tiles, which are added to `known`."""
     inverse: list[int] = []
     representative: list[int] = []
     for place, tile in enumerate(words.numpy()):
@@ -202,7 +201,7 @@ def below(stop: int | NDArray[np.int64], block_k: int) -> NDArray[np.int32]:
     >>> below(np.array([-3, 2, 40]), 32).tolist()
     [[0], [3], [-1]]
     """
-    # Taking whole rows of a table is twenty times faster than computing the words.
+    # Taking whole rows of a table is faster than computing the words.
     return _rows_below(block_k).take(stop, axis=0, mode="clip")
 
 

@@ -1,7 +1,7 @@
 """From lists of tiles and dense matrices to the canonical arrays of a mask.
 
-Lists of tiles are sorted and numbered by NumPy on the CPU: most are short, and on a short array a PyTorch operation
-takes five times as long. Bits stay on their device.
+NumPy sorts and numbers lists of tiles on the CPU: most are short, and PyTorch is slower on short arrays. Bits stay on
+their device.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _assemble(
         end += rows % row_blocks == row_blocks - 1
     if k_len % block_k:
         end += np.where(cols == col_blocks - 1, np.int8(2), np.int8(0))
-    listed = np.flatnonzero((tile > 0) | (end > 0))  # without the full tiles that no end cuts, which most are
+    listed = np.flatnonzero((tile > 0) | (end > 0))  # without full tiles that no end cuts, the most frequent kind
     pair = tile[listed] * 4 + end[listed]
     occurs = np.zeros(4 * (len(words) + 1), dtype=np.bool_)
     occurs[pair] = True
@@ -153,8 +153,8 @@ def _assemble(
 
 
 def _ends(q_len: int, k_len: int, block_q: int, block_k: int, device: torch.device) -> Tensor | None:
-    """What the ends leave of a tile, words `[4, block_q, W]`: uncut, cut in queries, in keys, in both; None if nothing
-    is cut.
+    """The scores inside the ends, words `[4, block_q, W]`: uncut, cut in queries, in keys, in both; None if no tile is
+    cut.
     """
     live_q, live_k = (q_len - 1) % block_q + 1, (k_len - 1) % block_k + 1
     if (live_q, live_k) == (block_q, block_k):

@@ -1,8 +1,9 @@
-"""The library's caches: what is derived from a mask's arrays, kept with the mask, and bounded results of functions.
-The registered operator carries only tensors, so what is derived from a mask is cached on one of its tensors, the
-indices. Whoever has the indices finds the cache, in eager mode, in the backward and under torch.compile, and it is
-freed with the mask. Nothing in the cache may hold the indices tensor itself, or neither would ever be freed;
-`indices.detach()` is another tensor over the same memory.
+"""The library's caches: data derived from a mask's arrays, kept with the mask, and bounded results of functions.
+
+The registered operator carries only tensors, so data derived from a mask is cached on one of its tensors, the indices.
+Code that has the indices finds the cache, in eager mode, in the backward and under torch.compile, and it is freed with
+the mask. An entry must not hold the indices tensor itself, or neither would ever be freed; `indices.detach()` is
+another tensor over the same memory.
 
 A tensor that is created inside a compiled graph must not cache anything: its memory, and with it the same Python
 object, may later become another tensor of the graph, for example the indices of another mask.
@@ -37,8 +38,7 @@ class BoundedDict(dict[Any, Any]):
     >>> dict(cache)
     {2: '2'}
 
-    That is simpler than evicting the least recently used entry, and reads are faster. A program that cycles through
-    more than `most` entries would gain little from either.
+    Emptying is simpler than evicting the least recently used entry, and reads are faster.
     """
 
     def __init__(self, most: int) -> None:
@@ -52,7 +52,6 @@ class BoundedDict(dict[Any, Any]):
         super().__setitem__(key, value)
 
     def put(self, key: Any, value: T) -> T:
-        """Stores and returns the value."""
         self[key] = value
         return value
 
@@ -62,9 +61,7 @@ class BoundedDict(dict[Any, Any]):
 
 
 class MaskCache(dict[Any, Any]):
-    """What has been derived from the arrays of one mask. Each kind has one entry; a kind with many values is a
-    `BoundedDict`.
-    """
+    """Data derived from the arrays of one mask, one entry a kind; a kind with many values is a `BoundedDict`."""
 
     def __init__(self, *, may_wait: bool, recorded: bool) -> None:
         super().__init__()
@@ -88,16 +85,14 @@ def bounded(maxsize: int) -> Callable[[F], F]:
 
 
 def bounded_tensors(maxsize: int) -> Callable[[F], F]:
-    """`bounded` for a function that makes tensors, all of whose arguments are given by position: what it made is safe
-    on any CUDA stream.
-    """
+    """`bounded` for a function that makes tensors, called with positional arguments: safe on any CUDA stream."""
 
     def decorate(function: F) -> F:
         made = BoundedDict(maxsize)
 
         @functools.wraps(function)
         def cached(*arguments: Any) -> Any:
-            found = made.get(arguments)  # as in `once`, but every choice of blocks comes here, at each step
+            found = made.get(arguments)  # as in `once`, but faster, because every choice of blocks comes here
             if found is None:
                 return once(made, arguments, lambda: function(*arguments))
             found[1].wait()
@@ -122,16 +117,16 @@ def clear_caches() -> None:
 
     Every cache is bounded, so this is only needed to measure memory, or in a program that will not repeat earlier work.
     Later calls derive again what they need; compiled kernels are reloaded from Triton's cache on disk. CUDA graphs stay
-    valid: what they read is kept until they are destroyed.
+    valid: the tensors that they read are kept until they are destroyed.
 
-    What is derived from a mask is kept and freed with it: its transpose, density, digest, tile numbers and work lists,
-    and what is prepared for calls, of 64 batch sizes and numbers of heads and 64 layouts of tensors each. Likewise,
-    with their owners, masks that a layer of `nn` has made, a `ShardPlan`'s exchanges of 64 kinds of calls, the codes of
-    a relative table for its last lengths, and what has been recorded of a function of scores.
+    Cached with a mask: its transpose, density, digest, tile numbers and work lists, and prepared calls, for up to 64
+    batch sizes and numbers of heads and 64 layouts of tensors each. Cached with other objects: masks of a layer of
+    `nn`, exchanges of a `ShardPlan` for 64 kinds of calls, codes of a relative table for its last lengths, and
+    recordings of a function of scores.
 
-    The process keeps what no mask has: calls and plans of dense attention and of decoding, compiled kernels (at most
-    512) and how they are launched, masks of packed sequences, of Transformers' models and of compiled code, and tensors
-    that planning and the choice of blocks need again: of each kind between 8 and 512.
+    Cached by the process, 8 to 512 of each kind: calls and plans of dense attention and of decoding, compiled kernels
+    and their launches, masks of packed sequences, of Transformers' models and of compiled code, and tensors for
+    planning and for the choice of blocks.
     """
     streams.release_finished_graphs()
     for clear in _clearings:
@@ -141,7 +136,7 @@ def clear_caches() -> None:
 
 
 def attach_cache(indices: Tensor, *, may_wait: bool, others: tuple[Any, ...]) -> None:
-    """Gives the indices of a newly made mask a cache for what will be derived from them.
+    """Gives the indices of a newly made mask a cache.
 
     `may_wait`: whether the host may wait for the indices' values, once. It may not for dynamic masks, which are made
     at every step. `others`: the other parts of the mask.
@@ -166,15 +161,15 @@ def belong_together(indices: Tensor, others: tuple[Any, ...]) -> bool:
 
 
 def mask_cache(indices: Tensor) -> MaskCache:
-    """What has been derived from a mask's arrays so far: its transpose, its execution plans, its density."""
+    """The cache of a mask: its transpose, its execution plans, its density."""
     cache: MaskCache | None = getattr(indices, "_sparseflash", None)
     if cache is None:
         if torch.compiler.is_compiling() or not getattr(indices, "_sparseflash_may_wait", False):
             return MaskCache(may_wait=False, recorded=False)
         cache = MaskCache(may_wait=True, recorded=False)
         indices._sparseflash = cache  # type: ignore[attr-defined]
-    # While a CUDA graph is recorded, only dynamic masks made by that graph are planned; at other times only those that
-    # no graph made. See backends/triton/cuda_graphs.py for why nothing else is planned during recording.
+    # While a CUDA graph is recorded, only dynamic masks made by the graph are planned; at other times only masks made
+    # outside of graphs. See backends/triton/cuda_graphs.py for the reason.
     if cache.may_wait or cache.recorded == streams.is_capturing(indices.device):
         return cache
     return MaskCache(may_wait=False, recorded=False)
@@ -188,8 +183,8 @@ def is_countable(indices: Tensor) -> bool:
 def once(cache: dict[Any, Any], key: Any, make: Callable[[], T]) -> T:
     """`cache[key]`, made on first use; safe on any CUDA stream.
 
-    What is made while PyTorch runs a program on fake tensors, or traces it, holds tensors without contents that belong
-    to that run alone. It is returned, but not kept.
+    Values made under fake tensors or tracing hold tensors without contents that belong to that run. They are
+    returned, but not kept.
     """
     found = cache.get(key)
     if found is None:

@@ -1,4 +1,4 @@
-"""Guards what a rule reads where torch.compile makes its mask a constant.
+"""Guards the numbers that a rule reads where torch.compile makes its mask a constant.
 
 Dynamo traces one call of the rule only for its guards; the result is discarded. So Dynamo guards the numbers that the
 rule reads, as in any traced code, and recompiles when a number changes. Dynamo does not guard the contents of tensors,
@@ -44,11 +44,11 @@ def call_rules(arity: int, *rules: Any) -> None:
         if callable(rule):
             answer = rule(*[torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(arity)])
             if isinstance(answer, Tensor):
-                answer.logical_not()  # otherwise no operation would read a tensor that the rule returns unchanged
+                answer.logical_not()  # an operation on a tensor that the rule returns unchanged, so that it is read
 
 
 def guard_reads(begun: Trace, name: str) -> None:
-    """Guards what the rules called since `begin_trace` read. Called at compile time, before the rules' unused
+    """Guards the numbers that rules called since `begin_trace` read. Called at compile time, before the rules' unused
     operations are removed from the graph.
 
     Raises TypeError if a rule read tensors, or was not traced in one piece. name: the builder of the mask, for errors.

@@ -1,9 +1,9 @@
-"""Masks built inside a function that `torch.compile` compiles, or `torch.export` exports, become constants; those built
-under `FakeTensorMode` have contents.
+"""Masks built inside a function that `torch.compile` compiles, or `torch.export` exports, become constants.
 
 A builder counts and compares tiles, which a compiler cannot trace. But the mask of a given rule depends only on a few
 numbers. So while a function is traced, a builder runs normally, once, and the compiled code refers to its mask. Tensor
-sizes among the arguments become guards: another length recompiles, with another mask.
+sizes among the arguments become guards: another length recompiles, with another mask. Masks built under
+`FakeTensorMode` have contents.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ MOST_KEPT = 256  # masks; dropping one makes the code that uses it recompile
 
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
-# Dynamo hands existing objects to a function that is marked constant, and guards their identity. That of PyTorch 2.11
-# cannot, but it knows their ids, and guards the identity of what it was asked the id of.
+# Dynamo passes existing objects to a function that is marked constant, and guards their identity. Dynamo of PyTorch
+# 2.11 cannot, but it passes their ids, and guards the identity of each object whose id was taken.
 _OBJECTS_AS_IDS = torch.__version__ < "2.12"
 
 
 class _Kept:
     """The masks that compiled code refers to, as attributes in order of age; they may outlive that code.
 
-    Dynamo guards the attributes of a global object like those of the caller's own objects. It cannot guard the return
-    value of a function that is marked constant, so compiled code could not even call a method of it.
+    Dynamo guards the attributes of a global object as it guards the caller's objects. It cannot guard the return value
+    of a function that is marked constant, so compiled code could not even call a method of it.
     """
 
 
@@ -71,8 +71,8 @@ def constant_when_compiled(build: Callable[P, T], calls: Callable[..., None] | N
 
     Arguments may then be numbers, strings, lists of these, functions and masks. A mask from outside the compiled
     function is guarded, so another one recompiles. Tensors are refused, because the constant would not follow their
-    contents. calls: a function of the same arguments that calls the functions among them, so that Dynamo
-    guards what they read.
+    contents. calls: a function of the same arguments that calls the functions among them, so that Dynamo guards the
+    numbers that they read.
     """
 
     @functools.wraps(build)
@@ -147,14 +147,14 @@ def _build(
     """Builds and keeps the mask; returns the name of its attribute of `_kept`."""
     if begun is not None:
         guard_reads(begun, build.__qualname__)
-    if _OBJECTS_AS_IDS:  # of objects that Dynamo holds, even of those that it only traces
+    if _OBJECTS_AS_IDS:  # the ids of objects that Dynamo holds, even of objects that it only traces
         masks = tuple(ctypes.cast(address, ctypes.py_object).value for address in masks)
 
     def argument(described: tuple[str, Any]) -> Any:
         kind, value = described
         if kind == "tensor":
             raise TypeError(
-                f"{build.__qualname__} must be called outside of what torch.compile compiles if a tensor or array is "
+                f"{build.__qualname__} must be called outside of compiled code if a tensor or array is "
                 "among its arguments: inside, the mask is a constant of the compiled code. Build it outside and pass "
                 "it to the compiled function."
             )
@@ -162,7 +162,7 @@ def _build(
             if "q_len" not in vars(masks[value]):  # traced from its fields; the object does not exist yet
                 raise TypeError(
                     f"{build.__qualname__} must be given masks that exist when torch.compile compiles it; got one that "
-                    "the compiled code makes at each call (chosen from data, or by with_lengths). Combine such a mask "
+                    "the compiled code makes at each call (chosen from data, or by with_lengths). Combine that mask "
                     "with others outside, or call with_lengths last. To always choose some blocks, give them a score "
                     "of infinity."
                 )

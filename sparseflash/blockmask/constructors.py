@@ -1,4 +1,4 @@
-"""What the constructors of `BlockMask` are given, checked and cut into tiles."""
+"""The arguments of the constructors of `BlockMask`, checked and cut into tiles."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def of_layout(layout: Any, block: Block, q_len: int | None, k_len: int | None) -
 
 
 def of_tiles(rows: Any, cols: Any, q_len: int, k_len: int | None, block: Block, tile: Any, live: Any) -> Tiles:
-    """The tiles of a list, and the scores that are live in each."""
+    """The tiles of a list, with the live scores of each."""
     block_q, block_k = block_pair(block)
     q_len, k_len = token_counts(q_len, q_len if k_len is None else k_len)
     rows, cols = tile_list(rows, cols, -(-q_len // block_q), -(-k_len // block_k))

@@ -1,8 +1,8 @@
 """Dynamic masks: arrays that are safe to run but not canonical, because a canonical form would need a synchronisation.
 
-If blocks are chosen on the GPU, only the device knows how many tiles were kept and which of them are equal, and asking
-it stalls the queue. So a dynamic mask (`BlockMask.dynamic`) is stored in arrays of a size that is fixed in advance. Of
-the rules in `BlockMask` it obeys those that the kernels need:
+If blocks are chosen on the GPU, only the device knows how many tiles are kept and which of them are equal, and asking
+it stalls the queue. So a dynamic mask (`BlockMask.dynamic`) is stored in arrays of a size that is fixed in advance. It
+obeys the rules in `BlockMask` that the kernels need:
 
 - `indptr` starts at 0 and does not decrease. Its last number may be less than the length of `indices` and `tile`; the
   entries past it are unused capacity and belong to no row.
@@ -10,8 +10,8 @@ the rules in `BlockMask` it obeys those that the kernels need:
   `0 .. P - 1`. The ranges hold for the unused capacity, too.
 - Scores past the ends are dead, so a tile that an end cuts is partial.
 
-It need not obey the others: `bits` may hold equal, dead, full and unused tiles in any order, and patterns may be equal
-or unused.
+It need not obey the other rules: `bits` may hold equal, dead, full and unused tiles in any order, and patterns may be
+equal or unused.
 """
 
 from __future__ import annotations

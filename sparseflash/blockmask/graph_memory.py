@@ -2,9 +2,9 @@
 
 A graph records addresses. PyTorch reserves memory for the tensors that the graph itself makes, and the user keeps its
 inputs alive. But nobody keeps plans and other cached tensors: their cache may drop them, or their mask may be deleted,
-while the graph goes on reading their memory. CUDA's answer is a user object: the graph retains it, and its destructor
-runs when the graph and all its executable copies have been destroyed. The destructor may run on any thread and must not
-call CUDA, so here it is the C library's `sem_post`, on a semaphore that `release_finished` polls.
+while the graph still reads their memory. CUDA's answer is a user object: the graph retains it, and its destructor runs
+when the graph and all its executable copies have been destroyed. The destructor may run on any thread and must not call
+CUDA, so here it is the C library's `sem_post`, on a semaphore that `release_finished` polls.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Kept:
     """The tensors that one graph reads, and the semaphore that is posted when the graph is destroyed."""
 
     def __init__(self) -> None:
-        # Not Python's memory: that is freed at process exit, perhaps before the last graph is destroyed.
+        # Not Python's memory, which is freed at process exit, perhaps before the last graph is destroyed.
         self.semaphore = ctypes.c_void_p(_libc().malloc(_SEMAPHORE_BYTES))
         _libc().sem_init(self.semaphore, 0, 0)
         self.tensors: dict[int, Tensor] = {}

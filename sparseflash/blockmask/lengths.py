@@ -19,7 +19,7 @@ Lengths = Tensor | Sequence[int]
 def lengths_of(
     mask: BlockMask, lengths: Lengths | None, q_lengths: Lengths | None, k_lengths: Lengths | None
 ) -> Tensor:
-    """The live queries and keys of each sequence, int32 `[2, B]`, clamped to what the mask has."""
+    """The live queries and keys of each sequence, int32 `[2, B]`, clamped to the mask's lengths."""
     if lengths is not None:
         if q_lengths is not None or k_lengths is not None:
             raise TypeError("lengths must be given alone: it sets q_lengths and k_lengths to the same numbers.")
@@ -41,9 +41,7 @@ def lengths_of(
 
 
 def _checked(mask: BlockMask, lengths: Lengths, name: str) -> Tensor:
-    """Lengths as int64 unless they are int32: smaller integer types may not hold the bounds, and some cannot be
-    clamped.
-    """
+    """Lengths as int64 unless they are int32: smaller types may not hold the bounds, and some cannot be clamped."""
     if isinstance(lengths, Tensor) and dense_tensor(lengths, name).ndim == 2:
         raise ValueError(
             f"{name} must have shape [B]; got {list(lengths.shape)}. Of a mask [B, N] that is True for tokens, all of "

@@ -1,8 +1,7 @@
-"""`BlockMask`: which scores of an attention are live, as data.
+"""`BlockMask`: the live scores of an attention, as data.
 
 The block structure in compressed sparse rows (CSR), plus one bit per score for the partly live tiles. This file has the
-type and its methods with their documentation; what they compute is in the modules beside it. Nothing here runs
-attention.
+type and the documentation of its methods; the modules beside it implement them.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class BlockMask:
 
     - `indptr`   int32 `[P * Mq + 1]`: the tiles of block row i of pattern p are `indptr[p*Mq + i] : indptr[p*Mq + i+1]`
     - `indices`  int32 `[nnz]`: their block columns, strictly increasing within a row
-    - `tile`     int32 `[nnz]`: 0: every score is live; t > 0: `bits[t - 1]` says which are
+    - `tile`     int32 `[nnz]`: 0: every score is live; t > 0: the live scores are in `bits[t - 1]`
     - `bits`     int32 `[T, block_q, max(block_k // 32, 1)]`: bit `k % 32` of word `k // 32` of row q is score (q, k)
     - `pattern`  int32 `[B or 1, Hq or 1]`: the pattern of each batch element and query head; a size of 1 is shared
     - `lengths`  int32 `[2, B or 1]` or None: the number of live queries and of live keys of each sequence; tokens past
@@ -108,7 +107,7 @@ class BlockMask:
         if belong_together(self.indices, self._others()):
             return  # FSDP rebuilds a module's dataclass inputs from their fields: keep the caches
         # Everything derived from the arrays is cached on the indices tensor. Another mask may share these indices but
-        # differ in its other arrays, so each mask gets its own tensor object over the same memory.
+        # differ in its other arrays, so each mask has its own tensor object over the same memory.
         object.__setattr__(self, "indices", self.indices.detach())
         for array in (self.indptr, self.indices, self.tile, self.words):
             may_vary_in_size(array)
@@ -152,9 +151,10 @@ class BlockMask:
         >>> BlockMask.from_dense(torch.ones(64, 64, dtype=torch.bool).tril(), block=32)
         BlockMask(64 x 64, blocks of 32, 3 tiles: 1 full + 2 partial (1 distinct), density 50.8 %)
 
-        `dense`: bool tensor or array `[Nq, Nk]`, `[Hq, Nq, Nk]` or `[B, Hq, Nq, Nk]`; True is live, and a leading
-        dimension of 1 is shared. `block`: tokens per tile, a power of two from 16 to 256, or `(block_q, block_k)`. Time
-        and memory are proportional to the dense matrix.
+        Args:
+            dense: bool tensor or array `[Nq, Nk]`, `[Hq, Nq, Nk]` or `[B, Hq, Nq, Nk]`; True is live, and a leading
+                dimension of 1 is shared.
+            block: tokens per tile, a power of two from 16 to 256, or `(block_q, block_k)`.
 
         Raises TypeError if `dense` is not boolean, ValueError for another rank, an empty matrix or a bad block.
         """
@@ -170,9 +170,11 @@ class BlockMask:
         >>> BlockMask.from_layout(torch.eye(4, dtype=torch.bool), block=32, q_len=100, k_len=100)
         BlockMask(100 x 100, blocks of 32, 4 tiles: 3 full + 1 partial (1 distinct), density 30.9 %)
 
-        `layout`: bool tensor or array `[Mq, Mk]`, `[Hq, Mq, Mk]` or `[B, Hq, Mq, Mk]`, one entry per tile. `q_len` and
-        `k_len`, in tokens, default to `Mq * block_q` and `Mk * block_k`. They need not be multiples of the block, but
-        must take exactly `Mq` and `Mk` blocks.
+        Args:
+            layout: bool tensor or array `[Mq, Mk]`, `[Hq, Mq, Mk]` or `[B, Hq, Mq, Mk]`, one entry per tile.
+            block: tokens per tile, a power of two from 16 to 256, or `(block_q, block_k)`.
+            q_len, k_len: tokens, by default `Mq * block_q` and `Mk * block_k`. They need not be multiples of the block,
+                but must take exactly `Mq` and `Mk` blocks.
         """
         return cls._of(*of_layout(layout, block, q_len, k_len))
 
@@ -190,8 +192,8 @@ class BlockMask:
         candidates: Candidates | None = None,
         device: torch.device | str | None = None,
     ) -> BlockMask:
-        """The mask of the scores for which `live(q_idx, k_idx)` is true, shared by all heads and batch elements; or,
-        with `batch` or `heads`, of `live(b, h, q_idx, k_idx)`, FlexAttention's `mask_mod`.
+        """The mask of the scores where `live(q_idx, k_idx)` is true, shared by all heads and batch elements. With
+        `batch` or `heads`, the rule is `live(b, h, q_idx, k_idx)`, FlexAttention's `mask_mod`.
 
         >>> BlockMask.from_function(lambda q, k: k <= q, 256, block=64)
         BlockMask(256 x 256, blocks of 64, 10 tiles: 6 full + 4 partial (1 distinct), density 50.2 %)
@@ -205,28 +207,29 @@ class BlockMask:
         BlockMask(256 x 256, blocks of 64, 26 tiles: 9 full + 17 partial (2 distinct), density 40 %,
         3 patterns for 1 x 4 (batch x heads))
 
-        `live` takes two scalar int64 tensors, as a `mask_mod` of FlexAttention does, and returns one bool. So
-        `table[q][k]`, `(labels[q] & labels[k]).any()` and `x, y = grid[q]` work. `torch.vmap` calls it for about 2
-        million pairs at a time, never for the whole `N x N` matrix, so memory is bounded and time is proportional to
-        the number of tiles evaluated. Write it with `&`, `|`, `~`, `torch.minimum`, `torch.maximum` and `torch.where`.
-        On positions `and`, `or`, `not`, `min`, `max`, `if` and chained comparisons such as `0 <= q - k < 64` do not
-        work. A rule that vmap cannot call gets broadcastable tensors of many positions instead, and must return for
-        each position what it returns for that position alone; a few of the results are checked. `k_len` defaults to
-        `q_len`.
+        Args:
+            live: takes two scalar int64 tensors, as a `mask_mod` of FlexAttention does, and returns one bool. So
+                `table[q][k]`, `(labels[q] & labels[k]).any()` and `x, y = grid[q]` work. Write it with `&`, `|`, `~`,
+                `torch.minimum`, `torch.maximum` and `torch.where`; on positions `and`, `or`, `not`, `min`, `max`, `if`
+                and chained comparisons such as `0 <= q - k < 64` do not work.
+            q_len, k_len: tokens; `k_len` defaults to `q_len`.
+            batch, heads: the number of batch elements and heads for which a four-argument rule is evaluated; the
+                default 1 gives one mask for all. b and h are scalar tensors too, and Python may read their values:
+                `slopes[int(h)]`, `if h == 3`. The rule is evaluated for each pair, or once for all heads if it never
+                reads `h`, and likewise for `b`; equal patterns are stored once. A rule that accepts two or four
+                arguments (`*args`, or a C function, whose signature is unknown) receives four if `batch` or `heads` is
+                given.
+            block: tokens per tile, a power of two from 16 to 256, or `(block_q, block_k)`.
+            candidates: limits the tiles that are evaluated; all other tiles are dead. A bool block layout `[Mq, Mk]`;
+                or a function of single block indices `(i, j)` that returns a bool, called like `live` for every tile;
+                or a list of tiles `(rows, cols)`, two int tensors `[E]` in any order without duplicates, which makes
+                the time proportional to E. They must cover every live score; this is not checked.
+            device: where the positions are made, `live` runs and the mask is built; the CPU by default.
 
-        `batch`, `heads`: the number of batch elements and heads to evaluate a four-argument rule for. The default 1
-        gives one mask for all of them. b and h are scalar tensors too, and Python may read their values:
-        `slopes[int(h)]`, `if h == 3`. The rule is evaluated for each pair, or once for all heads if it never reads
-        `h`, and likewise for `b`; equal patterns are stored once. A rule that accepts two or four arguments (`*args`,
-        or a C function, whose signature is unknown) gets four if `batch` or `heads` is given.
-
-        `candidates` limits the tiles that are evaluated. It is a bool block layout `[Mq, Mk]`; or a function of single
-        block indices `(i, j)` that returns a bool, called like `live` for every tile; or a list of tiles `(rows,
-        cols)`, two int tensors `[E]` in any order without duplicates, which makes the time proportional to E. A tile
-        that is not a candidate is dead, whatever `live` says. The candidates must cover every live score; this is not
+        `torch.vmap` calls the rule for about 2 million pairs at a time, never for the whole `N x N` matrix, so memory
+        is bounded and time is proportional to the number of tiles evaluated. A rule that vmap cannot call receives
+        broadcastable tensors of many positions instead, and must treat each position by itself; some of the results are
         checked.
-
-        `device`: where the positions are made, `live` runs and the mask is built; the CPU by default.
 
         In code compiled by `torch.compile` the mask is a constant. All numbers that `live` and `candidates` read are
         guarded: if a number changes, the code is compiled again. Rules that read tensors, or that the compiler cannot
@@ -265,11 +268,16 @@ class BlockMask:
         >>> BlockMask.from_tiles([0, 1, 1], [0, 0, 1], 128, block=64, tile=[1, 0, 1], live=triangle[None])
         BlockMask(128 x 128, blocks of 64, 3 tiles: 1 full + 2 partial (1 distinct), density 50.4 %)
 
-        `rows`, `cols`: the block row and block column of each tile, integers `[E]`: tensors, arrays or lists. `live`:
-        bool tensor or array `[T, block_q, block_k]`; its entries need not be distinct or partial. `tile`: integers
-        `[E]`, 0 for a full tile, t > 0 for a tile with the scores `live[t - 1]`. Without `tile`, tile e has the scores
-        `live[e]`, and T must be E; without both, all tiles are full. Scores past the ends are dropped. Time and memory
-        are proportional to E and to the size of `live`.
+        Args:
+            rows, cols: the block row and block column of each tile, integers `[E]`: tensors, arrays or lists.
+            q_len, k_len: tokens; `k_len` defaults to `q_len`.
+            block: tokens per tile, a power of two from 16 to 256, or `(block_q, block_k)`.
+            tile: integers `[E]`, 0 for a full tile, t > 0 for a tile with the scores `live[t - 1]`. By default tile e
+                has the scores `live[e]`, and T must be E.
+            live: bool tensor or array `[T, block_q, block_k]`; its entries need not be distinct or partial. Without it
+                and `tile`, all tiles are full.
+
+        Scores past the ends are dropped. Time and memory are proportional to E and to the size of `live`.
 
         Raises TypeError if `rows`, `cols` or `tile` are not integers or `live` is not boolean, ValueError if a tile is
         out of range or listed twice, or if the shapes do not fit together.
@@ -288,7 +296,7 @@ class BlockMask:
         causal: bool = False,
         group: int = 1,
     ) -> BlockMask:
-        """The mask of blocks that have been chosen already: for each block of queries, a list of blocks of keys.
+        """The mask of chosen blocks: for each block of queries, a list of blocks of keys.
 
         >>> index = torch.tensor([[0, -1, -1], [1, 0, -1], [2, 0, 2]], dtype=torch.int32)
         >>> mask = BlockMask.from_block_index(index, block=32, q_len=96, causal=True)
@@ -302,21 +310,25 @@ class BlockMask:
 
             t // block_k is in index[b, h, i, :counts[b, h, i]]   (and, if causal, t <= q + k_len - q_len)
 
-        `index`: integers `[Mq, K]`, `[H, Mq, K]` or `[B, H, Mq, K]`, in any order, with or without repetitions; a
-        number that names no block, such as -1, chooses nothing. `counts`: integers of the same shape without K; by
-        default all entries count. `group` query heads share the choice of one head of `index`. `q_len`, `k_len` (by
-        default `q_len`) and `block` in tokens.
+        Args:
+            index: integers `[Mq, K]`, `[H, Mq, K]` or `[B, H, Mq, K]`, in any order, with or without repetitions; a
+                number of no block, such as -1, is ignored.
+            counts: integers of the same shape without K, the entries that count; by default all.
+            block: tokens per tile, a power of two from 16 to 256, or `(block_q, block_k)`.
+            q_len, k_len: tokens; `k_len` defaults to `q_len`.
+            causal: drop keys after the query; the last query is at the last key.
+            group: the number of query heads that share the choice of one head of `index`.
 
         This is the layout of cuDNN's and FlashInfer's block-sparse attention and of FastVideo's
         (`q2k_block_index`, `q2k_block_num`). For choices of each query (NSA's `topk_idx`, lists of tokens) see
         `masks.selected_keys`, for MoBA's gates `masks.top_k_keys`.
 
-        The mask is dynamic and lies on the device of `index`. Nothing waits for the device: memory is reserved for K
-        tiles in each row (if causal, for those that there can be), so K is the capacity, and a CUDA graph can record
-        the call and replay it with other numbers in the same tensors. Time and memory are proportional to the lists.
+        The mask is dynamic and lies on the device of `index`. The host does not wait for the device: memory is reserved
+        for K tiles in each row (if causal, for at most the causal tiles). A CUDA graph can record the call and replay
+        it with other numbers in the same tensors. Time and memory are proportional to the lists.
 
         Raises TypeError for tensors that are not of integers, ValueError if `index` does not have one row for each
-        block of queries or `counts` do not fit it.
+        block of queries or `counts` does not fit it.
         """
         from sparseflash.masks.block_index import mask_of_index
 
@@ -349,25 +361,25 @@ class BlockMask:
         >>> mask.to_dense().sum((-2, -1)).tolist()
         [[1600], [4096]]
 
-        Cross-attention: three queries that see four and two of five keys.
+        Cross-attention: each of three queries sees four of five keys in one sequence and two in the other.
 
         >>> mask = BlockMask.dense(3, 5, block=16).with_lengths(k_lengths=[4, 2])
         >>> mask.to_dense()[:, 0].sum(-1).tolist()
         [[4, 4, 4], [2, 2, 2]]
 
-        `lengths` applies one number to queries and keys, each counted from its own start. `q_lengths` and `k_lengths`
-        set the two sides separately; a side that is not given stays whole. Each is an integer tensor `[B]` on the
-        mask's device, in tokens; values are clamped to `0 .. q_len` and `0 .. k_len`. Any lengths set before are
-        replaced. A single length makes a mask of one batch element, which serves any batch size, as a shared pattern
-        does.
+        Args:
+            lengths: the tokens of each sequence, integers `[B]` on the mask's device, for queries and keys, each
+                counted from its own start. Values are clamped to `0 .. q_len` and `0 .. k_len`.
+            q_lengths, k_lengths: the same for queries and keys separately; a side that is not given stays whole.
 
-        The call does not synchronise with the device, and the new mask shares the arrays and everything derived from
-        them, so it is cheap enough for every training step; kernels skip the blocks past the end. A list of ints is
-        accepted too, but is first copied to the device, and the CPU waits for that copy.
+        Earlier lengths are replaced. A single length makes a mask of one batch element, which serves any batch size.
 
-        Lengths do not move the diagonal: that of a causal mask stays aligned at the bottom right of `q_len x k_len`.
-        For four new tokens behind caches that hold, with them, 10 and 6 tokens in a buffer of ten, build one mask per
-        sequence:
+        The call does not synchronise with the device, and the new mask shares the arrays and the caches, so it is cheap
+        enough for every training step; kernels skip the blocks past the end. A list of ints is accepted too, but the
+        host waits for its copy to the device.
+
+        Lengths do not move the diagonal: a causal mask stays aligned at the bottom right of `q_len x k_len`. For four
+        new tokens at the ends of caches with 10 and 6 tokens, in a buffer of ten, build one mask per sequence:
 
         >>> from sparseflash import masks
         >>> mask = masks.per_batch([masks.causal(4, 10, offset=length - 4) for length in (10, 6)])
@@ -428,7 +440,7 @@ class BlockMask:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays, without what is derived from them later, such as the transpose and plans.
+        """Bytes of the arrays, without cached data such as the transpose and plans.
 
         >>> BlockMask.from_function(lambda q, k: k <= q, 256, block=64).nbytes  # 5 + 10 + 10 + 128 + 1 int32 numbers
         616
@@ -444,7 +456,7 @@ class BlockMask:
         ([0, 3, 5, 6], [0, 1, 2, 1, 2, 2], [1, 0, 0, 1, 0, 1])
 
         The tiles themselves are not transposed: `bits[tile - 1]` still has queries as rows. Computed once and cached.
-        For a dynamic mask the arrays are as long as those of its rows.
+        For a dynamic mask the arrays also have unused capacity.
         """
         return columns_of(self.indptr, self.indices, self.tile, *self.blocks)
 
@@ -518,8 +530,8 @@ class BlockMask:
         >>> masks.causal(100, block=32).digest == BlockMask.from_function(lambda q, k: k <= q, 100, block=32).digest
         True
 
-        To compare masks of several processes, or to name files; `hash` is different in every process. Takes O(nnz + T)
-        time once; synchronises with the device.
+        Use it to compare masks of several processes, or to name files; `hash` differs between processes. Takes
+        O(nnz + T) time once; synchronises with the device.
         """
         if self.canonical() is not self:
             return self.canonical().digest
@@ -555,7 +567,7 @@ class BlockMask:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Leaves out the cache and the unused capacity of a dynamic mask. Each array is pickled in memory that lives as
-        # long as the mask: to pass tensors to a child process PyTorch hands over file descriptors, and those of a
+        # long as the mask: PyTorch passes tensors to a child process as file descriptors, and the descriptors of a
         # temporary copy would be closed by then.
         mask = self.canonical() if self.dynamic else self
         arrays = tuple(None if a is None else _alone(mask.indices, a) for a in mask._arrays())
@@ -571,8 +583,8 @@ class BlockMask:
         >>> mask.to("cpu") is mask
         True
 
-        `non_blocking` is accepted because trainers move batches with it; it changes nothing. A copy to a GPU never
-        waits for the kernels in its queue, and one to the CPU waits in any case.
+        `non_blocking` is accepted because trainers pass it to `to` of a batch; it changes nothing. A copy to a GPU
+        never waits for the kernels in its queue, and a copy to the CPU always waits.
         """
         device = checked_device(device)
         if device == torch.device("cuda"):  # the current device
@@ -596,13 +608,12 @@ class BlockMask:
         >>> scores = torch.tensor([[0.9, 0.0, 0.0], [0.2, 0.8, 0.0], [0.1, -torch.inf, -torch.inf]])
         >>> from sparseflash import masks
         >>> chosen = masks.top_k_blocks(scores, k=2, q_len=96, block=32, causal=True)
-        >>> chosen.indptr.tolist(), chosen.indices.tolist()  # capacity for five tiles, of which four are used
+        >>> chosen.indptr.tolist(), chosen.indices.tolist()  # capacity for five tiles; four are used
         ([0, 1, 3, 4], [0, 0, 1, 0, 2])
         >>> chosen.canonical().indices.tolist()
         [0, 0, 1, 0]
 
-        Synchronises with the device. Computed once and cached, so comparing, hashing and printing a dynamic mask pay
-        for it once.
+        Synchronises with the device. Computed once and cached, also for comparing, hashing and printing a dynamic mask.
 
         Raises ValueError on the meta device, as does everything that needs the contents: the algebra, `==`, `hash`.
         """
@@ -639,8 +650,7 @@ class BlockMask:
         return live
 
     def to_layout(self) -> Tensor:
-        """Bool `[B or 1, Hq or 1, Mq, Mk]`, True where any score of the tile is live: the format that `from_layout`
-        takes.
+        """Bool `[B or 1, Hq or 1, Mq, Mk]`, True where any score of the tile is live: the input of `from_layout`.
 
         >>> layout = torch.eye(4, dtype=torch.bool)
         >>> BlockMask.from_layout(layout, block=32).to_layout()[0, 0].equal(layout)
@@ -675,10 +685,15 @@ class BlockMask:
         ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▒▒
         █ full  ▓▒░ partly live: 2/3, 1/3, less  · empty; a cell is 64 x 64 tokens
 
-        Queries run down and keys to the right; a cell is two columns wide. If there are more tiles than fit, a cell is
-        a square of 2 x 2, 4 x 4, ... tiles and shows their exact mean. `█`: only full tiles; `▓`, `▒`, `░`: at least
-        2/3, at least 1/3, less than 1/3 of the scores live; `·`: none. `ascii` draws with `#*+-.` instead. `heads` and
-        `batch` select by index; each distinct pattern is drawn once, at most 16 of them.
+        Args:
+            width: columns, at least 2; by default the terminal's width.
+            heads, batch: the selection, by index; by default all. Each distinct pattern is drawn once, at most 16 of
+                them.
+            ascii: draw with `#*+-.` instead.
+
+        Queries run down and keys to the right. A cell is a tile, or a square of 2 x 2, 4 x 4, ... tiles if they do not
+        fit, and shows the exact mean. `█`: only full tiles; `▓`, `▒`, `░`: at least 2/3, at least 1/3, less than 1/3 of
+        the scores live; `·`: none.
 
         Raises ValueError if width is below 2, or a head or batch element is out of range.
         """
@@ -714,16 +729,18 @@ class BlockMask:
         >>> figure.axes[0].get_xlabel(), figure.axes[0].get_title()
         ('key (token)', '100 % live')
 
-        Without `ax`, returns a new Figure with a panel for each distinct pattern (at most 16) of the selected `heads`
-        and `batch` elements, all by default. The figure is not registered with pyplot and opens no window; save it with
-        `figure.savefig("mask.png")`. With `ax`, draws the one selected pattern there and returns `ax`:
-        `mask.plot(plt.gca())`.
+        Args:
+            ax: axes for the one selected pattern, which are returned: `mask.plot(plt.gca())`. Without it, returns a new
+                Figure with a panel for each distinct pattern (at most 16); it is not registered with pyplot and opens
+                no window. Save it with `figure.savefig("mask.png")`.
+            heads, batch: the selection, by index; by default all.
+            elements: draw every single score (the default up to 256 tokens, possible up to 4096).
+            cells: the most cells on a side. If a side has more tiles, one cell shows a square of 2 x 2, 4 x 4, ...
+                tiles, tinted by the exact share of live scores.
+            legend: draw the meanings of the colours.
 
-        Full tiles are blue. Partial tiles are orange, and paler the fewer of their scores are live. If there are more
-        than `cells` tiles on a side, one cell shows a square of 2 x 2, 4 x 4, ... tiles, tinted by the exact share of
-        live scores and with a hue between the two where full and partial tiles meet. Time is proportional to the live
-        tiles, so a million tokens are fine. `elements=True` draws every single score instead (the default up to 256
-        tokens, possible up to 4096).
+        Full tiles are blue. Partial tiles are orange, paler with fewer live scores. Time is proportional to the live
+        tiles.
 
         Needs the extra `plot`. Raises ImportError without matplotlib; ValueError for several patterns on one `ax`, a
         head or batch element out of range, or `elements` for a mask that is too long.
@@ -748,9 +765,9 @@ class BlockMask:
         True
 
         The masks must have equal `q_len`, `k_len` and device; batch sizes and heads broadcast. If the blocks differ,
-        both masks are cut to the finer one in each dimension. Padding stays padding: the smaller of the two lengths
-        applies. Time and memory are proportional to the tiles of the sparser mask (for `|` and `^` of both, for `-` of
-        the left one), and bits are combined once per distinct pair of tiles.
+        both masks are cut to the finer block in each dimension. Padding stays padding: the smaller of the two lengths
+        applies. Time and memory are proportional to the tiles of the sparser mask (for `|` and `^` of both masks, for
+        `-` of the left one), and bits are combined once per distinct pair of tiles.
 
         Raises ValueError for masks that do not fit together. All of this holds for `|`, `^` and `-` too, except for
         lengths.
@@ -800,8 +817,8 @@ class BlockMask:
         ...     lambda q, k: k <= q - 8, 100, block=32)
         True
 
-        The lengths of a stay lengths. Those of b are first written into its tiles, unless none is shorter than a's: a
-        score that is padding in b is not live in b, so it stays live.
+        The lengths of a stay lengths. If any length of b is shorter than a's, the lengths of b are first written into
+        its tiles: a score that is padding in b is not live in b, so it stays live.
         """
         from sparseflash.blockmask.ops.boolean import difference
 
@@ -825,8 +842,7 @@ class BlockMask:
 
     @constant_when_compiled
     def reblock(self, block: Block) -> BlockMask:
-        """The same live scores in tiles of another size, finer or coarser in each dimension; itself if the size is the
-        same.
+        """The same live scores in tiles of another size, finer or coarser in each dimension.
 
         >>> from sparseflash import masks
         >>> masks.local(1024, window=64, block=64).reblock(128)
@@ -834,9 +850,11 @@ class BlockMask:
         >>> masks.local(1024, window=64, block=64).reblock(128) == masks.local(1024, window=64, block=128)
         True
 
-        `block`: tokens per tile, a power of two from 16 to 256, or `(block_q, block_k)`. Finer tiles let kernels skip
-        more, coarser tiles are fewer; the live scores and the lengths are unchanged. Time and memory are proportional
-        to the tiles before and after.
+        Args:
+            block: tokens per tile, a power of two from 16 to 256, or `(block_q, block_k)`.
+
+        Finer tiles let kernels skip more, coarser tiles are fewer; lengths are unchanged. Returns the mask itself if
+        the size is the same. Time and memory are proportional to the tiles before and after.
         """
         from sparseflash.blockmask.ops.reblock import reblock
 
@@ -852,11 +870,13 @@ class BlockMask:
         >>> masks.local(1000, window=5, block=32).crop(q=(7, 300), k=(7, 300)) == masks.local(293, window=5, block=32)
         True
 
-        `q`, `k`: `(start, stop)` in tokens with `0 <= start < stop <= length`. None in place of a bound means that end
-        of the sequence; None in place of a range means all of it. Negative numbers are refused; they do not count from
-        the end. If the start is a multiple of the block only tiles move; otherwise bits are shifted, once per distinct
-        pair of neighbours. Lengths are reduced by the starts. Time and memory are proportional to the tiles of the
-        selected queries.
+        Args:
+            q, k: `(start, stop)` in tokens with `0 <= start < stop <= length`; None for a bound or a range: all of it.
+                Negative numbers are refused; they do not count from the end.
+
+        If the start is a multiple of the block only tiles move; otherwise bits are shifted, once per distinct pair of
+        neighbours. Lengths are reduced by the starts. Time and memory are proportional to the tiles of the selected
+        queries.
 
         Raises ValueError for an empty range or one that exceeds the mask, TypeError for anything but a pair of
         integers.
@@ -877,10 +897,13 @@ class BlockMask:
         >>> mask.with_lengths([256, 100, 7]).select(batch=[1, 2]) == mask.with_lengths([100, 7])
         True
 
-        Use it for a rank of a tensor-parallel model, a micro-batch, or the smaller last batch. `batch`, `heads`: an
-        index, a slice, or several indices (a list, tensor or array) in any order; None: all. Negative indices are
-        refused. A mask that is shared by all heads, or by all batch elements, stays shared. Lengths follow the batch
-        elements. Time is proportional to the tiles of the selection.
+        Args:
+            batch, heads: an index, a slice, or several indices (a list, tensor or array) in any order; None: all.
+                Negative indices are refused.
+
+        Use it for a rank of a tensor-parallel model, a micro-batch, or the smaller last batch. A mask that is shared by
+        all heads, or by all batch elements, stays shared. Lengths follow the batch elements. Time is proportional to
+        the tiles of the selection.
 
         Raises ValueError for an empty selection or an index out of range, TypeError for an index that is not an
         integer.
@@ -902,10 +925,13 @@ class BlockMask:
         >>> mask.permute(order).permute(order.argsort()) == mask
         True
 
-        So with q, k and v in the same order, `q[:, :, order]` and so on, attention with `mask.permute(order)` gives the
-        old result in the new order. `order`: a permutation of the tokens, an integer tensor, array or list `[N]`. `q`
-        and `k` give each side its own order (`[q_len]`, `[k_len]`), or permute one side alone: `to_dense()[:, :,
-        q][..., k]`.
+        Args:
+            order: a permutation of the tokens, an integer tensor, array or list `[N]`.
+            q, k: permutations of each side, `[q_len]` and `[k_len]`, or of one side alone: `to_dense()[:, :, q][...,
+                k]`.
+
+        If q, k and v are reordered in the same way, as in `q[:, :, order]`, attention with `mask.permute(order)` gives
+        the old result in the new order.
 
         An order that moves whole blocks only moves tiles. Any other rebuilds the bits of each tile, in time
         proportional to the queries and keys of the live tiles, and may scatter the live scores over many more tiles.
@@ -947,7 +973,7 @@ class BlockMask:
         and its lengths becomes a pattern, so there may be up to B times as many tiles. Reads the lengths, so it
         synchronises with the device.
 
-        Raises ValueError if the lengths are those of no sequence at all (B = 0).
+        Raises ValueError if the lengths have B = 0.
         """
         from sparseflash.blockmask.ops.padding import bake_lengths
 
@@ -980,9 +1006,12 @@ class BlockMask:
         ...     BlockMask.load(f"{folder}/dense.mask")
         BlockMask(100 x 100, blocks of 128, 1 tile: 0 full + 1 partial (1 distinct), density 100 %)
 
-        `device`: where to put it; the CPU by default. Memory is proportional to the actual size of the file, whatever
-        its headers claim. Raises ValueError if the contents are not an intact mask, OSError if the file cannot be read;
-        both name the path.
+        Args:
+            path: the file.
+            device: the device of the mask; the CPU by default.
+
+        Memory is proportional to the actual size of the file, whatever its headers claim. Raises ValueError if the
+        contents are not an intact mask, OSError if the file cannot be read; both name the path.
         """
         from sparseflash.blockmask.serialization import load
 
@@ -1007,11 +1036,11 @@ _HOST_BYTES = 1 << 20  # a mask up to this size keeps its host copy when it is m
 
 
 def _alone(indices: Tensor, array: Tensor) -> Tensor:
-    """A plain tensor of an array of a mask, in memory that holds nothing else and lives as long as the indices."""
+    """A plain tensor of an array of a mask, in its own memory, which lives as long as the indices."""
     if array.untyped_storage().nbytes() == array.numel() * array.element_size():
         return array.detach()
-    # The cache entry holds a reference to the array's memory, so that no other tensor can get the same address and thus
-    # the same key. It must not hold the array itself: that may be the indices tensor, which owns the cache, and the
+    # The cache entry holds a reference to the array's memory, so that no other tensor can have the same address and
+    # thus the same key. It must not hold the array itself: it may be the indices tensor, which owns the cache, and the
     # cycle would never be freed.
     key = ("alone", array.data_ptr(), array.shape, array.stride())
     _, copy = once(mask_cache(indices), key, lambda: (array.detach(), array.clone()))

@@ -1,9 +1,9 @@
 """The number of a live tile in a mask's list, found by its block row and column.
 
-The list is that of `BlockMask.indices`. Whoever walks tiles in another order (kernels, over rows or columns, full tiles
-first) finds by it what is stored tile by tile, such as a bias. A table of numbers would take four bytes for every pair
-of blocks, live or not; this takes two bits: of 32 block columns side by side, one word says which are live, and one how
-many live tiles the list has before them.
+The list is `BlockMask.indices`. Code that walks tiles in another order (kernels, over rows or columns, full tiles
+first) uses the number to find data that is stored tile by tile, such as a bias. A table of numbers would take four
+bytes for every pair of blocks, live or not; this takes two bits: for 32 block columns side by side, one word has the
+live ones, and one the number of live tiles before them in the list.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COLUMNS = 32  # block columns of a word
 
 
 def tile_numbers(mask: BlockMask) -> tuple[Tensor, Tensor]:
-    """What `number_of_tile` reads, int32 `[P, Mq, ceil(Mk / 32), 2]`, and the mask's `pattern`.
+    """The input of `number_of_tile`, int32 `[P, Mq, ceil(Mk / 32), 2]`, and the mask's `pattern`.
 
     >>> from sparseflash import BlockMask
     >>> numbers, pattern = tile_numbers(BlockMask.from_function(lambda q, k: k <= q, 48, block=16))
@@ -55,8 +55,9 @@ def _numbers(mask: BlockMask) -> Tensor:
 
 
 def number_of_tile(numbers: Tensor, pattern: Tensor, row: Tensor, column: Tensor) -> Tensor:
-    """The place of a live tile in the list, int64; of a dead one that of the live tile after it. All arguments but the
-    first are int64 and broadcast.
+    """The place of a live tile in the list, int64; for a dead tile, the place of the live tile after it.
+
+    All arguments but the first are int64 and broadcast.
 
     >>> from sparseflash import BlockMask
     >>> numbers, _ = tile_numbers(BlockMask.from_function(lambda q, k: k <= q, 48, block=16))

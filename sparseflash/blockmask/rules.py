@@ -35,10 +35,8 @@ def tiles_of_rule(
     candidates: Candidates | None,
     device: torch.device,
 ) -> tuple[list[Part], Tensor]:
-    """The tiles of each distinct pattern of a rule, and the pattern number of each batch element and head, int64 `[B,
-    H]`.
-
-    See `BlockMask.from_function`.
+    """The tiles of each distinct pattern of a rule, and the pattern number of each batch element and head, int64
+    `[B, H]`; see `BlockMask.from_function`.
     """
     if not takes_numbers(live, batch, heads):
         part = _tiles(live, q_len, k_len, block, candidates, device)
@@ -129,7 +127,6 @@ def _tiles(
     candidates: Candidates | None,
     device: torch.device,
 ) -> Part:
-    """The tiles of a rule of two positions."""
     block_q, block_k = block
     row_blocks, col_blocks = -(-q_len // block_q), -(-k_len // block_k)
     if isinstance(candidates, tuple):
@@ -173,7 +170,6 @@ def _candidate_pairs(
 
 
 def _answer(rule: Callable[[Tensor, Tensor], Tensor], name: str, q: Tensor, k: Tensor) -> Tensor:
-    """Calls a rule for many pairs at once."""
 
     def checked(answer: Any) -> Tensor:
         if answer is None:

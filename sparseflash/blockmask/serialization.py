@@ -91,7 +91,6 @@ def load(path: Path, *, device: torch.device | str | None = None) -> BlockMask:
 
 
 def _contents(mask: BlockMask) -> bytes:
-    """The bytes of the file."""
     arrays: dict[str, np.ndarray[Any, Any]] = {
         "format": np.array(FORMAT),
         "version": np.array(VERSION),
@@ -168,7 +167,6 @@ def _check_members(members: list[zipfile.ZipInfo], names: list[str], size: int) 
 
 
 def _array(name: str, npy: bytes) -> np.ndarray[Any, Any]:
-    """The array of one member."""
     dtype, rank = _MEMBERS[name]
     length = int.from_bytes(npy[8:10], "little")
     header = _NPY_HEADER.fullmatch(npy[10 : 10 + length])

@@ -1,4 +1,4 @@
-"""The number of patterns of a mask, and of its live scores and tokens."""
+"""The number of patterns, live scores and live tokens of a mask."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ def pattern_count(mask: BlockMask) -> int:
 
 
 def live_tokens(mask: BlockMask) -> list[tuple[int, int]]:
-    """The numbers of live queries and live keys of each batch element; synchronises with the device if there are
-    lengths.
-    """
+    """The numbers of live queries and keys of each batch element; synchronises with the device if it has lengths."""
     if mask.lengths is None:
         return [(mask.q_len, mask.k_len)] * mask.shape[0]
     return [(q, k) for q, k in mask.lengths.T.tolist()]

@@ -1,7 +1,7 @@
 """CUDA streams and graphs: cached tensors may be read on any stream, and by a graph for as long as it lives.
 
-PyTorch orders the work of one stream and leaves the rest to the user, who cannot know what is made and cached inside a
-call. So every cache of tensors keeps a `ReadyEvent` with them and calls its `wait` before each use.
+PyTorch orders the work of one stream and leaves the rest to the user, who cannot see the tensors that are cached inside
+a call. So every cache of tensors keeps a `ReadyEvent` with them and calls its `wait` before each use.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ReadyEvent:
             return
         number = _number_of_stream(self._device.index)
         if is_capturing(self._device):
-            if not self._captured:  # what the graph made itself lies in its own memory pool
+            if not self._captured:  # tensors made by the graph lie in its own memory pool
                 graph_memory.keep_for_graph(number, self._tensors)
             return  # a graph cannot wait for work outside it; ordering its replays is up to the user
         if number in self._streams or self._captured:
@@ -63,7 +63,7 @@ def _number_of_stream(device: int) -> int:
 
 
 def tensors_in(made: Any) -> list[Tensor]:
-    """All tensors of a tuple, list, dict or dataclass that holds tensors, or others of these."""
+    """All tensors in nested tuples, lists, dicts and dataclasses."""
     if isinstance(made, Tensor):
         return [made]
     if isinstance(made, dict):

@@ -1,7 +1,7 @@
-"""Numbers for equal values: what `torch.unique` does, but without sorting if the values lie close together.
+"""Numbers for equal values: like `torch.unique`, but without sorting if the values lie close together.
 
-Tile keys and indices of bits nearly always do. Everything here synchronises with the device, to learn how many distinct
-values there are.
+Tile keys and indices of bits nearly always do. Everything here synchronises with the device, to learn the number of
+distinct values.
 """
 
 from __future__ import annotations
@@ -67,12 +67,12 @@ def number_by_first_appearance(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def number_combinations(codes: Sequence[Tensor]) -> tuple[Tensor, int]:
-    """`(number, count)`: a number 0, 1, ... for each combination of codes that occurs, and how many there are.
+    """`(number, count)`: a number 0, 1, ... for each combination of codes that occurs, and the count of combinations.
 
     >>> number_combinations([torch.tensor([5, 5, 9, 5]), torch.tensor([1, 2, 1, 1])])
     (tensor([0, 1, 2, 0]), 3)
 
-    `codes`: int tensors `[E]` of one length; two entries get the same number iff they are equal in every code.
+    `codes`: int tensors `[E]` of one length; two entries have the same number iff they are equal in every code.
     """
     number, count = torch.zeros_like(codes[0], dtype=torch.int64), min(1, len(codes[0]))
     for code in codes:

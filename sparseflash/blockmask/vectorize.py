@@ -19,7 +19,7 @@ Function = Callable[..., Any]
 
 _functorch: Any = torch._C._functorch
 
-# What PyTorch's errors say when Python needs a single number but gets a tensor of many.
+# PyTorch's error texts when Python needs a single number but receives a tensor of many.
 _ONE_NUMBER = (
     "Boolean value of Tensor",
     "cannot be converted to Scalar",
@@ -44,8 +44,8 @@ def vectorized(
     name, what: names of the function and of the elements in errors. single: checks one result and returns it as a
     tensor. The result has size 1 in every dimension in which all arguments have size 1.
 
-    The function is called through `torch.vmap`. A function that vmap cannot call gets the arguments unchanged, and must
-    then treat each element by itself: some of its results are compared with calls for single numbers.
+    The function is called through `torch.vmap`. A function that vmap cannot call receives the arguments unchanged, and
+    must then treat each element by itself: some of its results are compared with calls for single numbers.
     """
     try:
         return _mapped(function, name, arguments, single)
@@ -134,13 +134,13 @@ def _of_arrays(
 
 
 def _unread(function: Function, *arguments: Tensor) -> Any:
-    """The function's answer. Raises TypeError if it makes text of an array, as in `f"{h}"`, where a number is meant."""
+    """The function's answer. Raises TypeError if it makes a text of an array, as in `f"{h}"` for a number h."""
     with _WithoutText():
         return function(*arguments)
 
 
 class _WithoutText(TorchFunctionMode):
-    """Refuses to make text of an array; that of a single number is right."""
+    """Refuses to make a text of an array; the text of a single number is right."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.Tensor.__format__, torch.Tensor.__repr__) and args[0].ndim > 0:
@@ -151,8 +151,9 @@ class _WithoutText(TorchFunctionMode):
 def _slices(
     function: Function, arguments: Sequence[Tensor], single: Callable[[Any], Tensor], shape: Sequence[int]
 ) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
-    """The answers for some of the numbers of each dimension alone, with all those of the others. They differ from the
-    answer for all of them if the function reads more of an array than each number by itself, as its maximum.
+    """The answers for some numbers of one dimension, with all numbers of the other dimensions, for each dimension.
+
+    They differ from the answer for all numbers if the function computes across an array, such as its maximum.
     """
     arguments = [x.expand(*[1] * (len(shape) - x.ndim), *x.shape) for x in arguments]
     for dim, size in enumerate(shape):
@@ -163,9 +164,7 @@ def _slices(
 
 
 def _of_one(function: Function, numbers: Sequence[Tensor], single: Callable[[Any], Tensor]) -> Tensor:
-    """The answer for single numbers; for arrays of one number, if the function takes only arrays, as NumPy's do, whose
-    operations on a single number return no array.
-    """
+    """The answer for single numbers, or for arrays of one number, which some functions need (those that use NumPy)."""
     try:
         return single(function(*numbers))
     except Exception:
@@ -174,7 +173,7 @@ def _of_one(function: Function, numbers: Sequence[Tensor], single: Callable[[Any
 
 def _some(answer: Tensor) -> list[tuple[int, ...]]:
     """Some indices of a result; for bools, of the true and of the false elements."""
-    generator = torch.Generator().manual_seed(0)  # equal steps could meet the same keys in every row
+    generator = torch.Generator().manual_seed(0)  # equal steps could hit the same keys in every row
     flat = answer.reshape(-1)
     every = torch.ones_like(flat, dtype=torch.bool)
     chosen = []
@@ -210,7 +209,7 @@ class NumbersAsIndices(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-# Of a number of many and one that is the same for all, vmap gives the results of these the dtype of the former.
+# For an operation on a batched and an unbatched number, vmap promotes to the dtype of the batched one.
 _MIXED = {
     getattr(where, name)
     for where in (torch, torch.Tensor)
@@ -219,7 +218,7 @@ _MIXED = {
 
 
 class _AsSingle(NumbersAsIndices):
-    """Gives operations that mix dtypes the results of single numbers inside vmap, too."""
+    """Makes operations that mix dtypes return the dtype of single numbers inside vmap, too."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -230,7 +229,6 @@ class _AsSingle(NumbersAsIndices):
 
 
 def _dtypes(*values: Any) -> set[torch.dtype]:
-    """The dtypes of tensors of numbers among values."""
     return {x.dtype for x in tree_iter(values) if isinstance(x, Tensor)} - {torch.bool}
 
 

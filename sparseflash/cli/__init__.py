@@ -1,12 +1,11 @@
-"""The command line, `sparseflash show | check | bench | convert | patterns | info`: what a mask costs and reaches,
-whether attention with it is exact on this machine, how fast it is, the same mask for another library, and which
-patterns there are.
+"""The command line, `sparseflash show | check | bench | convert | patterns | info`.
 
-app.py has the commands, options.py and output.py what they share, expression.py and sources.py evaluate the MASK
-argument, and each command has a file of its own.
+It shows the cost and reach of a mask, checks on this machine that attention with it is exact, times it, converts it for
+other libraries, and lists the patterns and the machine's kernels. app.py has the commands, options.py and output.py
+their common parts, expression.py and sources.py evaluate the MASK argument, and each command has a file of its own.
 
-It may import what its users may: `sparseflash`, `attention`, `analysis`, `draw`, `explain`, `interop`, `testing` and
-`masks`.
+It may import everything that a user may: `sparseflash`, `attention`, `analysis`, `draw`, `explain`, `interop`,
+`testing` and `masks`.
 """
 
 

@@ -38,8 +38,8 @@ from sparseflash.cli.output import asked, console, place, progress, say, say_jso
 from sparseflash.draw.page import to_page
 
 app = typer.Typer(
-    help="Block-sparse attention masks: what a mask costs and reaches, whether attention with it is exact on this "
-    "machine, and how fast it is.\n\nMASK is a Python expression of sparseflash.masks, or a file that convert or "
+    help="Block-sparse attention masks: the cost and the reach of a mask, and exactness and speed of attention with it "
+    "on this machine.\n\nMASK is a Python expression of sparseflash.masks, or a file that convert or "
     "BlockMask.save wrote: sparseflash show 'local(4096, window=512, causal=True)'",
     no_args_is_help=True,
     rich_markup_mode="markdown",  # joins the lines of a paragraph
@@ -67,7 +67,7 @@ _LISTED = "One or more of {}, separated by commas."
 
 @app.command()
 def info(as_json: AsJson = False) -> None:
-    """Say what this machine has: versions, devices, which kernels are usable and why not, caches on disk."""
+    """Show this machine: versions, devices, which kernels are usable and why not, caches on disk."""
     with short_errors():
         found = machine.gathered()
         say_json(found) if as_json else say_table(machine.lines(found))
@@ -83,7 +83,7 @@ def patterns(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List the patterns that MASK may call, or say what one does and how it is called."""
+    """List the patterns that MASK may call, or describe one of them."""
     with short_errors():
         if name is not None:
             text = library.description(name)
@@ -112,10 +112,10 @@ def convert(
     head: Annotated[int | None, typer.Option(help="The head to write.", show_default="all", min=0)] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write a mask in the format of another library, and say what the file holds when it is read again.
+    """Write a mask in the format of another library, and show the contents of the file.
 
-    What a format cannot represent is refused, with the reason. Files but .mask, .npz and .npy are dictionaries of
-    tensors for torch.load(OUT, weights_only=True), under the names that the library's functions take.
+    A mask that the format cannot represent is refused, with the reason. Files but .mask, .npz and .npy are dictionaries
+    of tensors for torch.load(OUT, weights_only=True), under the names of the library's arguments.
     """
     found = asked(mask, sources)
     with short_errors():
@@ -144,9 +144,9 @@ def show(
     save: Annotated[Path | None, typer.Option(help="Save the mask to this file, for BlockMask.load and MASK.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a mask costs and reaches, and what is probably wrong with it.
+    """Show the cost and the reach of a mask, and likely mistakes in it.
 
-    Exits with status 1 if an error is among what is wrong; warnings and notes may be intended.
+    Exits with status 1 if one of the mistakes is an error; warnings and notes may be intended.
     """
     found = asked(mask, sources)
     with short_errors():
@@ -200,8 +200,8 @@ def check(
 ) -> None:
     """Compare attention with a mask, and its gradients, with dense attention in fp64.
 
-    Errors are relative to the allowed error: twice that of a plain implementation in the same precision, plus about one
-    unit in the last place. Exits with status 1 if any of them is above 1.
+    Errors are relative to the allowed error: twice the error of a plain implementation in the same precision, plus
+    about one unit in the last place. Exits with status 1 if any of them is above 1.
     """
     found = asked(mask, sources)
     with short_errors():
@@ -273,9 +273,9 @@ def bench(
 ) -> None:
     """Time attention with a mask against dense attention and other libraries, after checking that it is exact.
 
-    One head is checked; of long masks only the last 16,384 queries and keys (4,096 on a CPU). `check` takes all of
+    One head is checked; for long masks only the last 16,384 queries and keys (4,096 on a CPU); `check` takes all of
     them. Times are medians of warm calls, in milliseconds, host and device together. On a CPU the backend is blockwise,
-    which is made to save memory, not for speed.
+    which saves memory and is not fast.
     """
     found = asked(mask, sources)
     with short_errors():

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-MOST_INFLATED = 2**31  # bytes by which arrays may exceed their compressed size
+MOST_INFLATED = 2**31  # bytes: arrays may exceed their compressed size by this much
 MOST_ENTRIES = 2**28  # of a sparse matrix; the conversion to a mask takes some 30 bytes per entry
 
 

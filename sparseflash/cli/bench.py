@@ -45,7 +45,7 @@ def peers_for(mask: BlockMask) -> list[str]:
 
 
 def corner(mask: BlockMask) -> BlockMask:
-    """The mask, or its last queries and keys, for which a comparison of all scores takes seconds."""
+    """The mask, or its last queries and keys, few enough to compare all scores in seconds."""
     most = COMPARED if mask.device.type == "cuda" else COMPARED_ON_CPU
     if max(mask.q_len, mask.k_len) <= most:
         return mask

@@ -1,4 +1,4 @@
-"""A record of what `check` found, to keep: on which machine, with which versions, in which cases."""
+"""A record of the results of `check`, with the machine, the versions and the cases."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _HEAD_DIMS, _SEEDS = (16, 64, 128), (0, 1, 2)
 
 
 class Case(NamedTuple):
-    """What is compared: the shape and dtype of drawn inputs."""
+    """The shape and dtype of the drawn inputs of one comparison."""
 
     dtype: str
     head_dim: int

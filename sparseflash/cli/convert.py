@@ -17,7 +17,7 @@ Fields = dict[str, Any]
 
 
 class Format(NamedTuple):
-    """How a library's mask becomes tensors and numbers by name, and back."""
+    """The conversion of a library's mask to tensors and numbers by name, and back."""
 
     fields: Callable[[BlockMask], Fields]
     mask: Callable[[Fields, tuple[int, int]], BlockMask]  # of fields and the block
@@ -52,7 +52,7 @@ def _lengths(mask: BlockMask) -> Fields:
     return {"q_len": mask.q_len, "k_len": mask.k_len}
 
 
-# Those that are stored as tensors by name, in a file of torch.save.
+# Formats that are stored as tensors by name, in a file of torch.save.
 FORMATS = {
     "sdpa": Format(
         lambda mask: {"attn_mask": interop.to_sdpa(mask)},
@@ -78,7 +78,7 @@ NAMES = (*SUFFIXES.values(), *FORMATS)
 
 
 def format_of(path: Path, asked: str | None) -> str:
-    """The format of a file to be written: the one that was asked for, or that of the file's name."""
+    """The format of a file to be written: the one that was asked for, or the one that the file's name implies."""
     by_name = SUFFIXES.get(path.suffix)
     if asked == "flex":
         raise ValueError("--to must not be flex: FlexAttention's mask holds a function. Call interop.to_flex(mask)")
@@ -88,7 +88,7 @@ def format_of(path: Path, asked: str | None) -> str:
     if name is None:
         raise ValueError(f"--to must be given for {path}: of {', '.join(NAMES)}; or name it {', '.join(SUFFIXES)}")
     needed = next((suffix for suffix, format in SUFFIXES.items() if format == name and name != "mask"), None)
-    if by_name is None and needed is not None:  # by which `read` knows it
+    if by_name is None and needed is not None:  # `read` recognises the format by this suffix
         raise ValueError(f"{path} must be called {needed} for --to {name}")
     if by_name is not None and by_name != name:
         raise ValueError(
@@ -98,7 +98,7 @@ def format_of(path: Path, asked: str | None) -> str:
 
 
 def write(mask: BlockMask, path: Path, name: str, *, batch: int | None = None, head: int | None = None) -> BlockMask:
-    """Writes the mask, or the one of a batch element and a head, reads the file, and returns what it holds.
+    """Writes the mask, or the mask of a batch element and a head, reads the file, and returns its contents.
 
     Raises ValueError if the format cannot represent the mask; nothing is written then.
     """
@@ -127,13 +127,13 @@ def write(mask: BlockMask, path: Path, name: str, *, batch: int | None = None, h
 def read(path: Path, *, block: tuple[int, int] = (128, 128)) -> BlockMask:
     """The mask in a file that `write` wrote, or in any .npz of SciPy and .npy of NumPy.
 
-    block: of the mask, for files that do not say it. Nothing in the file is run. Raises ValueError for a file that
-    holds no mask, whatever it holds, and OSError for one that cannot be read.
+    block: of the mask, for files that do not say it. Nothing in the file is run. Raises ValueError for a file without a
+    mask, whatever its contents, and OSError for a file that cannot be read.
     """
     if path.suffix == ".npy":
         return _made_of(path, lambda: BlockMask.from_dense(_dense(path), block=block))
     members = archives.members(path)
-    if path.suffix == ".npz" and "numbers.npy" not in members:  # which a file of BlockMask.save has
+    if path.suffix == ".npz" and "numbers.npy" not in members:  # files of BlockMask.save have this member
         from scipy import sparse
 
         def made() -> BlockMask:
@@ -147,7 +147,6 @@ def read(path: Path, *, block: tuple[int, int] = (128, 128)) -> BlockMask:
 
 
 def _stored(path: Path) -> BlockMask:
-    """The mask of a file of `torch.save`."""
     archives.check_pt(path)
     stored = torch.load(path, weights_only=True)
     if not isinstance(stored, dict) or stored.get("kind") != _KIND or stored.get("format") not in FORMATS:
@@ -157,9 +156,7 @@ def _stored(path: Path) -> BlockMask:
 
 
 def _made_of(path: Path, made: Callable[[], BlockMask]) -> BlockMask:
-    """What is made of a file. Damage and other contents, which are found in many places and reported as any kind of
-    error, become ValueError.
-    """
+    """`made()`; turns the errors of damaged files and other contents, which are of any kind, into ValueError."""
     try:
         return made()
     except OSError:

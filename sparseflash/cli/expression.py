@@ -92,7 +92,7 @@ def mask_of(text: str, sources: Sequence[str] = ()) -> BlockMask:
 
 
 def called(name: str, function: Callable[..., Any]) -> str:
-    """How a function is called, without the types of its arguments.
+    """The call of a function, without the types of its arguments.
 
     >>> called("masks.causal", masks.causal)
     'masks.causal(q_len, k_len=None, *, offset=None, block=128)'
@@ -128,7 +128,7 @@ def looks_like_a_file(text: str) -> bool:
 
 
 def unknown(name: str, own: Mapping[str, Any]) -> str:
-    """What to say about a name that neither the library nor the user's files have."""
+    """The message for a name that neither the library nor the user's files have."""
     patterns = {each for each, found in public(masks).items() if callable(found)}
     mine = sorted(each for each, found in own.items() if inspect.isfunction(found))
     files = f"The files of --from have {', '.join(mine) or 'no function'}." if own else _OWN
@@ -136,7 +136,7 @@ def unknown(name: str, own: Mapping[str, Any]) -> str:
 
 
 def no_pattern(name: str, patterns: Collection[str], mine: Sequence[str] = ()) -> str:
-    """That no pattern has a name, and which may be meant."""
+    """The message for an unknown pattern, with similar names."""
     near = get_close_matches(name, [*mine, *patterns], n=3, cutoff=0.6)
     hint = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join(sorted(patterns))}."
     return f"no pattern is called {name}; {hint}"

@@ -1,4 +1,4 @@
-"""What this machine has: versions, devices, which kernels are usable and why not, caches on disk."""
+"""The machine: versions, devices, which kernels are usable and why not, caches on disk."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from sparseflash.cli.output import threads
 
 _PACKAGES = ("torch", "triton", "numpy", "scipy", "transformers", "matplotlib")
 _FAMILIES = {"triton": "portable kernels", "hopper": "kernels for Hopper", "blockwise": "PyTorch over live tiles"}
-_SHAPE = (1, 1, 4096, 64)  # what the kernels are asked about
+_SHAPE = (1, 1, 4096, 64)  # of the call that the kernels are asked about
 
 
 def gathered() -> dict[str, Any]:
-    """All of it, as JSON has it."""
+    """All of it, as JSON values."""
     return {"versions": versions(), "devices": devices(), "caches": caches()}
 
 
 def versions() -> dict[str, str | None]:
-    """The versions of everything that results may depend on; None for what is not installed."""
+    """The versions of everything that results may depend on; None if not installed."""
     found: dict[str, str | None] = {"sparseflash": __version__, "python": platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -37,7 +37,7 @@ def versions() -> dict[str, str | None]:
 
 
 def devices() -> list[dict[str, Any]]:
-    """The CPU and every GPU that PyTorch sees, with what each backend says when it is asked to run there."""
+    """The CPU and every GPU that PyTorch sees, with the reason of each backend that cannot run there."""
     found: list[dict[str, Any]] = [
         {"device": "cpu", "name": f"{platform.machine()}, {threads()}", "backends": usable("cpu")[0]}
     ]
@@ -96,7 +96,7 @@ def caches() -> list[dict[str, Any]]:
 
 
 def _of_inductor() -> Path:
-    """The folder that Inductor takes by default, without the second that importing it takes."""
+    """Inductor's default folder, without importing Inductor, which takes a second."""
     import getpass
     import re
 

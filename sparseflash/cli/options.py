@@ -12,7 +12,7 @@ from sparseflash.cli.patterns import patterns
 
 
 def patterns_beginning_with(incomplete: str) -> list[str]:
-    """What a shell completes the MASK argument to.
+    """Completions of the MASK argument in a shell.
 
     >>> patterns_beginning_with("cau")
     ['causal(']
@@ -21,7 +21,7 @@ def patterns_beginning_with(incomplete: str) -> list[str]:
 
 
 def pattern_names(incomplete: str) -> list[str]:
-    """What a shell completes the name of a pattern to.
+    """Completions of a pattern's name in a shell.
 
     >>> pattern_names("cau")
     ['causal']

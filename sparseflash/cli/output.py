@@ -1,4 +1,4 @@
-"""What commands print, and how they end."""
+"""The output and the errors of all commands."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ progress = Console(stderr=True)
 
 
 def say_json(found: dict[str, Any]) -> None:
-    """Prints one JSON object, and nothing that a terminal adds."""
+    """Prints one JSON object, without any decoration."""
     sys.stdout.write(json.dumps(found, indent=2) + "\n")
 
 
@@ -45,8 +45,10 @@ def say(*lines: str) -> None:
 
 
 def asked(text: str, sources: list[str] | None) -> BlockMask:
-    """The mask on the command line; errors in the expression are reported in one line, those in the user's own
-    functions with the way to them from the expression on.
+    """The mask on the command line.
+
+    Errors in the expression are reported in one line; errors in the user's functions keep their traceback from the
+    expression on.
     """
     try:
         return mask_of(text, sources or ())
@@ -73,7 +75,7 @@ def place(device: str | None) -> torch.device:
     if chosen.type not in ("cpu", "cuda"):
         raise refused
     if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"--device {device} needs a GPU that PyTorch sees; there is none")
+        raise ValueError(f"--device {device} needs a GPU; PyTorch sees none")
     if chosen.type == "cuda" and chosen.index is not None:
         torch.cuda.set_device(chosen)  # timers synchronise with the current device
     return chosen

@@ -1,4 +1,4 @@
-"""The patterns of the library, by name: what each is, and how it is called."""
+"""The patterns of the library, by name, with their descriptions and calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sparseflash.cli.expression import called, no_pattern, public
 def patterns() -> dict[str, Callable[..., BlockMask]]:
     """The functions of sparseflash.masks that return a mask, by name.
 
-    >>> "local" in patterns(), "pooled_scores" in patterns()  # which returns scores of blocks
+    >>> "local" in patterns(), "pooled_scores" in patterns()  # pooled_scores returns scores of blocks
     (True, False)
     """
     return {
@@ -23,7 +23,7 @@ def patterns() -> dict[str, Callable[..., BlockMask]]:
 
 
 def sentence(pattern: Callable[..., BlockMask]) -> str:
-    """What a pattern is: the first paragraph of its docstring.
+    """The first paragraph of a pattern's docstring.
 
     >>> sentence(masks.causal)
     'Every query sees the keys up to its own position, by default aligned at the bottom right.'

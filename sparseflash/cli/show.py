@@ -1,4 +1,4 @@
-"""What a mask costs and what it reaches, as text and as numbers."""
+"""The cost and the reach of a mask, as text and as numbers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def facts(mask: BlockMask, *, head_dim: int, heads: int | None, dtype: torch.dty
 def figures(
     mask: BlockMask, *, head_dim: int, heads: int | None, dtype: torch.dtype, causal: bool
 ) -> dict[str, Any]:  # fmt: skip
-    """The same as JSON has it, numbers as numbers."""
+    """The same as JSON values."""
     shared = heads if mask.shape[1] == 1 else None
     return {
         "mask": repr(mask),

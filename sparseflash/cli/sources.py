@@ -11,13 +11,13 @@ from types import ModuleType
 
 
 class Missing(ValueError):
-    """There is no such file or module, or it is not Python."""
+    """The file or module does not exist, or is not Python."""
 
 
 def module_of(source: str) -> ModuleType:
     """Imports a module by name, or runs a file whose name ends in .py as one.
 
-    Raises Missing if there is no such file or module, or if it is not Python. Errors raised inside an existing module,
+    Raises Missing if the file or module does not exist, or is not Python. Errors raised inside an existing module,
     also for imports that it lacks, propagate unchanged.
     """
     if source.endswith(".py"):
@@ -34,7 +34,7 @@ def module_of(source: str) -> ModuleType:
         try:
             spec = importlib.util.find_spec(name)
         except ModuleNotFoundError as error:
-            # If an existing module lacks something it imports, that is the user's own error and is shown unchanged.
+            # If an existing module lacks a module that it imports, the user's own error is shown unchanged.
             if error.name != name:
                 raise
             spec = None
@@ -58,7 +58,7 @@ def _run(path: Path) -> ModuleType:
 
 
 def _check_python(spec: ModuleSpec, source: str | Path) -> None:
-    """Raises Missing for a source that cannot be parsed. Not for what it imports, which is the user's own error."""
+    """Raises Missing for a source that cannot be parsed; errors in its imports are the user's own."""
     get_code = getattr(spec.loader, "get_code", None)  # a folder without __init__.py has none
     try:
         if get_code is not None:

@@ -7,14 +7,14 @@
     loss = loss_of(plan.gather(logits))
 
 `shard` cuts the tokens into chunks and deals them to the ranks so that every rank has equally many tokens, about as
-many live tiles, and few remote keys (`planner`). From the mask's lists every rank knows which key blocks it needs from
-whom (`routes`); only those are sent (`exchange`), by a collective or by copies out of the memory of other GPUs
-(`collectives` and `peer_copies`, of which `transport_choice` takes one): before attention begins, or in one to four
-exchanges that overlap with attention to what is there already, and then the partial results are merged by their lse in
-a fixed order (`merge`, on GPUs by the kernels of `fused_merge`). If there are heads enough and it costs less, heads
-travel instead (`ulysses`), or queries to their keys if there are few (`queries`). `plan.explain()` prints the costs of
-all (`costs`, `explain`). Changes of scores and dropout take the positions that tokens have in the whole sequence
-(`positions`, `scores`, `dropout`).
+many live tiles, and few remote keys (`planner`). From the mask's lists every rank computes which key blocks it needs
+from which rank (`routes`). Only those are sent (`exchange`), by a collective or by copies out of the memory of other
+GPUs (`collectives`, `peer_copies`; `transport_choice` takes one). The exchange comes before attention, or is cut into
+one to four parts that overlap with attention to the keys at hand; the partial results are then merged by their lse in a
+fixed order (`merge`, on GPUs by the kernels of `fused_merge`). Alternatively, heads travel if there are enough of them
+(`ulysses`), or queries travel to their keys if they are few (`queries`). The cost model (`costs`) chooses;
+`plan.explain()` prints it (`explain`). Score modifications and dropout take the positions of tokens in the whole
+sequence (`positions`, `scores`, `dropout`).
 
 It may import `attention`, `blockmask`, `dropout`, `scores` and `validation`, and of the Triton backend `device` and
 `launcher`.

@@ -1,4 +1,4 @@
-"""Do all ranks mean the same attention? Digests are compared before the first exchange of each kind."""
+"""Checks that all ranks compute the same attention, by comparing digests before the first exchange of each kind."""
 
 from __future__ import annotations
 

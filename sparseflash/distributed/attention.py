@@ -76,38 +76,37 @@ def attention(
     torch.Size([1, 2, 100, 16])
     >>> dist.destroy_process_group()
 
-    The arguments are those of `sparseflash.attention`, with these differences.
+    The arguments are the same as for `sparseflash.attention`, with these differences.
 
     Args:
         q: this rank's queries `[B, Hq, n, D]`, with `n = plan.queries.counts[plan.rank]`, at `plan.positions`.
         k: this rank's keys `[B, Hkv, m, D]`, with `m = plan.keys.counts[plan.rank]`, at `plan.key_positions`.
         v: this rank's values `[B, Hkv, m, Dv]`.
         plan: of the whole mask, from `shard`, the same on every rank.
-        dropout_p: the probability of dropping a weight, the same on every rank. With the same seed the weights are
-            dropped that one GPU drops, whatever travels.
-        seed: of the dropout: the same on every rank. Numbers are compared with the rest at the first call of each kind;
-            a tensor is not read. None: every rank draws one from PyTorch's generator of q's device, and all take that
-            of the group's first rank, which is sent to the others (8 bytes). So ranks that share a sequence need not
-            have generators in the same state, and groups with other sequences drop other weights if their first ranks'
-            generators differ.
-        scores: changes of the scores, as on one GPU: the same on every rank, for all heads, with tensors along tokens
-            whole. Each rank gets its part of the gradients of their tensors: sum these over the group, as those of all
-            parameters. Distances, relative tables and functions take positions in the whole sequence, which they read
-            from tensors, and cost the kernels more than on one GPU unless heads travel. A `tile_bias` is refused, and
-            so is, on GPUs, a learned tensor of more than 16,384 numbers a head that a function indexes by query and
-            key: pass it as `scores.bias`.
+        dropout_p: the probability of dropping a weight, the same on every rank. With the same seed, the same weights
+            are dropped as on one GPU, with any strategy.
+        seed: of the dropout: the same on every rank. Ints are compared at the first call of each kind; a tensor is not
+            read. None: every rank draws a seed from the PyTorch generator of q's device, and all use the seed of the
+            group's first rank (8 bytes are sent). So the generators of ranks that share a sequence need not agree, and
+            groups with other sequences drop other weights if the generators of their first ranks differ.
+        scores: score modifications, as on one GPU: the same on every rank, for all heads, with tensors along tokens
+            whole. Each rank receives a part of the gradients of their tensors: sum these over the group, like the
+            gradients of all parameters. Distances, relative tables and functions read positions in the whole sequence
+            from tensors, which costs the kernels more than on one GPU unless heads travel. A `tile_bias` is refused. So
+            is, on GPUs, a learned tensor of more than 16,384 numbers a head that a function indexes by query and key:
+            pass it as `scores.bias`.
 
     Returns:
         This rank's part of `out [B, Hq, n, Dv]`, or of `(out, lse)`.
 
     Every rank of the group must make the same calls in the same order, forward and backward. The first call of each
     kind compares masks, shards, shapes, dtypes and options between the ranks (one small gather, which waits for the
-    device). If a rank dies, the others raise what their backend of torch.distributed raises, at the latest after the
-    group's timeout; with copies between peers they end after it with an error of the device, as of a kernel.
+    device). If a rank dies, the others raise the error of their torch.distributed backend, at the latest after the
+    group's timeout; with copies between peers they end with a device error after the timeout.
 
     The result does not depend on timing: parts are merged in the order of the stages, and the gradients of a key, each
-    rounded to the inputs' dtype, are summed in fp32, those of its own rank first and then in the order of the ranks. It
-    rounds differently from one GPU's: with one to four stages, partial results too are rounded before they are merged.
+    rounded to the inputs' dtype, are summed in fp32, the own rank's first and then in the order of the ranks. It rounds
+    differently than one GPU: with one to four stages, partial results are also rounded before they are merged.
     With `strategy="heads"` nothing is summed.
 
     `torch.compile` leaves this function out of its graphs: it breaks the graph before and after it.
@@ -150,7 +149,7 @@ def attention(
 
 @dataclass(eq=False)
 class _Call:
-    """What a call is given besides tensors. `changes`, `dropout`: of the whole problem."""
+    """The arguments of a call besides tensors. `changes`, `dropout`: of the whole problem."""
 
     plan: ShardPlan
     scale: float
@@ -181,7 +180,7 @@ class _Call:
     def attention_of_stage(
         self, q: Tensor, k: Tensor, v: Tensor, stage: Stage, travelling: Side
     ) -> tuple[Tensor, Tensor]:
-        """`(out, lse)` of a stage, without a sink; `travelling`: what lies in the stage's slots."""
+        """`(out, lse)` of a stage, without a sink; `travelling`: the tensors in the stage's slots."""
         changes, dropout = self.changes.without("sink"), self.dropout
         if self.needs_positions:
             if stage.positions is None:
@@ -213,7 +212,7 @@ def _with_keys_travelling(q: Tensor, k: Tensor, v: Tensor, call: _Call, exchange
     parts = []
     for mine, stage in zip(queries, route.stages, strict=True):
         keys, values = arrived(pending[stage], stage, transfers, local) if stage.exchanges else local
-        # Called even where no tile is live: the backward of every stage must send, because others wait for it.
+        # Called even where no tile is live: the backward of every stage must send, because other ranks wait for it.
         parts.append(call.attention_of_stage(mine, keys, values, stage, "keys"))
     if rows is None:
         return merged(parts)
@@ -273,7 +272,14 @@ def _check_ranks_agree(
     gradients = tuple(torch.is_grad_enabled() and x.requires_grad for x in (q, k, v, *learned))
     changes = call.changes.described(), tuple((tuple(x.shape), x.dtype) for x in learned)
     given, number = drops.described(seed) if dropped else ("", None)
-    kind = shape, options, changes, gradients, dropped, given  # without the number, which may be another at every step
+    kind = (
+        shape,
+        options,
+        changes,
+        gradients,
+        dropped,
+        given,
+    )  # without the seed's value, which may change at every step
     if kind in plan.agreed or plan.ranks == 1:
         return
     parts = {

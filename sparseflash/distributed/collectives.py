@@ -28,9 +28,8 @@ class Collectives:
         """Needs nothing."""
 
     def start(self, tensors: Sequence[Tensor], message: Message) -> tuple[list[Tensor], Wait]:
-        """See `Transport`."""
         group = alive(self.group)
-        received, works, sending = [], [], []  # what is sent must live until it has been
+        received, works, sending = [], [], []  # sent tensors must live until they have been sent
         for x in tensors:
             data = (x if message.taken is None else message.taken.taken(x)).contiguous()
             rows = data.new_empty((sum(message.incoming), data.shape[1]))

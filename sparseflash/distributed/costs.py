@@ -1,4 +1,4 @@
-"""What a call of each strategy sends and takes, by a model; `auto` takes the cheapest, `explain` prints it.
+"""A model of the bytes and the time of each strategy; `auto` takes the cheapest, `explain` prints it.
 
 Bytes, tokens and live tiles are exact. Seconds are estimates from four constants of a machine, for comparing strategies
 and numbers of stages, of a forward and a backward pass together.
@@ -22,15 +22,16 @@ from sparseflash.distributed.shards import Integers
 Floats = NDArray[np.float64]
 MOST_STAGES = 4
 # The share of queries with remote keys up to which they attend apart from the others, if keys travel in one exchange
-# before any attention. Each attention has a beginning and an end at which the GPU is not full; what is saved is a copy
-# of the keys that the others see.
+# before any attention. Each attention has a beginning and an end at which the GPU is not full, but the keys of the
+# other queries need not be copied.
 FEW_QUERIES = 0.125
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a rank does in a second: operations of attention, bytes it sends (and as many it receives) and bytes of its
-    memory; `latency`: seconds an exchange takes beside its bytes; `overlaps`: whether attention goes on meanwhile.
+    """The speed of a rank: operations of attention, bytes sent (and as many received) and memory bytes, a second.
+
+    `latency`: seconds that an exchange takes besides its bytes; `overlaps`: whether attention runs meanwhile.
     """
 
     name: str
@@ -41,21 +42,21 @@ class Machine:
     overlaps: bool = True
 
 
-# Those of H100s with NVLink fit what two of one host took (experiments/results/distributed); those of several hosts are
-# guesses from specifications (InfiniBand 50 GB/s).
+# The constants of H100s with NVLink fit times of two on one host (experiments/results/distributed); the constants of
+# several hosts are guesses from specifications (InfiniBand 50 GB/s).
 H100 = Machine("H100s with NVLink", flops=400e12, bandwidth=300e9, memory=2.5e12, latency=40e-6)
 H100_HOSTS = replace(H100, name="hosts of 8 H100s, InfiniBand", bandwidth=45e9, overlaps=False)  # by collectives
 _ONE_HOST = 8
 LSE_BYTES = 4
 BACKWARD_FLOPS, BACKWARD_BYTES = 2.5, 1.0  # of a backward pass, relative to the forward pass
-# How often bytes are read or written besides attention and exchanges, forward and backward; these fit what two H100s
-# took. Of the queries of a rank, for each partial result; of those that travel and those that they are merged with; of
-# all tokens, if heads travel.
+# How often bytes are read or written besides attention and exchanges, forward and backward, fitted to times of two
+# H100s. In order: queries of a rank, for each partial result; queries that travel, and the queries that they are merged
+# with; all tokens, if heads travel.
 _PARTIAL_PASSES, _QUERY_PASSES, _HEADS_PASSES = 16, 45, 10
 
 
 def default_machine(ranks: int) -> Machine:
-    """The machine that the model assumes for so many ranks: one host, or several with 400 Gbit/s for each GPU."""
+    """The machine that the model assumes for this number of ranks: one host, or several with 400 Gbit/s a GPU."""
     return H100 if ranks <= _ONE_HOST else H100_HOSTS
 
 
@@ -92,7 +93,6 @@ class Loads:
 
     @classmethod
     def of(cls, mask: BlockMask, assignment: Assignment, readers: Readers) -> Loads:
-        """Reads the mask's lists once."""
         row_blocks, patterns = mask.blocks[0], pattern_count(mask)
         counts = np.diff(mask.indptr.numpy())
         rank = np.tile(assignment.queries.rank_of_block(mask.block_q), patterns).repeat(counts)
@@ -111,12 +111,11 @@ class Loads:
 
     @property
     def total(self) -> Floats:
-        """Of local and remote keys."""
         return self.local + self.remote
 
     @property
     def balance(self) -> float:
-        """The mean rank's share of the most loaded one's tiles: 1 is perfect."""
+        """Mean over largest number of live tiles of a rank: 1 is perfect."""
         return float(self.total.mean() / self.total.max()) if self.total.max() else 1.0
 
 
@@ -129,7 +128,6 @@ class Traffic:
 
     @classmethod
     def of(cls, readers: Readers, heads: Heads) -> Traffic:
-        """Live remote keys, by blocks."""
         sent, received = np.zeros(readers.ranks, np.int64), np.zeros(readers.ranks, np.int64)
         for rank in range(readers.ranks):
             rows = readers.rows_of(rank, heads) * (readers.owner != rank)
@@ -139,7 +137,7 @@ class Traffic:
 
     @cached_property
     def busiest(self) -> Integers:
-        """The larger of what each rank sends and receives."""
+        """The larger of the keys that each rank sends and receives."""
         return np.maximum(self.sent, self.received)
 
 
@@ -156,19 +154,18 @@ class Estimate:
     total: float
 
     def __str__(self) -> str:
-        """The strategy, and in how many stages keys travel."""
         return f"keys, {self.stages} st." if self.strategy == "keys" else self.strategy
 
     @property
     def hidden(self) -> float:
-        """The share of the transfer behind which something is computed."""
+        """The share of the transfer that overlaps with computation."""
         return 1.0 if self.transfer == 0 else max(0.0, min(1.0, 1 - (self.total - self.compute) / self.transfer))
 
 
 def keys_travel(
     loads: Loads, traffic: Traffic, q_tokens: Integers, k_tokens: Integers, shape: Shape, stages: int, machine: Machine
 ) -> Estimate:
-    """Each rank receives the live remote keys in so many stages; 0: before it begins."""
+    """Each rank receives the live remote keys in this many stages; 0: before attention begins."""
     passes, rate = 1 + BACKWARD_BYTES, shape.flops_per_score / machine.flops
     backward = rate * BACKWARD_FLOPS / (1 + BACKWARD_FLOPS)
     sent = traffic.sent * shape.key_bytes
@@ -179,12 +176,12 @@ def keys_travel(
     parts = max(stages, 1)
     each = passes * (most / parts / machine.bandwidth + machine.latency)
     if stages == 0:
-        # All keys of queries that have remote ones are copied to lie side by side, and their gradients back.
+        # All keys of queries that have remote keys are copied to lie side by side, and their gradients back.
         share = loads.waiting / np.maximum(loads.total, 1.0)
         copying = 2 * passes * share * k_tokens * shape.batch * shape.kv_heads * shape.key_bytes / machine.memory
         busy, finished = loads.total * rate + copying, loads.total * rate + copying + each
-        # The gradients of remote keys are sent after the attention to them; then come the queries without any, which
-        # attend apart if the others are few.
+        # The gradients of remote keys are sent after the attention to them. Then come the queries without remote keys,
+        # which attend apart if the others are few.
         first = np.where(share > FEW_QUERIES, loads.total, loads.waiting)
         finished = finished + _waited(first, loads.total - first) * backward
     else:
@@ -203,7 +200,7 @@ def keys_travel(
 
 
 def _waited(before: Floats, after: Floats) -> float:
-    """What ranks wait for each other in a backward pass, where all must have ended one part before the other begins."""
+    """The time that ranks wait for each other in a backward pass, where all must end one part before the next."""
     return float(before.max() + after.max() - (before + after).max())
 
 
@@ -238,7 +235,7 @@ def heads_travel(
     passes = 1 + BACKWARD_BYTES
     share = shape.batch / ranks
     q, k = q_tokens * share * shape.heads, k_tokens * share * shape.kv_heads
-    out_q, out_k = (q.sum() - q), (k.sum() - k)  # what comes from the others
+    out_q, out_k = (q.sum() - q), (k.sum() - k)  # the tokens of other ranks
     item = shape.dtype.itemsize
     sent = ((ranks - 1) * q * shape.dim + out_q * shape.v_dim) * item + (ranks - 1) * k * shape.key_bytes
     received = (out_q * shape.dim + (ranks - 1) * q * shape.v_dim) * item + out_k * shape.key_bytes
@@ -263,8 +260,9 @@ def keys_gathered(loads: Loads, k_tokens: Integers, shape: Shape, machine: Machi
 
 
 def keys_in_a_ring(loads: Loads, k_tokens: Integers, shape: Shape, machine: Machine) -> Estimate:
-    """For comparison: all keys go round the ranks, each step behind attention to the keys of the step before; as good
-    as a ring can be for this mask, with every step's attention as balanced as the whole.
+    """For comparison: all keys go round the ranks, each step behind attention to the keys of the step before.
+
+    The best possible ring for this mask: every step's attention is as balanced as the whole.
     """
     ranks, passes = len(k_tokens), 1 + BACKWARD_BYTES
     step = float(k_tokens.max()) * shape.batch * shape.kv_heads * shape.key_bytes

@@ -1,7 +1,7 @@
-"""Dropout over several ranks: each drops of its part of the weights what one process drops of them.
+"""Dropout over several ranks: the same weights are dropped as by one process.
 
-A weight's fate is computed from the seed and from where the weight stands in the whole problem, so the ranks only have
-to agree on the seed.
+A weight's fate is computed from the seed and the weight's place in the whole problem, so the ranks only have to agree
+on the seed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sparseflash.dropout import Dropout
 
 
 def described(seed: SupportsIndex | Tensor | None) -> tuple[str, int | None]:
-    """How a seed is given, and its number, both of which must be the same on all ranks."""
+    """The kind of a seed, and its number; both must be the same on all ranks."""
     if seed is None:
         return "drawn", None
     return ("a tensor", None) if isinstance(seed, Tensor) else ("a number", operator.index(seed))
@@ -28,7 +28,7 @@ def described(seed: SupportsIndex | Tensor | None) -> tuple[str, int | None]:
 def of_first_rank(seed: Tensor, plan: ShardPlan) -> Tensor:
     """The seed that the first rank of the group has drawn.
 
-    The others have drawn one, too, so that their generators stay in step if they were.
+    The other ranks have drawn a seed, too, so that equal generators stay equal.
     """
     if plan.ranks > 1:
         group = plan.process_group
@@ -43,7 +43,7 @@ def of_tokens(dropout: Dropout, queries: Positions, keys: Positions) -> Dropout:
 
 
 def of_heads(dropout: Dropout, batch: int, own: slice, heads: int) -> Dropout:
-    """The dropout for some of `heads` query heads, all of whose tokens are there."""
+    """The dropout for some of `heads` query heads, with all tokens."""
     device = dropout.seed.device
     numbers = torch.arange(own.start, own.stop, dtype=torch.int32, device=device)
     return dropout._replace(rows=torch.arange(batch, dtype=torch.int32, device=device)[:, None] * heads + numbers)

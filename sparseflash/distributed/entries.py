@@ -1,4 +1,4 @@
-"""The live tiles of one rank's queries, from which the masks of its attentions are made."""
+"""The live tiles of one rank's queries; the masks of the rank's attentions are made from them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,6 @@ class Entries:
 
     @property
     def block_rows(self) -> int:
-        """Of the rank."""
         return -(-self.q_len // self.whole.block_q)
 
     def rows_with(self, columns: Booleans) -> Booleans:
@@ -60,8 +59,8 @@ class Entries:
     def mask(
         self, columns: Booleans, place: Integers, k_len: int, rows: Booleans | None = None, *, cut: bool = False
     ) -> BlockMask:
-        """The mask of these key blocks, whose new numbers are `place [kinds, Mk]`, and of these block rows; without the
-        others if `cut`.
+        """The mask of these block rows and these key blocks, whose new numbers are `place [kinds, Mk]`. cut: drop the
+        other block rows.
         """
         chosen, q_len, count = columns[self.col], self.q_len, self.block_rows
         if rows is not None:

@@ -1,9 +1,9 @@
 """Keys and values travel to the ranks that read them, or queries to keys, and their gradients travel back.
 
-The exchanges of all stages are started together and each is waited for when its keys are needed. Where the transport
-allows, they overlap with attention to what is there already (`transport`). Backward runs the stages in reverse order:
-as soon as the attention of a stage has its gradients they are sent back, while earlier stages, the local one last, are
-still being computed. Each owner then adds what came back to its own, in the order of the ranks and in fp32, whatever
+The exchanges of all stages are started together, and each is waited for when its keys are needed. If the transport
+allows it, they overlap with attention to the keys at hand (`transport`). Backward runs the stages in reverse order: the
+gradients of a stage are sent back as soon as they are computed, while earlier stages, the local one last, are still
+running. Each owner then adds the gradients that came back to its own, in the order of the ranks and in fp32, whatever
 arrived first.
 """
 
@@ -23,7 +23,7 @@ from sparseflash.distributed.transport import Message, Transport, Wait, room_of
 
 @dataclass(eq=False)
 class Sent:
-    """What a rank has sent to other ranks, counted where it is sent.
+    """The bytes and messages that a rank has sent, counted where they are sent.
 
     >>> Sent().bytes
     0
@@ -33,16 +33,17 @@ class Sent:
     messages: int = 0
 
     def count(self, size: int, counts: list[int], tensors: int = 1) -> None:
-        """Adds an exchange of tensors, together so many bytes; `counts`: rows for each rank, 0 for the own one."""
+        """Adds an exchange of tensors, `size` bytes in all; `counts`: rows for each rank, 0 for this rank."""
         self.bytes += size
         self.messages += tensors * sum(each > 0 for each in counts)
 
 
 @dataclass(eq=False)
 class Transfers:
-    """The exchanges of one route under way: how rows travel, and what has been started.
+    """The running exchanges of one route.
 
-    `kept`, `returned`: in the backward pass, for each stage, gradients of the keys that it kept, and those that return.
+    `kept`, `returned`: in the backward pass, for each stage, the gradients of keys that it kept, and of keys that were
+    sent back.
     """
 
     route: Route
@@ -60,7 +61,7 @@ class Transfers:
     def start(
         self, tensors: Sequence[Tensor], stage: Stage, *, back: bool = False, packed: bool = False
     ) -> tuple[list[Tensor], Wait]:
-        """Starts a stage's exchange of tensors `[rows, D]`: `(rows that will come of each, what waits for them)`.
+        """Starts a stage's exchange of tensors `[rows, D]`: `(rows to be received, a wait, for each)`.
 
         `back`: rows return to where they are from; `packed`: the tensors have just the rows that are sent.
         """
@@ -73,9 +74,9 @@ class Transfers:
 
 
 def exchanged(tensors: Sequence[Tensor], transfers: Transfers) -> tuple[list[Tensor], dict[Stage, list[Tensor]]]:
-    """Starts all exchanges of tensors `[B, H, n, D]`: `(the local tensors, the pending ones of each stage)`.
+    """Starts all exchanges of tensors `[B, H, n, D]`: `(the local tensors, the pending tensors of each stage)`.
 
-    Use the local tensors that are returned: their gradients are summed with those that come back.
+    Use the returned local tensors: their gradients are summed with the gradients that come back.
     """
     found = _Start.apply(transfers, *tensors)  # type: ignore[no-untyped-call]
     count = len(tensors)
@@ -84,8 +85,8 @@ def exchanged(tensors: Sequence[Tensor], transfers: Transfers) -> tuple[list[Ten
 
 
 def arrived(pending: Sequence[Tensor], stage: Stage, transfers: Transfers, local: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors of a stage, `[B, H, slots, D]` each, once they have come; unused slots are 0. `local`: those of this
-    rank.
+    """The tensors of a stage, `[B, H, slots, D]` each, once they have arrived; unused slots are 0. `local`: this rank's
+    tensors.
     """
     # The gradients of local tensors do not go this way: `_Start` adds them to the others (`Transfers.kept`).
     held = [x.detach() for x in local]
@@ -93,7 +94,7 @@ def arrived(pending: Sequence[Tensor], stage: Stage, transfers: Transfers, local
 
 
 def for_each_stage(q: Tensor, stages: int) -> list[Tensor]:
-    """Copies of a tensor for the stages, whose gradients are summed in the order of the stages, in fp32."""
+    """Copies of a tensor for the stages; their gradients are summed in the order of the stages, in fp32."""
     if stages == 1:
         return [q]
     return list(_Share.apply(q, stages))  # type: ignore[no-untyped-call]
@@ -156,7 +157,7 @@ class _Arrive(Function):
         remote = [flat(gradient[:, :, stage.kept :]) for gradient in gradients]
         transfers.returned[stage] = transfers.start(remote, stage, back=True)
         transfers.kept[stage] = [flat(gradient[:, :, : ctx.kept]) for gradient in gradients]
-        return None, None, None, *(None for _ in gradients)  # `_Start` takes what was sent back
+        return None, None, None, *(None for _ in gradients)  # `_Start` takes the gradients that were sent back
 
 
 class _Share(Function):

@@ -18,7 +18,7 @@ def explained(plan: ShardPlan, shape: Shape, machine: Machine) -> str:
     lines = [
         f"{lengths} tokens over {plan.ranks} ranks: {plan.assignment.name}, in chunks of {plan.queries.chunk}; "
         f"{_span(tokens)} tokens a rank",
-        f"live tiles: the mean rank has {100 * loads.balance:.1f} % of the most loaded one's; "
+        f"live tiles: the mean rank has {100 * loads.balance:.1f} % of the most loaded rank's; "
         f"{100 * _share(loads.local.sum(), loads.total.sum()):.1f} % are of local keys",
         f"batch {shape.batch}, {shape.heads}:{shape.kv_heads} heads, D = {shape.dim}, Dv = {shape.v_dim}, "
         f"{str(shape.dtype).removeprefix('torch.')}; times are modelled for {machine.name}, not measured:",

@@ -1,6 +1,6 @@
 """The sums of `merge` as Triton kernels, forward and backward: each reads and writes every number once.
 
-With PyTorch's operations it is some thirty passes over fp32 tensors, which take longer than attention to few keys.
+PyTorch's operations would make some thirty passes over fp32 tensors, which take longer than attention to few keys.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _rows(
 
 @triton.jit
 def _shares(lses, row, inside):
-    """`(lse, shares)`: that of all parts, and the share of each part in the sum of exponentials."""
+    """`(lse of all parts, the share of each part in the sum of exponentials)`."""
     highest = tl.load(lses[0] + row, mask=inside, other=0.0)
     for part in tl.static_range(1, len(lses)):
         highest = tl.maximum(highest, tl.load(lses[part] + row, mask=inside, other=0.0))
@@ -99,7 +99,7 @@ def merge_kernel(
     outs, lses, out_ptr, lse_ptr, count, heads, tokens, stride_b, stride_h, stride_n,
     D: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """out and lse of some rows from those of the parts, in the order of the parts."""
+    """out and lse of some rows, summed in the order of the parts."""
     row, inside, at, all_inside = _rows(count, heads, tokens, stride_b, stride_h, stride_n, D, PADDED, ROWS)
     lse, shares = _shares(lses, row, inside)
     merged = _weighted(outs, shares, at, all_inside)
@@ -112,8 +112,8 @@ def merge_backward_kernel(
     dout_ptr, dlse_ptr, outs, lses, douts, dlses, count, heads, tokens, stride_b, stride_h, stride_n,
     D: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of some rows of the parts. out is computed again: rounded to half precision, its difference from a
-    part would be inexact.
+    """The gradients of some rows of the parts. out is recomputed, because its difference from a part would be inexact
+    in half precision.
     """
     row, inside, at, all_inside = _rows(count, heads, tokens, stride_b, stride_h, stride_n, D, PADDED, ROWS)
     lse, shares = _shares(lses, row, inside)

@@ -11,11 +11,11 @@ from torch.autograd import Function
 from sparseflash.backends.triton.device import runs_kernels
 from sparseflash.scores.sink import above, scaled
 
-_DEVICES = ["cuda"]  # on which the kernels of `fused_merge` are used; tests add the CPU, for the interpreter
+_DEVICES = ["cuda"]  # devices that use the kernels of `fused_merge`; tests add the CPU, for the interpreter
 
 
 def merged(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """`(out, lse)` of attention over the union of disjoint sets of keys, from that over each set.
+    """`(out, lse)` of attention over the union of disjoint sets of keys, from `(out, lse)` over each set.
 
     >>> from sparseflash import attention
     >>> q, k, v = (torch.randn(1, 2, 8, 16, dtype=torch.float64) for _ in range(3))
@@ -96,7 +96,7 @@ class _Merge(Function):
             of_outs, of_lses = fused_merge.merge_backward(dout, dlse, outs, lses)
             return None, *of_outs, *of_lses
         lse, weights = _weights(lses)
-        # Recomputed rather than saved: rounded to half precision, its difference from a part would be inexact.
+        # Recomputed rather than saved: its difference from a part would be inexact in half precision.
         out = _weighted_sum(outs, weights)
         dlse = dlse.masked_fill(lse == -torch.inf, 0.0)
         douts, dlses = [], []

@@ -1,7 +1,7 @@
 """Rows go from rank to rank by copies out of each other's memory.
 
 A rank lays the rows for all others into a buffer that they can read, and each fetches its own. On GPUs that can read
-each other's memory copy engines do it beside attention, which keeps all multiprocessors.
+each other's memory, copy engines do it beside attention, which keeps all multiprocessors.
 """
 
 from __future__ import annotations
@@ -27,18 +27,17 @@ class PeerMemory(Protocol):
         """The buffer of a rank."""
 
     def barrier(self) -> None:
-        """On the current stream, waits until all ranks are here and what they wrote before can be read."""
+        """On the current stream, waits until all ranks are here and their earlier writes can be read."""
 
 
 class PeerCopies:
-    """Rows are laid into a buffer of this rank, from which the others copy them.
+    """Rows are laid into a buffer of this rank, and the other ranks copy them from there.
 
-    Between a barrier after the rows have been written and one before their place is written again, others may read
-    them. All ranks use their buffers alike: an exchange takes the room that it takes on the rank that sends most. So
-    they agree without talking on where it lies, and on when the buffer is full and begun anew.
+    Other ranks may read the rows between a barrier after they were written and a barrier before their place is written
+    again. All ranks use their buffers alike: an exchange takes the room that the largest sender needs. So all ranks
+    compute where an exchange lies, and when the buffer is full and begun anew, without communication.
 
-    `allocate`: makes the buffer, a collective call; `stream`: of the copies, None on a CPU, where nothing is beside
-    anything.
+    `allocate`: makes the buffer, a collective call; `stream`: of the copies, None on a CPU.
     """
 
     overlaps = True
@@ -47,22 +46,20 @@ class PeerCopies:
         self.rank, self.allocate, self.stream = rank, allocate, stream
         self.memory: PeerMemory | None = None
         self.used = 0
-        self._last: torch.cuda.Event | None = None  # after the last barrier, on whatever stream
+        self._last: torch.cuda.Event | None = None  # after the last barrier, on any stream
 
     def begin(self, room: Callable[[], int]) -> None:
-        """See `Transport`."""
         if size := room():
             self._make_room(size)
 
     @torch.no_grad()  # `index_select` into the buffer would refuse gradients of gradients
     def start(self, tensors: Sequence[Tensor], message: Message) -> tuple[list[Tensor], Wait]:
-        """See `Transport`."""
         table = message.between()
         received = [x.new_empty((sum(message.incoming), x.shape[1])) for x in tensors]
         if not table.any():  # on no rank
             return received, lambda: None
         memory, places = self._placed(tensors, message, table)
-        first = np.cumsum(table, axis=1) - table  # [from, to]: which row of those of a rank is the first for another
+        first = np.cumsum(table, axis=1) - table  # [from, to]: the first row of a rank for another rank
         self._barrier(memory)
         with self._beside():
             for rows, place in zip(received, places, strict=True):
@@ -78,7 +75,7 @@ class PeerCopies:
         return received, lambda: self._wait_for(event)
 
     def _placed(self, tensors: Sequence[Tensor], message: Message, table: Integers) -> tuple[PeerMemory, list[int]]:
-        """Lays the rows into the buffer: the buffer, and where in it those of each tensor begin."""
+        """Lays the rows into the buffer: the buffer, and where in it the rows of each tensor begin."""
         row_bytes = [_row_bytes(x) for x in tensors]
         *offsets, room = places_of(table, row_bytes)
         memory = self._make_room(room)
@@ -94,7 +91,7 @@ class PeerCopies:
         return memory, places
 
     def _make_room(self, room: int) -> PeerMemory:
-        """The buffer, with so many bytes left."""
+        """The buffer, with at least `room` bytes left."""
         if self.stream is not None and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "transport must be 'collective' to record CUDA graphs; replays would not know of each other's rows in "
@@ -120,7 +117,7 @@ class PeerCopies:
         self._barrier(memory)
 
     def _barrier(self, memory: PeerMemory) -> None:
-        """A barrier after those of this process's other streams: on every rank they come in the same order."""
+        """A barrier after the barriers of this process's other streams: on every rank they come in the same order."""
         self._wait_for(self._last)
         memory.barrier()
         if self.stream is not None:
@@ -131,12 +128,11 @@ class PeerCopies:
         return None if self.stream is None else self.stream.record_event()
 
     def _wait_for(self, event: torch.cuda.Event | None) -> None:
-        """Lets the current stream wait."""
         if self.stream is not None and event is not None:
             torch.cuda.current_stream(self.stream.device).wait_event(event)
 
     def _beside(self) -> contextlib.AbstractContextManager[object]:
-        """For work beside the current stream that comes after what that was given before."""
+        """A context for work on the copy stream, after the work that it was given before."""
         if self.stream is None:
             return contextlib.nullcontext()
         self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))

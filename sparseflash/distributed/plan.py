@@ -1,4 +1,4 @@
-"""`ShardPlan`: where the tokens of a mask lie on the ranks of a group, and what attention over them sends and costs."""
+"""`ShardPlan`: where the tokens of a mask lie on the ranks of a group, and the traffic and cost of attention."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ _KINDS_OF_CALLS = 64
 
 @dataclass(eq=False)
 class ShardPlan:
-    """Where the tokens of a mask lie, and what attention over them sends. Made by `shard`.
+    """Where the tokens of a mask lie, and the exchanges of attention over them. Made by `shard`.
 
     `mask`: the whole mask, on the CPU, with its lengths written into the tiles; `queries`, `keys`: their shards, the
     same object if they are the same tokens; `rank`, `ranks`: this process in the group; `strategy`, `stages`,
     `transport`: as given to `shard`; `sent`: the bytes and messages that attention with this plan has sent so far,
-    forward and backward, counted where they are sent.
+    forward and backward.
     """
 
     mask: BlockMask
@@ -87,25 +87,28 @@ class ShardPlan:
 
     @cached_property
     def key_positions(self) -> Tensor:
-        """The positions of this rank's keys; those of its queries if `q_len == k_len`."""
+        """The positions of this rank's keys; equal to `positions` if `q_len == k_len`."""
         return self.keys.positions(self.rank)
 
     def scatter(self, x: Tensor, dim: int = -2, *, side: Side = "queries") -> Tensor:
-        """This rank's tokens of an x that every rank holds whole.
+        """This rank's tokens of a tensor that every rank holds whole.
 
-        `dim`: the dimension of the tokens: -2 for `[B, H, N, D]` and `[B, N, C]`, -1 for token numbers `[B, N]`. `side`
-        matters only if `q_len != k_len`. Forward sends nothing. Backward gathers the whole gradient on every rank, as
-        it would be on one.
+        Args:
+            x: the whole tensor, the same on every rank.
+            dim: the dimension of the tokens: -2 for `[B, H, N, D]` and `[B, N, C]`, -1 for token numbers `[B, N]`.
+            side: "queries" or "keys", if `q_len != k_len`.
+
+        Forward sends nothing. Backward gathers the whole gradient on every rank.
         """
         shards = self._shards(side)
         self._check_dim(x, dim, shards.length, "the whole sequence")
         return scattered(x, dim, shards, self.rank, self.process_group if x.requires_grad else None)
 
     def gather(self, x: Tensor, dim: int = -2, *, side: Side = "queries") -> Tensor:
-        """The whole x on every rank, from this rank's tokens of it; the inverse of `scatter`.
+        """The whole tensor on every rank, from this rank's tokens; the inverse of `scatter`.
 
-        Backward takes this rank's tokens of the gradient, without a sum: what is computed from the whole x must be
-        computed by every rank alike, as a loss on it is.
+        Backward takes this rank's tokens of the gradient, without a sum: every rank must compute the same from the
+        whole tensor, such as a loss.
         """
         shards = self._shards(side)
         self._check_dim(x, dim, shards.counts[self.rank], "this rank's share")
@@ -118,7 +121,6 @@ class ShardPlan:
 
     @cached_property
     def loads(self) -> Loads:
-        """The live tiles of each rank."""
         return Loads.of(self.mask, self.assignment, self.readers)
 
     def traffic(self, batch: int, kv_heads: int) -> Traffic:
@@ -141,12 +143,12 @@ class ShardPlan:
         )  # fmt: skip
 
     def transport_on(self, device: torch.device) -> Transport:
-        """What carries rows between tensors on a device. A collective call, the first time in a group."""
+        """The transport of rows between tensors on a device. A collective call, the first time in a group."""
         return transport_of(self.process_group, device, self.transport)
 
     def machine(self, overlaps: bool | None = None) -> Machine:
-        """The constants of the model by default; `overlaps`: whether attention goes on beside exchanges (`Transport`);
-        by default, whether it can on that machine with the plan's transport.
+        """The default constants of the model. `overlaps`: whether attention runs during exchanges (`Transport`); by
+        default, whether it can on such GPUs with the plan's transport.
         """
         machine = default_machine(self.ranks)
         overlaps = machine.overlaps and self.transport != "collective" if overlaps is None else overlaps
@@ -168,7 +170,7 @@ class ShardPlan:
         )
 
     def query_stages_for(self, batch: int, heads: int, *, same_slots: bool = False) -> Route:
-        """This rank's attention of local queries and of those that come to its keys; made once."""
+        """This rank's attention of local and received queries to its keys; made once."""
         mask, readers, _ = self._turned
         return self._once(
             ("query stages", batch, heads, same_slots),
@@ -201,7 +203,7 @@ class ShardPlan:
         return ""
 
     def estimates(self, shape: Shape, machine: Machine | None = None) -> list[Estimate]:
-        """What the plan's strategies cost by the model: keys in each number of stages, queries, heads."""
+        """The cost of the plan's strategies by the model: keys in each number of stages, queries, heads."""
         machine = machine or self.machine()
         q_tokens, k_tokens = np.array(self.queries.counts), np.array(self.keys.counts)
         found = []
@@ -231,15 +233,19 @@ class ShardPlan:
         self, *, batch: int = 1, heads: int | None = None, kv_heads: int | None = None, dim: int = 128,
         v_dim: int | None = None, dtype: torch.dtype = torch.bfloat16, machine: Machine | None = None,
     ) -> str:  # fmt: skip
-        """A table of what a call with such tensors sends, how it is balanced, and what the model says of its time.
+        """A table of the bytes, the balance and the estimated time of a call with these sizes.
 
         >>> from sparseflash import distributed, masks
         >>> print(distributed.shard(masks.causal(65536), ranks=4).explain(heads=8).splitlines()[0])
         65536 tokens over 4 ranks: zigzag, in chunks of 128; 16384 tokens a rank
 
-        `heads`, `kv_heads`: the query and key heads; by default the mask's heads, and as many key heads. `machine`: the
-        constants of the model, by default guesses for H100s on one host or, for more than 8 ranks, on several.
-        `attention` chooses by the same estimates, with the default constants, on every rank; where GPUs of one host
+        Args:
+            heads, kv_heads: the query and key heads; by default the mask's heads, and as many key heads.
+            batch, dim, v_dim, dtype: the other sizes of the call.
+            machine: the constants of the model, by default guesses for H100s on one host or, for more than 8 ranks, on
+                several.
+
+        `attention` chooses by the same estimates, with the default constants, on every rank; if the GPUs of one host
         cannot read each other's memory, without overlap.
         """
         heads = self.mask.shape[1] if heads is None else heads

@@ -1,9 +1,9 @@
-"""Which chunk of tokens goes to which rank: equal counts, balanced live tiles, few remote keys.
+"""Assigns chunks of tokens to ranks: equal counts, balanced live tiles, few remote keys.
 
 Several assignments are made and the cheapest is taken: contiguous runs, two runs a rank (zigzag, which balances causal
 masks), chunks dealt in turn, chunks dealt by their live area, and contiguous runs balanced by exchanging chunks between
 the most and the least loaded rank. Everything is a function of the mask alone, computed in integers or in a fixed
-order, so every rank finds the same assignment without talking.
+order, so every rank computes the same assignment without communication.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from sparseflash.blockmask.arguments import BLOCKS
 from sparseflash.blockmask.stats import pattern_count
 from sparseflash.distributed.shards import Integers, Shards
 
-# What a remote key costs, in live scores, forward and backward: by `costs.H100`, with bf16 and head dim D, a key and a
-# value, and their gradients back, take 2 * 4 D / 300e9 s, and a score is 3.5 * 4 D operations at 400e12 a second. That
-# is 760. Estimated, not measured; what attention hides of the transfer is not counted.
+# The cost of a remote key, in live scores, forward and backward: by `costs.H100`, with bf16 and head dim D, a key and a
+# value, and their gradients back, take 2 * 4 D / 300e9 s, and a score is 3.5 * 4 D operations at 400e12 a second. The
+# quotient is 760. Estimated, not measured, and without the part of the transfer that attention hides.
 SCORES_PER_REMOTE_KEY = 800
 _CHUNKS = 512  # more chunks than this are merged, because planning takes time with their square, ...
 _CHUNKS_A_RANK, _MOST_CHUNKS = 16, 4096  # ... unless there are too few for each rank to be balanced
@@ -38,7 +38,7 @@ class Assignment:
 
     queries: Shards
     keys: Shards
-    name: str  # which of the candidates it is
+    name: str  # of the candidate
 
     @property
     def digest(self) -> str:
@@ -52,7 +52,7 @@ class Assignment:
 @dataclass(frozen=True, eq=False)
 class _Work:
     """The mask over chunks. `area`: float64 `[Cq, Ck]`, live tiles of each pair of chunks, summed over heads and batch
-    elements in shares of one; `packed`: uint8 `[Cq, ceil(Ck / 8)]`, one bit for each pair that has some.
+    elements in shares of one; `packed`: uint8 `[Cq, ceil(Ck / 8)]`, one bit for each pair with a live tile.
     """
 
     area: NDArray[np.float64]
@@ -65,7 +65,7 @@ class _Work:
 def assign(mask: BlockMask, ranks: int) -> Assignment:
     """The cheapest assignment of the tokens of a canonical mask without lengths, on the CPU, to `ranks` ranks.
 
-    Queries and keys are taken for the same tokens if there are equally many. Ranks have equally many chunks, up to one.
+    If there are equally many queries and keys, they are the same tokens. Ranks have equally many chunks, up to one.
     Raises ValueError if there are fewer blocks than ranks.
     """
     same = mask.q_len == mask.k_len
@@ -183,8 +183,8 @@ def _dealt(area: NDArray[np.float64], ranks: int) -> Integers:
 
 
 def _balanced(work: _Work, runs: Integers, ranks: int) -> Integers:
-    """Swaps chunks between the most and the least loaded rank until they are nearly even, preferring swaps that keep
-    chunks beside those that they share scores with.
+    """Swaps chunks between the most and the least loaded rank until they are nearly even; prefers swaps that keep
+    chunks beside chunks that they share scores with.
     """
     rank_of = runs.copy()
     load = np.bincount(rank_of, work.rows, minlength=ranks)
@@ -216,7 +216,7 @@ def _balanced(work: _Work, runs: Integers, ranks: int) -> Integers:
 
 
 def _spread(chunks: Integers, area: NDArray[np.float64]) -> Integers:
-    """All of few chunks; of many some whose areas are spread over the range of all."""
+    """All chunks if they are few, otherwise some with areas spread over the whole range."""
     if len(chunks) <= _TO_SWAP:
         return chunks
     chosen = np.arange(_TO_SWAP) * (len(chunks) - 1) // (_TO_SWAP - 1)
@@ -224,7 +224,7 @@ def _spread(chunks: Integers, area: NDArray[np.float64]) -> Integers:
 
 
 def _cost(work: _Work, queries: Integers, keys: Integers, ranks: int) -> float:
-    """The live scores of the most loaded rank, plus those that the most remote keys of a rank are worth."""
+    """The live scores of the most loaded rank, plus the cost of the most remote keys of a rank, in live scores."""
     load = np.bincount(queries, work.rows, minlength=ranks)
     order = np.argsort(queries, kind="stable")
     starts = np.searchsorted(queries[order], np.arange(ranks))

@@ -1,4 +1,4 @@
-"""Where in the whole sequence the tokens of a tensor stand, as changes of scores and dropout are told it."""
+"""The positions of a tensor's tokens in the whole sequence, as score modifications and dropout take them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Positions:
     >>> positions.groups_on(torch.device("cpu"))
     tensor([2, 0], dtype=torch.int32)
 
-    `tokens`: int64 `[n]`, on the CPU; slots may be left over, at any position, also past the `length` of the sequence.
+    `tokens`: int64 `[n]`, on the CPU; unused slots may have any position, also past the `length` of the sequence.
     """
 
     tokens: Tensor
@@ -29,17 +29,17 @@ class Positions:
     _made: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def on(self, device: torch.device) -> Tensor:
-        """As changes of scores take them, all within the sequence: int64 `[n]`."""
+        """For score modifications, all within the sequence: int64 `[n]`."""
         return self._once("tokens", device, lambda: self.tokens.clamp(max=self.length - 1))
 
     def queries_on(self, device: torch.device) -> Tensor:
-        """As dropout takes them for queries: int32 `[n]`."""
+        """For dropout, of queries: int32 `[n]`."""
         return self._once("queries", device, lambda: self.tokens.int())
 
     def groups_on(self, device: torch.device) -> Tensor:
-        """As dropout takes them for keys: the number of each group of 16, int32 `[ceil(n / 16)]`.
+        """For dropout, of keys: the number of each group of 16, int32 `[ceil(n / 16)]`.
 
-        Blocks, and so chunks and slots, are multiples of 16 tokens, so that such groups stay together.
+        Blocks, and so chunks and slots, are multiples of 16 tokens, so groups stay together.
         """
         return self._once("groups", device, self._groups)
 

@@ -1,9 +1,8 @@
-"""Queries travel to the ranks that hold their keys, and partial results travel back: the exchange for few queries and
-many keys.
+"""Queries travel to the ranks that hold their keys, and partial results travel back: for few queries and many keys.
 
-It is the exchange of keys under the transposed mask, followed by one of results. A rank attends with its own queries,
-and with those that have come, to its own keys. The owner of a query merges the parts by their lse: its own first, then
-those of the other ranks in their order.
+The queries are exchanged as keys are under the transposed mask, and then the results. A rank attends with its own and
+the received queries to its own keys. The owner of a query merges the parts by their lse: its own first, then the parts
+of the other ranks in their order.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ def turned(assignment: Assignment) -> Assignment:
 def query_stages(
     mask: BlockMask, assignment: Assignment, readers: Readers, rank: int, heads: Heads, *, same_slots: bool
 ) -> Route:
-    """The attention of local queries to local keys, and that of the queries that come to them.
+    """The attention of local queries to local keys, and the attention of received queries to local keys.
 
-    `mask`, `readers`: of the transposed mask; `heads`: with a kind for each query head; `same_slots`: as `stages_of`
-    takes it. The stages' positions are those of queries.
+    `mask`, `readers`: of the transposed mask; `heads`: with a kind for each query head; `same_slots`: as for
+    `stages_of`. The stages' positions are positions of queries.
     """
     route = stages_of(mask, turned(assignment), readers, rank, heads, 1, same_slots=same_slots)
     return Route([replace(stage, mask=stage.mask.transpose()) for stage in route.stages])
@@ -42,7 +41,7 @@ def query_stages(
 def merged_with_remote(
     out: Tensor, lse: Tensor, remote_out: Tensor, remote_lse: Tensor, transfers: Transfers
 ) -> tuple[Tensor, Tensor]:
-    """`(out, lse)` of this rank's queries from its own part and those that it had computed elsewhere.
+    """`(out, lse)` of this rank's queries, merged from the local part and the parts of other ranks.
 
     `out [B, Hq, n, Dv]`, `lse [B, Hq, n]`: of local queries and keys; `remote_out [B, Hq, slots, Dv]`, `remote_lse`: of
     the queries that came from other ranks, which are sent back to them.
@@ -108,7 +107,7 @@ class _MergeRows(Function):
 def _merge(
     transfers: Transfers, out: Tensor, lse: Tensor, out_rows: Tensor, lse_rows: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """`(out, lse)` in fp32 or fp64, the share of the local part, and those of the rows of each rank."""
+    """`(out, lse)` in fp32 or fp64, the share of the local part, and the shares of the rows of each rank."""
     sent = transfers.route.exchanging[0].sent
     rows = sent.on(out.device).split(sent.counts)
     lses, outs = lse_rows.split(sent.counts), out_rows.split(sent.counts)

@@ -1,4 +1,4 @@
-"""Some of a rank's queries attend to other keys than the rest: taken apart, and their results put in place."""
+"""Some of a rank's queries attend to other keys than the rest: they are taken apart, and their results put in place."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch.autograd import Function
 
 
 def taken_apart(q: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """`(q[:, :, rows], q)`, for attentions of which the second gives these rows no gradient."""
+    """`(q[:, :, rows], q)`, for two attentions; the second one gives these rows no gradient."""
     some, whole = _Take.apply(q, rows)  # type: ignore[no-untyped-call]
     return some, whole
 
 
 def put_in_place(some: tuple[Tensor, Tensor], whole: tuple[Tensor, Tensor], rows: Tensor) -> tuple[Tensor, Tensor]:
-    """`(out, lse)` of all queries: those of `some` for these rows, which have no live key in `whole`."""
+    """`(out, lse)` of all queries: `some` for these rows, which have no live key in `whole`, and `whole` elsewhere."""
     out, lse = _Put.apply(rows, *some, *whole)  # type: ignore[no-untyped-call]
     return out, lse
 

@@ -1,4 +1,4 @@
-"""From a mask and its shards to who needs which key blocks from whom, with NumPy and the same on every rank."""
+"""Which rank needs which key blocks from which rank, computed from a mask and its shards alike on every rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ Booleans = NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class Readers:
-    """Who reads what. `reads`: bool `[ranks, P, Mk]`: whether a rank has queries with live scores in a key block."""
+    """The readers of keys. `reads`: bool `[ranks, P, Mk]`: whether a rank has queries with live scores
+    in a key block.
+    """
 
     reads: Booleans
     owner: Integers  # [Mk], the rank of each key block
@@ -42,7 +44,6 @@ class Readers:
 
     @property
     def ranks(self) -> int:
-        """The number of ranks."""
         return len(self.reads)
 
     def remote(self, rank: int) -> Booleans:
@@ -69,8 +70,8 @@ class Readers:
 
 @dataclass(frozen=True, eq=False)
 class Heads:
-    """Which patterns the queries of each key head use. With grouped heads, a key head is needed where any of its query
-    heads needs it. Key heads with the same patterns are of one kind.
+    """The patterns that the queries of each key head use. With grouped heads, a key head is needed where any of its
+    query heads needs it. Key heads with the same patterns are of one kind.
     """
 
     kinds: list[list[int]]  # the patterns of each kind

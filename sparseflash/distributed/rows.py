@@ -1,4 +1,4 @@
-"""Rows of a tensor of tokens that are exchanged: taken, put in place, and added to the others."""
+"""The rows of a tensor of tokens that are exchanged: taken, put in place, and added to other rows."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Rows:
     >>> rows.taken(torch.arange(10, 20)).tolist()
     [14, 15, 10]
 
-    `starts`, `sizes`: int64 `[runs]`, the first row and the number of rows of each run, those of rank 0 first;
-    `counts`: rows for each rank.
+    `starts`, `sizes`: int64 `[runs]`, the first row and the number of rows of each run, for rank 0 first; `counts`:
+    rows for each rank.
     """
 
     starts: Integers
@@ -37,13 +37,11 @@ class Rows:
         return bool((self.starts == self.sizes.cumsum() - self.sizes).all())
 
     def are_all(self, count: int) -> bool:
-        """Whether these are all of so many rows, in their order."""
+        """Whether these are all of `count` rows, in their order."""
         return sum(self.counts) == count and self._are_in_order
 
     def taken(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """The rows of `x [rows, ...]`, written to `out` if it is given; x itself if they are all of it, in their order,
-        and there is no `out`.
-        """
+        """The rows of `x [rows, ...]`, written to `out` if it is given; x itself if they are all of it and no `out`."""
         if self.are_all(len(x)):
             return x if out is None else out.copy_(x)
         if out is None:
@@ -74,8 +72,8 @@ class Additions:
     >>> added(torch.zeros(3, 1), [torch.ones(2, 1), torch.ones(1, 1)], 3).flatten().tolist()
     [0.0, 1.0, 2.0]
 
-    Rows for several ranks count as one tensor for each rank, those of rank 0 of all tensors first. No row may come
-    twice for one rank.
+    Rows for several ranks count as one tensor for each rank, the tensors for rank 0 first. No row may come twice for
+    one rank.
     """
 
     def __init__(self, rows: Sequence[Rows]) -> None:
@@ -84,10 +82,7 @@ class Additions:
         self._touched: dict[Any, Any] = {}
 
     def __call__(self, first: Tensor | None, others: Sequence[Tensor], count: int) -> Tensor:
-        """`first [count, D]`, in place of which the sum may be written, plus the `others`, one for each `Rows`.
-
-        None for `first` stands for zeros.
-        """
+        """`first [count, D]`, or zeros for None, plus the `others`, one for each `Rows`; may overwrite `first`."""
         begin = 0
         if first is None:
             if self.rows[0].are_all(count):
@@ -119,7 +114,7 @@ class Additions:
         return self._disjoint[begin]
 
     def _places(self, begin: int, device: torch.device) -> tuple[Tensor, list[Tensor]]:
-        """`(touched, places)`: the rows to which anything is added, and where among them those of each tensor are."""
+        """`(touched, places)`: the rows that are added to, and where among them the rows of each tensor are."""
 
         def made() -> tuple[Tensor, list[Tensor]]:
             rows = self._by_rank(begin, [rows.on(device) for rows in self.rows])

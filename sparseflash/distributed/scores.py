@@ -1,7 +1,7 @@
-"""Changes of scores over several ranks: what those of the whole problem are for the tokens or heads of one call.
+"""Score modifications over several ranks: from the whole problem to the tokens or heads of one call.
 
-Changes that tell positions apart do so by the positions in the whole sequence: tensors along tokens are indexed by
-them, and functions are called with them.
+Modifications that depend on positions use positions in the whole sequence: tensors along tokens are indexed by them,
+and functions are called with them.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from sparseflash.scores.sink import Sink
 from sparseflash.scores.softcap import Softcap
 from sparseflash.scores.temperature import Temperature
 
-# Functions of local places that call those of whole ones, so that each is recorded for the kernels once, not at every
-# step or stage. A program that makes new functions all the time loses old ones.
+# Functions of local places that call functions of whole places, kept so that each is recorded for the kernels once, not
+# at every step or stage. A program that keeps making new functions loses old ones.
 _placed = BoundedDict(32)
 
 
 def tells_positions(changes: Scores) -> bool:
-    """Whether a change depends on where in the sequence a query or a key stands."""
+    """Whether a modification depends on the position of a query or a key."""
     return any(
         change.values.shape[2] > 1 if isinstance(change, Temperature) else not isinstance(change, Softcap | Sink)
         for change in changes.changes
@@ -36,9 +36,7 @@ def tells_positions(changes: Scores) -> bool:
 
 
 def refuse_local(changes: Scores) -> None:
-    """Raises ValueError for a function that is given as a Triton function, and for values of live tiles: both take the
-    places of one call.
-    """
+    """Raises ValueError for a Triton function and for values of live tiles: both take the places of one call."""
     if changes.find("tile_bias") is not None:
         raise ValueError(
             "scores must be without tile_bias over several ranks, whose calls have masks and tiles of their own; pass "
@@ -53,8 +51,8 @@ def refuse_local(changes: Scores) -> None:
 
 
 def in_full_precision(changes: Scores) -> Scores:
-    """The changes with their half-precision tensors in fp32, so that their gradients are rounded once, after those of
-    all stages have been summed.
+    """The modifications with half-precision tensors in fp32, so that gradients are rounded once, after the sum over
+    stages.
     """
     return changes.with_tensors(
         [x.float() if x.is_floating_point() and x.element_size() < 4 else x for x in changes.tensors()]
@@ -62,7 +60,7 @@ def in_full_precision(changes: Scores) -> Scores:
 
 
 def of_tokens(changes: Scores, queries: Tensor, keys: Tensor, shift: int) -> Scores:
-    """The changes, none of which is a sink, for the queries and keys at these positions.
+    """The modifications, none of which may be a sink, for the queries and keys at these positions.
 
     `changes`: prepared for the whole problem; `queries`, `keys`: int64 `[n]`, `[m]`, on the changes' device; `shift`:
     Nk - Nq of the whole problem.
@@ -76,7 +74,7 @@ def of_tokens(changes: Scores, queries: Tensor, keys: Tensor, shift: int) -> Sco
         elif isinstance(change, Bias):
             found.append(Bias(_taken(_taken(change.values, 2, queries), 3, keys)))
         elif isinstance(change, Codes):
-            # Without ends of runs, which are those of tokens side by side.
+            # Without ends of runs, which assume neighbouring tokens.
             codes = change.q_codes.index_select(0, queries), change.k_codes.index_select(0, keys)
             found.append(Codes(change.table, change.buckets, *codes, change.until[:0]))
         elif not isinstance(change, Distance | Function):
@@ -89,7 +87,7 @@ def of_tokens(changes: Scores, queries: Tensor, keys: Tensor, shift: int) -> Sco
 
 
 def of_heads(changes: Scores, heads: slice) -> Scores:
-    """The changes for some query heads, all of whose tokens are there."""
+    """The modifications for some query heads, with all tokens."""
     found: list[Change] = []
     for change in changes.changes:
         if isinstance(change, Temperature | KeyBias | Bias):
@@ -125,8 +123,9 @@ def _with_positions(
 
 
 def _of_positions(distance: Distance | None, function: Function | None, shift: int) -> Function:
-    """The function that a distance and a function of whole places are of local ones; without its tensors: the positions
-    of queries and keys, the slopes if there is a distance, and the function's own.
+    """A distance and a function of whole places, as a function of local places.
+
+    Its tensors are the positions of queries and keys, the slopes if a distance is given, and the function's own.
     """
     is_log = None if distance is None else distance.is_log
 
@@ -150,7 +149,7 @@ def _of_positions(distance: Distance | None, function: Function | None, shift: i
 
 
 def _from_head(function: Function, first: int) -> Function:
-    """The function that one of all heads is for heads from `first` on; without its tensors."""
+    """A function of all heads as a function of the heads from `first` on; without its tensors."""
 
     def moved(change: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def changed(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, *tensors: Tensor) -> Tensor:

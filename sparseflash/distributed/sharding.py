@@ -1,4 +1,4 @@
-"""`shard`: from a mask and a group to a `ShardPlan`; what its arguments may be."""
+"""`shard`: from a mask and a group to a `ShardPlan`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def shard(
     stages: int | None = None,
     transport: TransportName = "auto",
 ) -> ShardPlan:
-    """Plans the attention of a mask over the ranks of a group: which tokens lie where, and which keys travel.
+    """Plans the attention of a mask over the ranks of a group: the tokens of each rank, and the keys that travel.
 
     Without processes, the plan of rank 0 of 4:
 
@@ -35,29 +35,29 @@ def shard(
 
     Ranks hold equally many chunks of tokens, up to one; a chunk is one block or several, and the last may be ragged.
     They are dealt so that live tiles are balanced and few keys travel. The plan is a function of the mask, so every
-    rank makes the same one without talking. If `q_len == k_len`, queries and keys are taken for the same tokens.
+    rank makes the same plan without communication. If `q_len == k_len`, queries and keys are the same tokens.
 
     Args:
         mask: the whole mask, the same on every rank. Lengths are written into its tiles, and a dynamic mask is made
             canonical, so both synchronise with the device.
         group: a process group, or a DeviceMesh of one dimension (`mesh["cp"]`); None: the default group.
-        ranks, rank: instead of a group, make the plan of one of so many ranks without processes; it can be inspected
+        ranks, rank: instead of a group, plan for rank `rank` of `ranks` without processes; the plan can be inspected
             but runs no attention.
-        like: another plan of the same lengths: leave the tokens where it has put them. Use it if the mask changes at
-            every step or layer.
-        strategy: `"keys"`: live remote keys travel to the queries, whatever the mask and the heads; `"heads"`: all
-            tokens of some heads travel to each rank (Ulysses), if the key heads are a multiple of the ranks;
-            `"queries"`: queries travel to live remote keys, and partial results back, for few queries and many keys;
-            `"auto"`: the one that costs least by `explain`'s model.
-        stages: into how many exchanges, 1 to 4, the keys that travel are cut; attention to keys that are there already
-            overlaps with them, and partial results are merged. 0: attention begins when all keys are there, and nothing
-            is merged. None: chosen by the same model. Queries and heads do not travel in stages, so with
-            `strategy="auto"` a number holds if keys are what costs least.
+        like: another plan of the same lengths, whose assignment of tokens is kept. Use it if the mask changes at every
+            step or layer.
+        strategy: `"keys"`: live remote keys travel to the queries, for any mask and heads; `"heads"`: all tokens of
+            some heads travel to each rank (Ulysses), if the key heads are a multiple of the ranks; `"queries"`: queries
+            travel to live remote keys, and partial results back, for few queries and many keys; `"auto"`: the cheapest
+            by `explain`'s model.
+        stages: the number of exchanges, 1 to 4, in which keys travel; they overlap with attention to the keys at hand,
+            and partial results are merged. 0: attention begins when all keys have arrived, without a merge. None:
+            chosen by the same model. Queries and heads do not travel in stages, so with `strategy="auto"` a number
+            applies only if the model chooses keys.
         transport: `"collective"`: NCCL's all-to-all, whose programs take turns with attention; `"peer"`: copies out of
-            the other ranks' memory, for GPUs of one host that can read each other's, beside attention. For each
-            group every GPU then holds a buffer of what the rank that sends most sends in the largest call so far,
-            until the group ends; PyTorch's memory statistics do not count it. CUDA graphs need `"collective"`.
-            Heads travel by collectives alone, so they do not with `"peer"`. `"auto"`: peer where it is possible.
+            the other ranks' memory, beside attention, for GPUs of one host that can read each other's memory;
+            `"auto"`: peer where it is possible. For `"peer"`, every GPU holds a buffer for each group until the group
+            ends, as large as the largest sender needed in the largest call so far; PyTorch's memory statistics do not
+            count it. CUDA graphs need `"collective"`, and so do heads that travel.
 
     Raises ValueError if the mask has fewer blocks than there are ranks, for a DeviceMesh of several dimensions, for
     heads with copies between peers, for stages of queries or heads, and for `like` of other lengths, ranks or a chunk

@@ -17,7 +17,7 @@ Integers = NDArray[np.int64]
 
 
 def in_blocks(blocks: Integers, block: int) -> Integers:
-    """The numbers of all that lies in these blocks of `block`, one block after another; the last may be past the end.
+    """The numbers of all tokens in these blocks of `block`, one block after another; some may be past the end.
 
     >>> in_blocks(np.array([2, 0]), 3).tolist()
     [6, 7, 8, 0, 1, 2]
@@ -44,7 +44,6 @@ class Shards:
 
     @cached_property
     def ranks(self) -> int:
-        """The number of ranks."""
         return int(self.rank_of_chunk.max()) + 1
 
     @cached_property

@@ -1,7 +1,7 @@
 """One rank's work: the exchanges of keys, and the attention to the keys of each.
 
-Every rank computes the same table of who reads what from the whole mask (`routes`), and takes from it what it sends and
-what it receives; so the two ends of each message agree without talking. All of this is NumPy on lists of tiles.
+Every rank computes the same table of readers from the whole mask (`routes`), and takes from it the rows that it sends
+and receives; so both ends of each message agree without communication. All of this is NumPy on lists of tiles.
 """
 
 from __future__ import annotations
@@ -28,16 +28,15 @@ from sparseflash.distributed.shards import Integers, in_blocks
 
 @dataclass(frozen=True, eq=False)
 class Stage:
-    """An attention of some queries to some keys, and the exchange before it that brings those of other ranks.
+    """An attention of some queries to some keys, and the exchange of keys before it.
 
-    Of the keys come first `kept` slots with keys of this rank, filled up to whole blocks, and then those that have come
-    from other ranks.
+    The first keys are `kept` slots with keys of this rank, filled up to whole blocks; then come keys of other ranks.
 
-    `mask`: on the CPU; `queries`: which of the rank's queries they are, int64, None for all; `exchanges`: whether any
-    rank sends anything; `own`: the rows of the rank's keys that come first, of a tensor `[B * Hkv * n, D]`; `slots`:
-    tokens of all keys; `positions`, `query_positions`: where in the whole sequence they stand, any position for unused
-    slots; `positions` is None if heads differ in what lies in a slot; `between`: int64 `[from, to]`, the rows that go
-    from each rank to each, counted when it is first called.
+    `mask`: on the CPU; `queries`: the numbers of the rank's queries, int64, None for all; `exchanges`: whether any rank
+    sends anything; `own`: the rows of the rank's keys that come first, of a tensor `[B * Hkv * n, D]`; `slots`: tokens
+    of all keys; `positions`, `query_positions`: positions in the whole sequence, arbitrary for unused slots;
+    `positions` is None if a slot has different tokens in different heads; `between`: int64 `[from, to]`, the rows that
+    go from each rank to each, counted when it is first called.
     """
 
     mask: BlockMask
@@ -57,29 +56,26 @@ class Stage:
         return {}
 
     def mask_on(self, device: torch.device) -> BlockMask:
-        """The mask on a device, moved there once."""
         return once(self._moved, ("mask", device), lambda: self.mask.to(device))
 
     def queries_on(self, device: torch.device) -> Tensor | None:
-        """`queries` on a device, moved there once."""
         queries = self.queries
         return None if queries is None else once(self._moved, ("queries", device), lambda: queries.to(device))
 
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """The stages of a rank in their order, and what is added to the gradients of its keys after them."""
+    """The stages of a rank in their order, and the gradients that are added to its keys' after them."""
 
     stages: list[Stage]
 
     @cached_property
     def exchanging(self) -> list[Stage]:
-        """The stages that exchange something."""
         return [stage for stage in self.stages if stage.exchanges]
 
     @cached_property
     def added(self) -> Additions:
-        """Adds gradients of keys that exchanging stages kept, and those that come back for keys that were sent."""
+        """Adds gradients of keys that exchanging stages kept, and gradients that come back for keys that were sent."""
         return Additions([rows for stage in self.exchanging for rows in (stage.own, stage.sent)])
 
 
@@ -89,11 +85,12 @@ def stages_of(
 ) -> Route:  # fmt: skip
     """The attention to local keys, then `stages` exchanges. Each message is cut into that many nearly equal parts.
 
-    If `stages` is 0, all queries attend to all their keys at once; if few of them have remote keys, the others attend
-    apart, to local keys, which then need not be copied: first if `local_first`, while keys travel.
+    If `stages` is 0, all queries attend to all their keys at once. But if few queries have remote keys, the others
+    attend apart, to local keys, which then need not be copied; with `local_first`, they attend first, while keys
+    travel.
 
-    same_slots: a slot has the same token for all heads, so that it has one position; otherwise heads that need
-    different keys each fill their slots from the first on, which takes less memory.
+    same_slots: a slot has the same token, and so one position, for all heads. Otherwise heads that need different keys
+    fill their slots independently, which takes less memory.
     """
     work = _Work.of(mask, assignment, readers, rank, heads, max(stages, 1))
     if stages == 0 and any(readers.remote(each).any() for each in range(readers.ranks)):
@@ -113,7 +110,7 @@ class _Work:
     heads: Heads
     entries: Entries
     outgoing: list[Integers]  # the key blocks that each rank needs from this one
-    incoming: list[Integers]  # and that this one needs from each
+    incoming: list[Integers]  # the key blocks that this rank needs from each
     reads: Booleans  # [R, kinds, Mk]
     stages: int
     stage_of: Integers  # [Mk]: 0 is local, from 1 on comes with an exchange, -1 is not needed
@@ -135,12 +132,11 @@ class _Work:
 
     @property
     def tokens(self) -> int:
-        """The rank's keys."""
         return self.assignment.keys.counts[self.rank]
 
     @cached_property
     def place(self) -> Integers:
-        """The number of each key block among those of its rank, for each kind of head: `[kinds, Mk]`."""
+        """The number of each key block among the blocks of its rank, for each kind of head: `[kinds, Mk]`."""
         return np.broadcast_to(self.readers.place, (len(self.heads.kinds), len(self.readers.place)))
 
     @cached_property
@@ -154,7 +150,7 @@ class _Work:
         return Positions(keys.positions(self.rank), keys.length)
 
     def local(self, rows: Booleans | None = None) -> Stage:
-        """Attention to local keys, of all queries or of these block rows, while the other queries see nothing."""
+        """Attention to local keys, of all queries or of these block rows; the other queries see nothing."""
         mask = self.entries.mask(self.stage_of == 0, self.place, self.tokens, rows)
         none = _none(self.readers.ranks)
         return Stage(
@@ -171,16 +167,16 @@ class _Work:
         )  # fmt: skip
 
     def together(self, same_slots: bool) -> list[Stage]:
-        """The attention of block rows to all their keys; if few of them have remote keys, then that of the others.
+        """The attention of block rows to all their keys; if few have remote keys, then the attention of the others.
 
-        If the others attend first, while keys travel, the exchange must not need multiprocessors. A collective does:
-        where attention began before it, it waits until attention ends, and where it began before attention, it keeps
-        attention from them while it waits for the other rank. So the ranks would take turns.
+        The others may attend first, while keys travel, only if the exchange needs no multiprocessors. A collective
+        needs them: started after attention, it waits until attention ends; started before, it blocks attention while it
+        waits for the other rank. So the ranks would take turns.
         """
         block_q, block_k = self.mask.block_q, self.mask.block_k
         rows = self.entries.rows_with(self.stage_of > 0)
         if not rows.any():
-            rows[-1] = True  # so that there is a stage in which keys are sent
+            rows[-1] = True  # so that keys are sent in some stage
         if rows.mean() > FEW_QUERIES:
             rows[:] = True
         own = self.entries.columns_of(rows) & (self.stage_of == 0)
@@ -210,12 +206,12 @@ class _Work:
         return np.broadcast_to(here.any(0), here.shape) if same_slots else here
 
     def _slots(self, number: int, same_slots: bool, least: int) -> tuple[Integers, int]:
-        """The block number at which each of these blocks is placed, `[kinds, Mk]`, and how many blocks there are."""
+        """The block number at which each of these blocks is placed, `[kinds, Mk]`, and the number of blocks."""
         needed = self._needed(number, same_slots)
         return needed.cumsum(1) - 1, max(least, int(needed.sum(1).max()))
 
     def _positions(self, number: int, same_slots: bool, slots: int) -> Positions | None:
-        """The positions of the tokens in the slots of an exchange, any in what is left of `slots` blocks."""
+        """The positions of the tokens in the slots of an exchange; arbitrary in the rest of `slots` blocks."""
         needed = self._needed(number, same_slots)
         if (needed != needed[0]).any():
             return None
@@ -236,7 +232,7 @@ class _Work:
         )
 
     def _between(self, number: int) -> Callable[[], Integers]:
-        """What counts the rows that go between all ranks in an exchange, which not every transport asks for."""
+        """A function that counts the rows between all ranks in an exchange; not every transport calls it."""
         # Without `self`, so that the lists of tiles are not kept with the stage.
         return cache(partial(_rows_between, self.readers, self.heads, self.stages, number))
 
@@ -266,7 +262,6 @@ def _rows_between(readers: Readers, heads: Heads, stages: int, number: int) -> I
 
 
 def _part(blocks: Integers, stages: int, number: int) -> Integers:
-    """Those of a message's blocks that go with an exchange."""
     return np.compress(_parts(len(blocks), stages) == number, blocks)
 
 

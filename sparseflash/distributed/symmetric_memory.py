@@ -1,4 +1,4 @@
-"""The memory of GPUs that can read each other's, by PyTorch's symmetric memory; and why those of a group cannot."""
+"""Memory that all GPUs of a group can read, by PyTorch's symmetric memory, or the reason why it is impossible."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class SymmetricMemory:
         import torch.distributed._symmetric_memory as symmetric_memory
 
         self.size = size
-        torch.cuda.empty_cache()  # the buffer is not of PyTorch's memory, which may hold all there is
+        torch.cuda.empty_cache()  # the buffer does not come from PyTorch's cache, which may hold all memory
         failure = ""
         try:
             self.buffer = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
@@ -31,15 +31,14 @@ class SymmetricMemory:
             self.buffer if rank == dist.get_rank(group) else self.handle.get_buffer(rank, (size,), torch.uint8)
             for rank in range(dist.get_world_size(group))
         ]
-        timeout = group._get_backend(device).options._timeout  # what bounds a collective of the group
+        timeout = group._get_backend(device).options._timeout  # the limit of a collective of the group
         self.timeout_ms = round(1e3 * timeout.total_seconds())
 
     def of(self, rank: int) -> Tensor:
-        """See `PeerMemory`."""
         return self.buffers[rank]
 
     def barrier(self) -> None:
-        """See `PeerMemory`; where a rank does not come within the group's timeout, an error of the device."""
+        """See `PeerMemory`; a device error if a rank does not come within the group's timeout."""
         self.handle.barrier(0, self.timeout_ms)
 
 
@@ -55,7 +54,7 @@ def why_not_peer(group: dist.ProcessGroup, device: torch.device) -> str:
     elif len(hosts) > 1:
         reason = f"the group is on {len(hosts)} hosts"
     elif len(uuids) < len(found) or len(indices) < len(found):
-        reason = "ranks share a GPU, or number their GPUs alike"  # which PyTorch's symmetric memory refuses
+        reason = "ranks share a GPU, or number their GPUs alike"  # PyTorch's symmetric memory refuses both
     else:
         visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
         others = [visible.get(uuid) for uuid in uuids if uuid != mine[1]]
@@ -66,6 +65,6 @@ def why_not_peer(group: dist.ProcessGroup, device: torch.device) -> str:
 
 def _gathered(value: Any, group: dist.ProcessGroup, device: torch.device) -> list[Any]:
     found: list[Any] = [None] * dist.get_world_size(group)
-    with torch.cuda.device(device):  # by which NCCL sends what it is given
+    with torch.cuda.device(device):  # NCCL sends from the current device
         dist.all_gather_object(found, value, group=group)
     return found

@@ -1,6 +1,6 @@
-"""What carries rows from rank to rank in an exchange: what is told to it, and what it must do.
+"""The interface of a transport, which carries rows from rank to rank in an exchange.
 
-`collectives` and `peer_copies` are the two ways; `transport_choice` says which one a group takes.
+`collectives` and `peer_copies` implement it; `transport_choice` chooses between them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _ALIGNMENT = 128  # bytes: a multiple of every dtype's size, as views of the buf
 class Message:
     """The rows that go between ranks in one exchange.
 
-    `taken`: which rows of a tensor are sent, those for rank 0 first; None if the tensor has just these; `outgoing`,
-    `incoming`: rows for and from each rank; `between`: int64 `[from, to]`, those of all ranks, counted when called.
+    `taken`: the rows of a tensor that are sent, for rank 0 first; None if the tensor has just these; `outgoing`,
+    `incoming`: rows for and from each rank; `between`: int64 `[from, to]`, the rows of all ranks, counted when called.
     """
 
     taken: Rows | None
@@ -38,7 +38,7 @@ class Message:
 class Transport(Protocol):
     """One way to send rows between the ranks of a group, which all make the same calls in the same order.
 
-    `overlaps`: whether attention goes on at full speed meanwhile.
+    `overlaps`: whether attention runs at full speed meanwhile.
     """
 
     overlaps: bool
@@ -47,21 +47,21 @@ class Transport(Protocol):
         """Makes room for several exchanges at once (`room_of`), so that none waits until others have been read."""
 
     def start(self, tensors: Sequence[Tensor], message: Message) -> tuple[list[Tensor], Wait]:
-        """Starts sending rows of tensors `[rows, D]`: `(rows that will come of each, what waits for them)`.
+        """Starts sending rows of tensors `[rows, D]`: `(rows to be received, a wait, for each)`.
 
-        The tensors may be freed, but must not be changed, before the wait. What comes may be read on the stream that
+        The tensors may be freed, but must not be changed, before the wait. Received rows may be read on the stream that
         has waited.
         """
 
 
 def room_of(between: Integers, row_bytes: Sequence[int]) -> int:
-    """The bytes that an exchange of tensors with rows of so many bytes takes in every rank's buffer, either way."""
+    """The bytes that an exchange of tensors with rows of these sizes takes in every rank's buffer, either way."""
     return places_of(between, row_bytes)[-1]
 
 
 def places_of(between: Integers, row_bytes: Sequence[int]) -> list[int]:
-    """Where each tensor's rows begin in a buffer, and where the last end: the same for what goes back, and on all
-    ranks.
+    """Where each tensor's rows begin in a buffer, and where the last end: the same on all ranks and for
+    the way back.
     """
     most = int(max(between.sum(1).max(), between.sum(0).max()))
     sizes = [-(-most * each // _ALIGNMENT) * _ALIGNMENT for each in row_bytes]

@@ -1,6 +1,6 @@
-"""Which transport a group takes: copies where its GPUs can read each other's memory, or else its collectives.
+"""The transport of a group: copies if its GPUs can read each other's memory, otherwise its collectives.
 
-What has been made for a group is kept as long as the group.
+A transport is kept as long as its group.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ TRANSPORTS = ("auto", "collective", "peer")
 
 
 class _Transports:
-    """What can carry rows between the ranks of a group, from and to tensors on one device.
+    """The transports between the ranks of a group, from and to tensors on one device.
 
-    Making it is a collective call, the same whatever transport is wanted: ranks that want different ones find out
-    later, when they compare all options of a call.
+    Making them is a collective call, whatever transport is wanted: ranks that want different ones find out later, when
+    they compare all options of a call.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -41,7 +41,7 @@ _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, _Transpor
 def transport_of(group: dist.ProcessGroup, device: torch.device, name: TransportName) -> Transport:
     """The transport of a group between tensors on a device; the first call is a collective one.
 
-    ValueError, on all ranks, if it is to be "peer" and cannot.
+    Raises ValueError, on all ranks, if `name` is "peer" and peer copies are impossible.
     """
     of_group = _made.setdefault(group, {})
     found = of_group.get(device)
@@ -56,7 +56,7 @@ def transport_of(group: dist.ProcessGroup, device: torch.device, name: Transport
 
 def peer_copies(group: dist.ProcessGroup, device: torch.device) -> PeerCopies:
     """Copies between the GPUs of a group."""
-    known = weakref.ref(group)  # the group is a key of what holds them
+    known = weakref.ref(group)  # a cache entry must not keep the group, its key, alive
     return PeerCopies(
         dist.get_rank(group), lambda size: SymmetricMemory(size, alive(known), device), torch.cuda.Stream(device)
     )

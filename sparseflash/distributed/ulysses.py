@@ -1,7 +1,6 @@
 """All-to-all over heads (DeepSpeed Ulysses, Jacobs et al. 2023): each rank attends with some heads over all tokens.
 
-Backward is the same exchange in the other direction. Nothing is summed, so a result has the bits that its head has on
-one rank.
+Backward is the same exchange in the other direction. Nothing is summed, so a result has the same bits as on one rank.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def to_tokens(x: Tensor, shards: Shards, group: dist.ProcessGroup, sent: Sent) -
 
 
 def _exchange(parts: list[Tensor], shapes: list[torch.Size], group: dist.ProcessGroup, sent: Sent) -> list[Tensor]:
-    """Sends a part to each rank and returns those that come, of these shapes; the last dimension is common."""
+    """Sends a part to each rank and returns the received parts, of these shapes; the last dimension is common."""
     rank, width = dist.get_rank(group), parts[0].shape[-1]
     data = torch.cat([part.reshape(-1, width) for part in parts])
     counts_out = [part.numel() // width for part in parts]

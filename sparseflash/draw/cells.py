@@ -52,17 +52,19 @@ def shares(
     array([[0.765625, 0.265625, 0.      , 0.      ],
            [1.      , 1.      , 0.765625, 0.265625]])
 
-    A cell is `step = (a, b)` tiles down and across, where a and b are the smallest powers of two for which the grid
-        fits.
-    So no cell cuts a tile, and structure in powers of two aligns with the grid. The last row and column of cells may
-        have
-    fewer tiles. Time is proportional to the live tiles. Scores past `q_len` or `k_len` do not exist and are not
-        counted, so a tile at a ragged end may have share
-    1. It still counts as partial, as it does for the kernels, because it is stored with bits; so does a full tile that
-    `lengths` cut.
+    A cell is `step = (a, b)` tiles down and across, where a and b are the smallest powers of two that make the grid
+    fit. So no cell cuts a tile, and structure in powers of two aligns with the grid. The last row and column of cells
+    may have fewer tiles. Time is proportional to the live tiles.
 
-    `pattern`: which one of the mask's. `lengths`: the numbers of live queries and keys; tokens past them are padding,
-    and dead. The mask's own lengths are not used: pass `mask.lengths[:, b]` for batch element b.
+    Scores past `q_len` or `k_len` do not exist and are not counted, so a tile at a ragged end may have share 1. It
+    still counts as partial, as for the kernels, because it is stored with bits; so does a full tile that `lengths` cut.
+
+    Args:
+        mask: any mask.
+        rows, cols: the most cells down and across.
+        pattern: the number of one of the mask's patterns.
+        lengths: the numbers of live queries and keys; later tokens are padding, and dead. The mask's own lengths are
+            not used: pass `mask.lengths[:, b]` for batch element b.
     """
     patterns = pattern_count(checked_mask(mask))
     if not 0 <= pattern < patterns:
@@ -94,7 +96,7 @@ def tile_list(mask: BlockMask, pattern: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _step(blocks: int, most: int) -> int:
-    """The smallest power of two such that so many blocks per cell need at most `most` cells."""
+    """The smallest power of two of blocks per cell that needs at most `most` cells."""
     return 1 << max(-(-blocks // most) - 1, 0).bit_length()
 
 

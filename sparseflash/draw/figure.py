@@ -135,7 +135,7 @@ def _draw(mask: BlockMask, panel: Panel, ax: Axes, elements: bool, most: int) ->
 
 
 def _mean(mask: BlockMask, found: Shares) -> float:
-    """The live share of all scores, computed from that of each cell."""
+    """The live share of all scores, computed from the shares of the cells."""
     sides = []
     for count, step, block, length in zip(
         found.full.shape, found.step, (mask.block_q, mask.block_k), (mask.q_len, mask.k_len)

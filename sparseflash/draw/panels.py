@@ -1,4 +1,4 @@
-"""The pictures that a mask needs: one for each pattern (and padded length) that its heads and batch elements use."""
+"""The distinct pictures of a mask: one for each pattern (and padded length) that its heads and batch elements use."""
 
 from __future__ import annotations
 
@@ -86,9 +86,7 @@ def _chosen(name: str, choice: Choice, count: int) -> list[int]:
 def _title(
     by_batch: dict[int, list[int]], batch: list[int], heads: list[int], asked: list[bool], shown: list[bool]
 ) -> str:
-    """The users of a picture: `heads 0-3`, `batch 1`, `batch 0, 2 · head 5`, or a list if they are not such a
-    product.
-    """
+    """The users of a picture: `heads 0-3`, `batch 1`, `batch 0, 2 · head 5`, or a list if they are no product."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for b, of_head in by_batch.items():
         groups.setdefault(tuple(of_head), []).append(b)

@@ -1,4 +1,5 @@
 """Hugging Face Transformers: its models with this attention, and optionally a sparsity pattern on top of their masks.
+
 Transformers calls twice: once per forward to build the masks from rules (causal, sliding, packed, padded), and once per
 layer for the attention. The first call returns a `ModelMask` (model_mask.py), which does not build a mask yet, because
 a layer's pattern may leave out most of the scores that the rules allow; the second is `Attention` (layer.py).
@@ -38,43 +39,48 @@ def register(pattern: Pattern = None, *, name: str = "block_sparse", block: Bloc
     A trained model selects it with `from_pretrained(..., attn_implementation=name)`, an existing one with
     `set_attn_implementation`. Needs `pip install transformers`, 5.17 or newer.
 
-    Tokens that are generated one by one, or up to 16 at a time, are decoded (`decode.attention_with_cache`): no mask is
-    built for them, whatever the pattern, if the model's own rule is causal, with or without a window, and padding is on
-    the left.
+    Tokens that are generated one by one, or up to 16 at a time, are decoded without building a mask
+    (`decode.attention_with_cache`), with any pattern, if the model's own rule is causal, with or without a window, and
+    padding is on the left.
 
-    What a model masks itself stays masked: the future, tokens outside a sliding window or in another packed sequence,
-    and the padding of `attention_mask`. Grouped heads, dropout, layers with and without windows in one model (Gemma 3),
+    The model's own masks stay in force: the future, tokens outside a sliding window or in another packed sequence, and
+    the padding of `attention_mask`. Grouped heads, dropout, layers with and without windows in one model (Gemma 3),
     attention sinks (gpt-oss), soft caps (Gemma 2), biases (T5, Swin) and caches work as with Transformers' own
     implementations. Every layer gives the numbers of `"eager"` up to rounding, except that a query without any live key
     gives 0.
 
     Args:
-        pattern: a mask that restricts the live scores further. Its query i and key j are tokens i and j of a row of the
-            batch, counting padding and the contents of a cache, so it must be as long as any row will become (generated
-            tokens included); shorter rows use its beginning. Or a function that takes an attention module (in most
-            models `getattr(module, "layer_idx", None)` is its number) and returns that module's mask, always the same
-            one, or None for no pattern. None: only the models' own masks.
-        name: the name by which models select it. Registering a name again gives the new pattern to models that use it.
+        pattern: a mask that restricts the live scores further; None: only the models' own masks. Its query i and key j
+            are tokens i and j of a row of the batch, counting padding and the contents of a cache. It must be as long
+            as the longest row, generated tokens included; shorter rows use its beginning. Or a function that takes an
+            attention module (in most models `getattr(module, "layer_idx", None)` is its number) and returns the
+            module's mask, the same object at every call, or None for no pattern.
+        name: the name by which models select it. To register a name again replaces the pattern in models that use it.
         block: tokens per side of a tile, for masks without a pattern; others have the pattern's blocks.
 
     A single pattern applies to every attention that the model computes by this name, also in a vision tower (to
     restrict it to the text: `attn_implementation={"text_config": name}`) and in cross-attention between equally many
-    tokens; with other lengths it raises, and a function can tell cross-attention apart. Models with their own attention
-    code ignore the name, at most with a warning from Transformers: DeBERTa, Falcon, GPT-J and XLNet, whose
-    `model._can_set_attn_implementation()` is False. In Transformers 5.17 `set_attn_implementation` of a T5 does not
-    reach its encoder and decoder, without a warning: select the name with `from_pretrained`, or set it on
-    `model.encoder` and `model.decoder`.
+    tokens. Cross-attention with other lengths raises; a function can return None for it.
 
-    Raises ValueError for the name of another implementation or one that Transformers would interpret differently,
-    TypeError for a function of lengths or of positions, ImportError if Transformers is missing or too old. Models raise
-    ValueError if a layer needs something that is not a mask and no change of scores (keys that it chooses itself, a
-    paged cache) or is asked for attention weights (`output_attentions`; GPT-2 and OPT do not pass that on, and return
-    an empty tuple of them), TypeError or AttributeError if they compute with their masks themselves,
-    NotImplementedError for `torch.export`. `torch.compile` works without `fullgraph`: the graph breaks where a
-    forward's masks are made, and in the layers only where these masks do not serve as they are: for a pattern that is a
-    function, a few new tokens behind a cache, finished masks of more than one block, parts of masks, other devices.
-    Compile with `dynamic=True` if lengths vary, or PyTorch reaches its limit of recompilations and runs parts of the
-    model uncompiled.
+    Models with their own attention code ignore the name, at most with a warning from Transformers: DeBERTa, Falcon,
+    GPT-J and XLNet, whose `model._can_set_attn_implementation()` is False. In Transformers 5.17
+    `set_attn_implementation` of a T5 does not reach its encoder and decoder, without a warning: select the name with
+    `from_pretrained`, or set it on `model.encoder` and `model.decoder`.
+
+    `torch.compile` works without `fullgraph`. The graph breaks where the masks of a forward are made. It breaks in a
+    layer for a pattern that is a function, a few new tokens behind a cache, finished masks of more than one block,
+    parts of masks, and other devices. Compile with `dynamic=True` if lengths vary; otherwise PyTorch reaches its limit
+    of recompilations and runs parts of the model uncompiled.
+
+    Raises:
+        ValueError: the name belongs to another implementation, or Transformers would interpret it differently.
+        TypeError: `pattern` is a function of lengths or of positions.
+        ImportError: Transformers is missing or too old.
+
+    Models raise ValueError if a layer needs something other than a mask or a score modification (keys that it chooses
+    itself, a paged cache) or must return attention weights (`output_attentions`; GPT-2 and OPT return an empty tuple
+    instead). They raise TypeError or AttributeError if they compute with their masks themselves, and
+    NotImplementedError for `torch.export`.
     """
     attentions, rules = _interfaces()
     if not isinstance(name, str) or not name.isidentifier() or "flash" in name:
@@ -83,7 +89,7 @@ def register(pattern: Pattern = None, *, name: str = "block_sparse", block: Bloc
             f"or a kernel to load; got {name!r}."
         )
     if name == "eager" or (name in attentions and not isinstance(attentions[name], Attention)):
-        raise ValueError(f"name must not be that of another implementation; got {name!r}.")
+        raise ValueError(f"name must not be the name of another implementation; got {name!r}.")
     block_pair(block)
     if callable(pattern):
         _check_takes_a_module(pattern)
@@ -94,9 +100,7 @@ def register(pattern: Pattern = None, *, name: str = "block_sparse", block: Bloc
 
 
 def _check_takes_a_module(pattern: Callable[..., Any]) -> None:
-    """Refuses a function of lengths, which layers of sparseflash.nn take, and a rule on positions, which
-    `BlockMask.from_function` takes: layers would call them with a module.
-    """
+    """Refuses a function of lengths, which layers of sparseflash.nn take, and a rule, which `from_function` takes."""
     try:
         parameters = inspect.signature(pattern).parameters.values()
     except ValueError:  # some C functions have no known signature

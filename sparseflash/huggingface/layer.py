@@ -21,7 +21,7 @@ from sparseflash.scores.softcap import softcap as softcap_of_scores
 
 Pattern = BlockMask | Callable[[nn.Module], BlockMask | None] | None
 
-# Arguments of models that ask for what is neither a mask nor a change of scores.
+# Arguments of models that ask for neither a mask nor a score modification.
 _UNKNOWN = {
     "sinks": "a sink for each query",
     "indices": "keys that it chooses itself",
@@ -56,13 +56,15 @@ class Attention:
         """Attention `[B, N, H, D]` of query `[B, H, N, D]`, key and value `[B, Hkv, Nk, D]`.
 
         s_aux: attention sinks, one score per head that takes part in the softmax but has no value. softcap: of the
-        scores. position_bias: `[1, H, N, Nk]`, added to them; so are the finite entries of a finished attention_mask.
+        scores. position_bias: `[1, H, N, Nk]`, added to the scores, as are the finite entries of a finished
+        attention_mask.
         """
         for name, what in _UNKNOWN.items():
             given = others.get(name)
             if given is not None and given is not False:
                 raise ValueError(
-                    f"sparseflash supports masks and changes of scores; {type(module).__name__} needs {what} ({name})."
+                    f"sparseflash supports masks and score modifications; {type(module).__name__} needs {what} "
+                    f"({name})."
                 )
         live, added, dead = None, None, None
         if isinstance(attention_mask, Tensor):
@@ -82,7 +84,7 @@ class Attention:
             if s_aux is not None:
                 out = scaled(out, lse, s_aux.view(-1))
         else:
-            # `mask_for` breaks a compiled graph, so it is asked for what is not at hand alone.
+            # `mask_for` breaks a compiled graph, so it is called only for a mask that does not exist yet.
             is_causal = _is_causal(module, query, attention_mask, is_causal)
             if isinstance(attention_mask, ModelMask) and not callable(self.pattern):
                 mask = attention_mask.within(self.pattern, query.device)
@@ -108,7 +110,7 @@ class Attention:
         attention_mask: ModelMask | Tensor | None,
         dropout: float,
     ) -> dict[str, Any] | None:
-        """What decoding needs to know, if the queries are a few new tokens behind a cache; otherwise None."""
+        """The arguments of decoding, if the queries are a few new tokens behind a cache; otherwise None."""
         needs_gradients = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
         if not isinstance(attention_mask, ModelMask) or dropout or needs_gradients:
             return None
@@ -156,7 +158,7 @@ class Attention:
 def _is_causal(
     module: nn.Module, query: Tensor, attention_mask: ModelMask | Tensor | None, is_causal: bool | None
 ) -> bool:
-    """Causality of a call without a mask, as the call or else the module says; "eager" masks nothing in that case."""
+    """Whether a call without a mask is causal, by the call or else the module; "eager" masks nothing in that case."""
     if attention_mask is not None or query.shape[2] == 1:
         return False
     return bool(getattr(module, "is_causal", False) if is_causal is None else is_causal)
@@ -178,12 +180,10 @@ def _checked(attention_mask: Tensor, q_len: int, k_len: int) -> Tensor:
 
 
 def _as_bias(attention_mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, float]:
-    """`(what is added to the scores, what it is for dead ones)` of a finished four-dimensional mask.
+    """`(bias, its value for dead scores)` of a finished four-dimensional mask of at most one block.
 
-    dtype: of the first for a mask of bool. The second is far below any live score, and finite, also in base 2.
-
-    For masks of no more than one block, of which nothing can be skipped: to read them costs more than it saves, because
-    the host waits for the device in every layer.
+    dtype: of the bias, for a bool mask. The value is far below any live score, and finite, also in base 2. A mask of
+    one block saves no work, and reading it would make the host wait for the device in every layer.
     """
     is_bool = attention_mask.dtype == torch.bool
     dead = -6e4 if (dtype if is_bool else attention_mask.dtype) == torch.float16 else -1e30
@@ -195,7 +195,7 @@ def _as_bias(attention_mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, float]
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _parts(attention_mask: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """`(live scores, what is added to them)` of a finished four-dimensional mask; None for all scores, and for nothing.
+    """`(live scores, None: all; bias, None: nothing)` of a finished four-dimensional mask.
 
     Synchronises with the device once.
     """
@@ -210,7 +210,7 @@ def _parts(attention_mask: Tensor) -> tuple[Tensor | None, Tensor | None]:
 
 
 def _changes(cap: float | None, added: Tensor | None, sinks: Tensor | None) -> Scores | None:
-    """The changes of scores that a model asks for."""
+    """The score modifications that a model asks for."""
     changes = Scores(())
     if cap is not None:
         changes = changes + softcap_of_scores(cap)

@@ -1,4 +1,4 @@
-"""What a model masks in one forward: its rule, the ranges of its tokens, and its padding."""
+"""The mask of a model in one forward: its rule, the ranges of its tokens, and its padding."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ModelMask(FlexMask):
 
     @property
     def ndim(self) -> int:
-        """Asked by models that also take a two-dimensional mask of padding, such as GPT-2."""
+        """Read by models that also take a two-dimensional mask of padding, such as GPT-2."""
         return 4
 
     def __repr__(self) -> str:
@@ -117,9 +117,9 @@ class ModelMask(FlexMask):
         return found
 
     def _padded_keys(self) -> Tensor | None:
-        """Which keys are tokens, bool `[B, n]`; None if all are, as in most prompts, which takes one kernel to see.
+        """Which keys are tokens, bool `[B, n]`; None if all are, which one kernel finds out.
 
-        A preallocated cache has room after the queries, which a causal rule leaves out already: it is not asked.
+        The room of a preallocated cache lies after the queries, where a causal rule is dead anyway: it is not read.
         """
         if self.padding is None:
             return None
@@ -174,8 +174,8 @@ class ModelMask(FlexMask):
     def _padded(self, mask: BlockMask | None) -> BlockMask | None:
         """The mask without padded keys.
 
-        Lengths would not do, because they cut queries, too: some models read the outputs of padding, and in
-        cross-attention the queries are other tokens.
+        Lengths would cut queries, too: some models read the outputs of padding, and in cross-attention the queries are
+        other tokens.
         """
         if self.padding is None or self._padded_keys() is None:
             return mask
@@ -216,7 +216,7 @@ def mask_of_forward(
     pattern: Any = None,
     **others: Any,
 ) -> ModelMask:
-    """Called by Transformers once per forward; see its `sdpa_mask`. pattern: that of all layers, or a function."""
+    """Called by Transformers once per forward; see its `sdpa_mask`. pattern: one for all layers, or a function."""
     if mask_function is None:
         raise ValueError("Transformers must say what the model masks; got no mask_function.")
     if torch.compiler.is_exporting():
@@ -238,10 +238,10 @@ def mask_of_forward(
         block, torch.device("cpu" if torch.device(device).type == "meta" else device),
     )  # fmt: skip
     if not callable(pattern) and not may_be_decoded(q_length, kv_length):
-        made.within(pattern, made.device)  # before the layers ask, which then break no graph
+        made.within(pattern, made.device)  # made before the layers run, so that they break no graph
     return made
 
 
 def may_be_decoded(q_len: int, k_len: int) -> bool:
-    """Whether there are a few new tokens behind a cache, which may need no mask."""
+    """Whether a few new tokens follow a cache, which may need no mask."""
     return q_len <= FEW and k_len != q_len

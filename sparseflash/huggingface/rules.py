@@ -1,5 +1,4 @@
-"""The rules by which Hugging Face Transformers describes a model's masks: which are equal, which can be decoded, and
-the scores that they leave live."""
+"""The rules by which Transformers describes a model's masks: equality, decoding, and the live scores."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ _RULES = "transformers.masking_utils"
 def fingerprint(rule: Any) -> Hashable | None:
     """A key of a rule that Transformers built from numbers and other rules; equal rules have equal keys.
 
-    None for a rule that refers to tensors, and for a user's own.
+    None for a rule that refers to tensors, and for a rule of the user.
     """
     if isinstance(rule, int | float | str | bool | None):
         return (type(rule), rule)
@@ -37,11 +36,11 @@ def fingerprint(rule: Any) -> Hashable | None:
 
 
 def unpacked(rule: Rule) -> Rule:
-    """The rule without the condition that two tokens are of one packed sequence, where every row is one sequence.
+    """The rule without the condition that two tokens are of one packed sequence, if every row is one sequence.
 
-    Transformers leaves it out itself, but not while a model is traced (`torch.compile`), when it cannot read the
-    tensor. With it, the mask would be built anew in every forward. Synchronises with the device if there is such a
-    tensor.
+    Transformers leaves the condition out itself, but not while a model is traced (`torch.compile`), when it cannot read
+    the tensor. With the condition, the mask would be built anew in every forward. Synchronises with the device if the
+    rule has the tensor.
     """
     from transformers import masking_utils
 
@@ -54,7 +53,7 @@ def unpacked(rule: Rule) -> Rule:
     numbers = None if packed is None else packed["packed_sequence_mask"]  # [B, N], which sequence a token belongs to
     if numbers is None or numbers.device.type == "meta" or bool(numbers.any()):
         return rule
-    # Newer versions let a rule see the positions in packed sequences, again only if there are some.
+    # Newer versions let a rule see the positions in packed sequences, again only if a row has several.
     remap = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
     moved = None if remap is None else _closure(own, remap(causal, None))
     kept: Rule = own if moved is None else moved["mask_function"]
@@ -62,14 +61,14 @@ def unpacked(rule: Rule) -> Rule:
 
 
 def _closure(rule: Any, like: FunctionType) -> dict[str, Any] | None:
-    """What a rule refers to, by name, if it was made as `like` was; otherwise None."""
+    """The variables that a rule refers to, by name, if it was made as `like` was; otherwise None."""
     if not isinstance(rule, FunctionType) or rule.__code__ is not like.__code__:
         return None
     return {name: cell.cell_contents for name, cell in zip(rule.__code__.co_freevars, rule.__closure__ or ())}
 
 
 def causal_window(rule: Any) -> tuple[bool, int | None]:
-    """`(whether the rule is that of a causal mask, the keys of its window or None)`."""
+    """`(whether the rule is causal, the keys of its window or None)`."""
     from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 
     if rule is causal_mask_function:
@@ -83,7 +82,6 @@ def causal_window(rule: Any) -> tuple[bool, int | None]:
 
 
 def _integers_in(known: Any) -> Iterator[int]:
-    """The integers in a fingerprint."""
     if isinstance(known, tuple):
         if len(known) == 2 and known[0] is int:
             yield known[1]
@@ -93,7 +91,7 @@ def _integers_in(known: Any) -> Iterator[int]:
 
 
 def first_tokens(live: Tensor) -> Tensor | None:
-    """How many keys are padding before the first token of each row, int32 `[B]`; None if padding is not all on the
+    """The number of padding keys before the first token of each row, int32 `[B]`; None unless all padding is on the
     left.
 
     >>> first_tokens(torch.tensor([[False, True, True], [True, True, True]])).tolist()
@@ -117,7 +115,7 @@ def rule_mask(asked: ModelMask, pattern: BlockMask | None) -> BlockMask:
     def live(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return torch.as_tensor(asked.rule(b, h, q + asked.queries[0], k + asked.keys[0]), device=q.device)
 
-    # A rule made of numbers alone is the same for every row, so its mask can be reused for any batch size.
+    # A rule of numbers alone is the same for every row, so its mask can be reused for any batch size.
     batch = 1 if fingerprint(asked.rule) is not None else asked.batch
     return BlockMask.from_function(
         live, q_len, k_len, batch=batch, block=block, candidates=candidates, device=asked.device

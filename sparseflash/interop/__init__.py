@@ -5,19 +5,18 @@
 >>> from_scipy(to_scipy(mask), block=64) == from_flashmask(*to_flashmask(mask)[:1], causal=True, block=64) == mask
 True
 
-Each conversion is exact: the same scores are live. What a format cannot represent raises a ValueError with the reason
-and the first place where it occurs; it never becomes a different mask. On the way out, `lengths` (padding) become part
-of the pattern. A library is imported only when its function is called; sparseflash itself requires only SciPy and
-PyTorch of them.
+Each conversion is exact: the same scores are live. A mask that a format cannot represent raises a ValueError with the
+reason and the first place where it occurs. On the way out, `lengths` (padding) become part of the pattern. A library is
+imported only when its function is called; sparseflash itself requires only SciPy and PyTorch of them.
 
-| library | out | in | what it cannot represent |
+| library | out | in | cannot represent |
 |---|---|---|---|
 | SciPy sparse | `to_scipy`: bool CSR, BSR | `from_scipy`: any format | several patterns at once (select with \
 `batch=`, `head=`; a list of heads can be read); BSR: ragged ends |
 | PyTorch sparse | `to_torch_sparse`: bool CSR, BSR | `from_torch_sparse`: CSR, BSR, COO | the same |
 | PyTorch SDPA | `to_sdpa`: bool `[B, H, Nq, Nk]` | `from_sdpa`: bool, or 0 and -inf | nothing, in `Nq * Nk` bytes |
 | FlexAttention | `to_flex`: `BlockMask` with `mask_mod` | `from_flex`: lists, `mask_mod` in partial blocks; \
-`from_score_mod`: changes of scores | nothing |
+`from_score_mod`: score modifications | nothing |
 | FlashAttention-4 | `to_fa4`: lists of the forward and backward | `from_fa4`: lists, with a `mask_mod` | blocks other \
 than 128 keys by multiples of 128 queries; bits of partial tiles, for which the caller supplies a CuTe `mask_mod` |
 | FlashInfer | `to_flashinfer`: BSR with block masks | `from_flashinfer`: the same, any block | several patterns at \

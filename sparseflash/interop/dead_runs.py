@@ -1,7 +1,4 @@
-"""The runs of queries that do not see a key, of every key of a mask, from the tiles and their bits.
-
-Time is proportional to the live tiles.
-"""
+"""The runs of queries that do not see a key, for every key of a mask, in time proportional to the live tiles."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.build import SCORES_AT_ONCE
 from sparseflash.blockmask.csr import row_of_entry
 
-MOST_RUNS = 3  # the most live runs of a column: between two dead ones and the ends
+MOST_RUNS = 3  # the most live runs of a column: between two dead runs and the ends
 
 
 def dead_runs(mask: BlockMask, p: int) -> tuple[Tensor, Tensor, int]:
@@ -28,7 +25,7 @@ def dead_runs(mask: BlockMask, p: int) -> tuple[Tensor, Tensor, int]:
     rows, tile = indices[span].long(), tile[span].long()
     cols = row_of_entry(indptr - indptr[0], len(rows))
     words = bitmask.choices(mask.bits, mask.block_k)  # [T + 2, block_q, W]
-    # A score begins a live run if the one above it is dead, and ends one if the one below is. Inside a tile that
+    # A score begins a live run if the score above it is dead, and ends one if the score below is. Inside a tile this
     # depends only on the tile; its first and last row depend on the tiles that touch it.
     joined = (cols.diff() == 0) & (rows.diff() == 1)
     none = torch.zeros_like(words[tile[:1], 0])
@@ -51,7 +48,7 @@ def dead_runs(mask: BlockMask, p: int) -> tuple[Tensor, Tensor, int]:
 
     start = torch.full((most, MOST_RUNS + 1), mask.q_len, dtype=torch.int64, device=device)
     stop = start.clone()
-    start[:, 0] = 0  # dead runs begin at the top and where live ones end, and end where live ones begin
+    start[:, 0] = 0  # dead runs begin at the top and where live runs end, and end where live runs begin
     for inside, edge, edge_row, table, shift in (
         (begins, begins_at_edge, 0, stop, 0),
         (ends, ends_at_edge, mask.block_q - 1, start, 1),

@@ -13,7 +13,7 @@ from sparseflash.interop.heads import no_parts, pattern_of_mask, whole_blocks
 
 
 class DeepSpeedLayout(NamedTuple):
-    """What `SparsityConfig.make_layout` returns, and the `block` of that configuration.
+    """The result of `SparsityConfig.make_layout`, and the `block` of the configuration.
 
     >>> to_deepspeed(BlockMask.dense(32, block=16)).block
     16
@@ -31,12 +31,16 @@ def to_deepspeed(mask: BlockMask, *, heads: int | None = None, cover: bool = Fal
              [0, 1, 0],
              [0, 0, 1]]]), block=16)
 
-    `heads`: the number of heads, for a mask that all of them share (1 by default). `cover=True` makes partial tiles
-    fully live. The result is then a different mask, so DeepSpeed needs the exact one as its `attn_mask` `[N, N]`, one
+    Args:
+        mask: a mask of square, whole blocks.
+        heads: the number of heads, for a mask that all of them share (1 by default).
+        cover: make partial tiles fully live.
+
+    With `cover=True` the result is a different mask, so pass the exact mask to DeepSpeed as `attn_mask` `[N, N]`, one
     for all heads (`to_sdpa(mask)[0, 0]`, `attn_mask_mode="mul"`). Causal masks need this, too: DeepSpeed's own
     "unidirectional" layouts are causal between blocks only.
 
-    Raises ValueError if blocks are not square or not whole, if there are not as many queries as keys, if the mask
+    Raises ValueError if blocks are not square or not whole, if the numbers of queries and keys differ, if the mask
     differs within the batch, and, without `cover`, for a partial tile, naming the first.
     """
     mask = checked_mask(mask)
@@ -76,9 +80,12 @@ def from_deepspeed(layout: Tensor, block: int) -> BlockMask:
     BlockMask(64 x 64, blocks of 16, 10 tiles: 10 full + 0 partial, density 62.5 %, \
     1 pattern for 1 x 2 (batch x heads))
 
-    `layout`: integer or bool `[H, nb, nb]` of zeros and ones, from `SparsityConfig.make_layout(seq_len)`; `block`:
-    tokens, that configuration's `block`. In a "unidirectional" layout the blocks on the diagonal see the future;
-    DeepSpeed leaves the causality inside them to its `attn_mask`.
+    Args:
+        layout: integer or bool `[H, nb, nb]` of zeros and ones, from `SparsityConfig.make_layout(seq_len)`.
+        block: tokens, the configuration's `block`.
+
+    In a "unidirectional" layout the blocks on the diagonal see the future; DeepSpeed leaves the causality inside them
+    to its `attn_mask`.
 
     Raises ValueError for another shape or other values.
     """

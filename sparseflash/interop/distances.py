@@ -1,4 +1,4 @@
-"""Which integers of a recorded function of scores follow from the distance of query and key alone."""
+"""Integers of a recorded function of scores that are functions of the distance of query and key alone."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from torch import Tensor
 from sparseflash.scores.expression import Node
 from sparseflash.scores.tracing import Recorded
 
-Affine = tuple[int, int, int]  # factors of q and k, and what is added
+Affine = tuple[int, int, int]  # factors of q and k, and a constant
 
 _EXACT = 2**24  # integers up to it are the same in fp32
 _CPU = torch.device("cpu")
 
 
 def affine(found: Recorded, at: int, lengths: tuple[int, int]) -> Affine | None:
-    """`(a, b, c)` of a node that is `a * q + b * k + c` for all positions, and exactly; None if it is not."""
+    """`(a, b, c)` of a node that equals `a * q + b * k + c` exactly for all positions; otherwise None."""
     return _affines(found, at, lengths)[at]
 
 
 def by_distance(found: Recorded, at: int, lengths: tuple[int, int]) -> Tensor | None:
-    """The integers of a node for each distance q - k, `1 - Nk` to `Nq - 1`, int64; None if they do not follow from it,
-    or lie outside what they are read from.
+    """The integers of a node for each distance q - k, `1 - Nk` to `Nq - 1`, int64; None if they are no function of it,
+    or lie outside the tensor that they index.
 
     Positions may enter only as a difference, or as the row and the column of a matrix that is constant along its
-    diagonals. What tensors with dimensions contain is read now; those without are numbers that may change.
+    diagonals. Tensors with dimensions are read now; tensors without are numbers that may change.
     """
     q_len, k_len = lengths
     nodes, sums = found.expression.nodes, _affines(found, at, lengths)
@@ -57,7 +57,7 @@ def by_distance(found: Recorded, at: int, lengths: tuple[int, int]) -> Tensor | 
 
 
 def _affines(found: Recorded, at: int, lengths: tuple[int, int]) -> dict[int, Affine | None]:
-    """`affine` of a node and of all from which it is computed, in their order."""
+    """`affine` of a node and of every node that it depends on, in their order."""
     made: dict[int, Affine | None] = {}
     for number in sorted(found.expression.reads(at)):
         node = found.expression.nodes[number]

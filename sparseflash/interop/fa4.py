@@ -24,9 +24,9 @@ class BlockSparseTensors(NamedTuple):
     backward: block columns that list query blocks.
     """
 
-    mask_block_cnt: Tensor  # int32 [B or 1, Hq or 1, M]: partial blocks, for which FA4 evaluates its mask_mod
+    mask_block_cnt: Tensor  # int32 [B or 1, Hq or 1, M]: partial blocks, where FA4 evaluates its mask_mod
     mask_block_idx: Tensor  # int32 [B or 1, Hq or 1, M, longest row]
-    full_block_cnt: Tensor  # int32: full blocks, for which it does not
+    full_block_cnt: Tensor  # int32: full blocks, where it does not
     full_block_idx: Tensor  # int32
     block_size: tuple[int, int]  # queries and keys per block, also for the backward
 
@@ -53,13 +53,17 @@ def to_fa4(mask: BlockMask, *, partial: bool = False) -> FA4BlockSparse:
     ([[[0, 0, 0]]], None)
 
     FA4 requires blocks of exactly 128 keys and a multiple of 128 queries (256 queries on SM100, where it works on two
-    tiles at once). As in its own `compute_block_sparsity`, tiles at a ragged end in which every existing score is live
-    count as full: the kernel knows the lengths.
+    tiles at once). Tiles at a ragged end count as full if every existing score is live, as in FA4's own
+    `compute_block_sparsity`, because its kernel takes the lengths.
+
+    Args:
+        mask: in blocks of 128 keys and a multiple of 128 queries.
+        partial: promises that the caller supplies a `mask_mod` for partial tiles.
 
     In partial tiles FA4 evaluates a `mask_mod`, which is compiled from CuTe DSL and cannot be replaced by a tensor;
-    without one it treats them as full. So a mask with partial tiles is refused, unless `partial=True` says that the
-    caller supplies the `mask_mod`. That is either the rule of the pattern (causal: `k <= q`), or a function that reads
-    the arrays of `lookup`, passed as `aux_tensors`; the docstring of `TileLookup` has the formula.
+    without one it treats them as full. So a mask with partial tiles is refused without `partial=True`. The `mask_mod`
+    is either the rule of the pattern (causal: `k <= q`), or a function that reads the arrays of `lookup`, passed as
+    `aux_tensors`; the docstring of `TileLookup` has the formula.
 
     Raises ValueError for other blocks, and for partial tiles without `partial=True`.
     """
@@ -95,9 +99,12 @@ def from_fa4(tensors: BlockSparseTensors, q_len: int, k_len: int, *, mask_mod: M
     >>> from_fa4(to_fa4(mask).forward, 384, 384) == mask
     True
 
-    `q_len`, `k_len` in tokens. `mask_mod(b, h, q, k)`, in PyTorch and with FlexAttention's arguments, says which scores
-    are live in the partial blocks; for tensors from `to_fa4` it is `sparseflash.interop.lookup.mask_mod(lookup,
-    *tensors.block_size)`.
+    Args:
+        tensors: the forward's lists.
+        q_len, k_len: tokens.
+        mask_mod: `mask_mod(b, h, q, k)`, in PyTorch and with FlexAttention's arguments, gives the live scores of
+            partial blocks. For tensors from `to_fa4` it is `sparseflash.interop.lookup.mask_mod(lookup,
+            *tensors.block_size)`.
 
     Raises ValueError for partial blocks without a `mask_mod`, for lists without a `block_size` or with one that a mask
     cannot have, and for lists that name a block twice or out of range.

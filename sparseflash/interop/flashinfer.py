@@ -38,8 +38,11 @@ def to_flashinfer(mask: BlockMask, *, batch: int | None = None, head: int | None
     FlashInferBSR(indptr=tensor([0, 1, 2], dtype=torch.int32), indices=tensor([0, 1], dtype=torch.int32), \
     M=32, N=32, R=16, C=16, mask=None)
 
-    `mask` is None if every tile is full; otherwise it takes `block_q * block_k` bytes per tile. `batch`, `head`: select
-    the pattern if there are several, because a plan has one mask for all heads.
+    Args:
+        mask: any mask whose blocks divide the lengths.
+        batch, head: select the pattern if there are several, because a plan has one mask for all heads.
+
+    The `mask` of the result is None if every tile is full; otherwise it takes `block_q * block_k` bytes per tile.
 
     Raises ValueError if there are several patterns to select from, or if the blocks do not divide the lengths.
     """
@@ -64,9 +67,12 @@ def from_flashinfer(
     >>> from_flashinfer(torch.tensor([0, 1, 3]), torch.tensor([2, 0, 1]), 64, 96, 32, 32)
     BlockMask(64 x 96, blocks of 32, 3 tiles: 3 full + 0 partial, density 50 %)
 
-    `indptr` int `[M / R + 1]`, `indices` int `[nnz]` (block columns, in any order, each at most once per row), M
-    queries and N keys in blocks of R x C, `mask` bool `[nnz, R, C]` (True: live; None: all). `block`, in tokens: by
-    default `(R, C)` if a mask can have such blocks, else 128.
+    Args:
+        indptr: int `[M / R + 1]`.
+        indices: int `[nnz]`, block columns in any order, each at most once per row.
+        M, N, R, C: M queries and N keys in blocks of R x C.
+        mask: bool `[nnz, R, C]` (True: live; None: all).
+        block: tokens, by default `(R, C)` if a mask can have such blocks, else 128.
 
     Raises ValueError for blocks that do not divide the lengths, an index out of range (FlashInfer's own check accepts
     one past the end), a block listed twice, or a `mask` of another shape.

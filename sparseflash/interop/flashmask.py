@@ -57,9 +57,12 @@ def to_flashmask(mask: BlockMask, *, causal: bool | None = None, kv_heads: int |
     diagonal may belong to either. Causal, windowed, document, prefix and causal sink masks qualify; a butterfly does
     not. Time is proportional to the live tiles.
 
-    `causal`: by default True if the mask has as many queries as keys and no live score above the diagonal. FlashMask
-    numbers queries from the top in both forms. `kv_heads`: the number of key-value heads, if FlashMask needs one mask
-    for each of them; the query heads of a group must then agree.
+    Args:
+        mask: any mask of the kinds above.
+        causal: the form of the result; by default True if the mask has as many queries as keys and no live score above
+            the diagonal. FlashMask numbers queries from the top in both forms.
+        kv_heads: the number of key-value heads, if FlashMask needs one mask for each of them; the query heads of a
+            group must then agree.
 
     Raises ValueError, naming the first key, if the mask cannot be represented.
     """
@@ -108,9 +111,13 @@ def from_flashmask(
     >>> from_flashmask(indices, causal=True, block=16).to_dense()[0, 0].int().tolist()
     [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
 
-    `startend_row_indices`: int `[B, H, Nk, 1 or 2]` for causal, `[B, H, Nk, 2 or 4]` otherwise, see `FlashMask`; bounds
-    past the last query mean the end. `q_len` in tokens, by default Nk. `heads`: the number of query heads, which share
-    the H given ones in groups; by default H. `block` in tokens.
+    Args:
+        startend_row_indices: int `[B, H, Nk, 1 or 2]` for causal, `[B, H, Nk, 2 or 4]` otherwise, see `FlashMask`;
+            bounds past the last query mean the end.
+        causal: the form of the indices.
+        q_len: tokens, by default Nk.
+        heads: the number of query heads, which share the H given ones in groups; by default H.
+        block: tokens per side of a tile.
 
     Time is proportional to the tiles that an interval's end may cut, plus `Mq * Mk`.
 

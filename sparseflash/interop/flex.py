@@ -30,10 +30,13 @@ def to_flex(mask: BlockMask, *, mask_mod: MaskMod | None = None) -> FlexBlockMas
     >>> create_mask(flex.mask_mod, 1, 1, 3, 3, device="cpu").tolist()
     [[[[True, False, False], [True, True, False], [True, True, True]]]]
 
-    Every mask can be converted, because the `mask_mod` looks scores up in the mask's own bits. Code that
-    `torch.compile` generated for one mask serves others whose arrays have the same shapes. A rule that reads no memory
-    is faster: if you have that of the partial tiles, pass it as `mask_mod(b, h, q, k)`, such as
-    `lambda b, h, q, k: k <= q` for a causal mask. It is not compared with the bits.
+    Args:
+        mask: any mask.
+        mask_mod: `mask_mod(b, h, q, k)`, a rule for the partial tiles, such as `lambda b, h, q, k: k <= q` for a causal
+            mask. It is faster than the bits, because it reads no memory, and is not compared with them.
+
+    Every mask can be converted, because by default the `mask_mod` looks scores up in the mask's own bits. Code that
+    `torch.compile` generated for one mask serves others whose arrays have the same shapes.
 
     FlexAttention's format takes `Mq * Mk` entries of 4 bytes in each of four lists per head, and the lookup table as
     many per pattern: megabytes where the mask here takes kilobytes. `lengths` become separate patterns. Compiled
@@ -67,21 +70,23 @@ def from_flex(block_mask: FlexBlockMask, *, batch: int | None = None, heads: int
     >>> from_flex(create_block_mask(lambda b, h, q, k: k <= q, None, None, 256, 256, device="cpu", BLOCK_SIZE=64))
     BlockMask(256 x 256, blocks of 64, 10 tiles: 6 full + 4 partial (1 distinct), density 50.2 %)
 
+    Args:
+        block_mask: FlexAttention's mask.
+        batch, heads: the attention's, if one list serves all (B or H of `create_block_mask` was None or 1) but
+            `mask_mod` depends on b or h.
+
     A score is live if its block is listed as full, or if it is listed as partial and `mask_mod` returns True.
-    `mask_mod` is evaluated only in partial blocks, for the batch elements and heads that the lists distinguish. If one
-    list serves all (B or H of `create_block_mask` was None or 1) but `mask_mod` depends on b or h, their number must be
-    given: `batch`, `heads`, those of the attention.
+    `mask_mod` is evaluated only in partial blocks, for the batch elements and heads that the lists distinguish.
 
     In eager mode FlexAttention evaluates `mask_mod` everywhere and ignores the lists; for masks made by
     `create_block_mask` with the real B and H both readings agree.
 
-    `mask_mod` may be any function, so a thousand partial blocks of 128 x 128 take about a second on a CPU; full ones
-    are free. To store a long mask, save the mask itself (`BlockMask.save`) rather than the result of `to_flex`.
+    Time is proportional to the partial blocks. To store a long mask, save the mask itself (`BlockMask.save`) rather
+    than the result of `to_flex`.
 
     Raises TypeError for anything else than a FlexAttention mask; ValueError for blocks that a mask cannot have (powers
     of two from 16 to 256), for lists that name a block twice or out of range, and for numbers of batch elements or
-    heads that are missing or differ from the lists'. Errors of `mask_mod` propagate, such as that of a sliced
-    `BlockMask`.
+    heads that are missing or differ from the lists'. Errors of `mask_mod` propagate.
     """
     from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
@@ -91,7 +96,7 @@ def from_flex(block_mask: FlexBlockMask, *, batch: int | None = None, heads: int
     block_q, block_k = block_mask.BLOCK_SIZE
     if block_q not in BLOCKS or block_k not in BLOCKS:
         raise ValueError(
-            f"BLOCK_SIZE must be of {', '.join(map(str, BLOCKS))}; got {block_q} x {block_k}. Pass such a BLOCK_SIZE "
+            f"BLOCK_SIZE must be of {', '.join(map(str, BLOCKS))}; got {block_q} x {block_k}. Pass one of these "
             "to create_block_mask."
         )
     q_len, k_len = block_mask.seq_lengths
@@ -126,14 +131,14 @@ def from_flex(block_mask: FlexBlockMask, *, batch: int | None = None, heads: int
 
 
 def numbers_asked(mask_mod: MaskMod | None, device: torch.device) -> tuple[bool, bool]:
-    """Whether a `mask_mod` may depend on the number of the batch element, and on that of the head.
+    """Whether a `mask_mod` may depend on the number of the batch element, and on the number of the head.
 
     >>> numbers_asked(lambda b, h, q, k: (k <= q) & (q - k < h), torch.device("cpu"))
     (False, True)
 
-    If FlexAttention can call it but it cannot be traced, such as a rule that reads a number from a tensor in Python, it
-    may depend on both. If even FlexAttention cannot call it the answer is neither: its error will be raised when it is
-    evaluated.
+    A rule that FlexAttention can call but that cannot be traced, because it reads a number from a tensor in Python, may
+    depend on both. For a rule that even FlexAttention cannot call, the answer is neither: its error is raised when it
+    is evaluated.
     """
     if mask_mod is None:
         return False, False
@@ -160,9 +165,7 @@ def _can_be_asked(mask_mod: MaskMod, numbers: Sequence[Tensor]) -> bool:
 
 
 def _reads(node: Node) -> bool:
-    """Whether an operation reads a number's value, rather than only makes another tensor like it, as `and_masks`
-    does.
-    """
+    """Whether an operation reads a number's value, and does not only make another tensor like it (`and_masks`)."""
     name = str(getattr(node.target, "__name__", node.target)).partition(".")[0]
     return not (name.startswith("new_") or name.endswith("_like"))
 

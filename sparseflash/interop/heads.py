@@ -38,7 +38,7 @@ def mask_of_patterns(
 def one_head(mask: BlockMask, batch: int | None, head: int | None, format: str) -> Part:
     """The tiles of the head selected by `batch` and `head`; of any head, if all have the same pattern.
 
-    `format` names, in the error message, what cannot hold several patterns.
+    `format`: the format that cannot hold several patterns, for the message.
     """
     mask = checked_mask(mask).bake_lengths()
     pattern = mask.pattern
@@ -61,7 +61,7 @@ def one_head(mask: BlockMask, batch: int | None, head: int | None, format: str) 
 
 
 def chosen_block(block: Block | None, own: Sequence[int] | None) -> tuple[int, int]:
-    """`(block_q, block_k)`: the given block; else that of the input, if a mask can have it; else 128."""
+    """`(block_q, block_k)`: the given block; else the block of the input, if a mask can have it; else 128."""
     if block is None and own is not None and own[0] in BLOCKS and own[1] in BLOCKS:
         return own[0], own[1]
     return block_pair(128 if block is None else block)
@@ -77,7 +77,7 @@ def whole_blocks(mask: BlockMask, format: str, remedy: str) -> None:
 
 
 def no_parts(part: Part, block_q: int, block_k: int, format: str, remedy: str) -> None:
-    """Raises ValueError, naming the first, if there are partial tiles."""
+    """Raises ValueError for partial tiles, naming the first."""
     partial = (part[2] > 0).nonzero()
     if len(partial):
         i, j = int(part[0][partial[0]]), int(part[1][partial[0]])

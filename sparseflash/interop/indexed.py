@@ -1,4 +1,4 @@
-"""Changes of scores whose tensors a `score_mod` indexes by batch element and head."""
+"""Score modifications with tensors that a `score_mod` indexes by batch element and head."""
 
 from __future__ import annotations
 

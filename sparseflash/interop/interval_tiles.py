@@ -1,4 +1,4 @@
-"""The tiles of a pattern in which every key is seen by all queries but those of a few intervals.
+"""The tiles of a pattern where every key has a few intervals of queries that do not see it.
 
 Only tiles that an interval's end cuts are evaluated.
 """

@@ -36,7 +36,7 @@ def padded_lists(rows: Tensor, values: Tensor, pattern: Tensor, blocks: int, wid
 def mask_of_lists(
     q_len: int, k_len: int, block_q: int, block_k: int, partial: Lists, full: Lists | None, mask_mod: MaskMod | None
 ) -> BlockMask:
-    """The mask of lists of full tiles and of partial ones, in which `mask_mod` says which scores are live."""
+    """The mask of lists of full tiles and of partial tiles, where `mask_mod` gives the live scores."""
     row_blocks, col_blocks = -(-q_len // block_q), -(-k_len // block_k)
     heads, rows, cols = _entries(partial, row_blocks, col_blocks, "partial")
     batch = partial[0].shape[:2]
@@ -113,7 +113,7 @@ def _evaluate(
     from torch.nn.attention.flex_attention import create_mask
 
     # A mask_mod is written for single numbers and need not broadcast. create_mask is FlexAttention's own way of calling
-    # one; its batch elements are tiles here. A mask_mod must not get a position past the end.
+    # it; its batch elements are tiles here. Positions past the end must not reach a mask_mod.
     def of_tile(e: Tensor, _: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         q = (rows[e] * block_q + q_idx).clamp(max=q_len - 1)
         k = (cols[e] * block_k + kv_idx).clamp(max=k_len - 1)

@@ -23,9 +23,13 @@ def to_scipy(mask: BlockMask, *, format: str = "csr", batch: int | None = None, 
     >>> to_scipy(BlockMask.from_function(lambda q, k: k <= q, 4, block=16)).toarray().astype(int).tolist()
     [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]
 
-    `format`: "csr", one entry per live score; or "bsr", whose dense blocks are the mask's tiles (`block_q * block_k`
-    bytes each) and must divide the lengths. `batch`, `head`: select the pattern if there are several. To convert all
-    heads and back, pass `[to_scipy(mask, head=h) for h in range(H)]` to `from_scipy`.
+    Args:
+        mask: any mask.
+        format: "csr", one entry per live score; or "bsr", whose dense blocks are the mask's tiles (`block_q * block_k`
+            bytes each) and must divide the lengths.
+        batch, head: select the pattern if there are several.
+
+    To convert all heads and back, pass `[to_scipy(mask, head=h) for h in range(H)]` to `from_scipy`.
 
     Raises ValueError if there are several patterns to select from, and for "bsr" with ragged ends.
     """
@@ -58,11 +62,14 @@ def from_scipy(matrix: Any, *, block: Block | None = None) -> BlockMask:
     >>> from_scipy(eye_array(100, dtype=bool), block=32)
     BlockMask(100 x 100, blocks of 32, 4 tiles: 0 full + 4 partial (2 distinct), density 1 %)
 
-    True entries are live; stored False entries and duplicates are fine. `block`, in tokens: by default the blocks of a
-    BSR matrix if a mask can have them, else 128. Time and memory are proportional to the stored entries.
+    Args:
+        matrix: boolean; True entries are live, and stored False entries and duplicates are allowed.
+        block: tokens, by default the blocks of a BSR matrix if a mask can have them, else 128.
 
-    Raises TypeError if the input is not sparse or not boolean (choose what is live: `matrix != 0`), ValueError for an
-    empty list or matrices of different shapes.
+    Time and memory are proportional to the stored entries.
+
+    Raises TypeError if the input is not sparse or not boolean (use `matrix != 0`, say), ValueError for an empty list or
+    matrices of different shapes.
     """
     from scipy import sparse
 
@@ -83,7 +90,6 @@ def from_scipy(matrix: Any, *, block: Block | None = None) -> BlockMask:
 
 
 def _part(matrix: Any, q_len: int, k_len: int, block_q: int, block_k: int) -> Part:
-    """The tiles of one matrix."""
     if matrix.format == "bsr" and tuple(matrix.blocksize) == (block_q, block_k):
         matrix = matrix.copy()
         matrix.sum_duplicates()  # in place

@@ -1,4 +1,4 @@
-"""FlexAttention's `score_mod`: changes of scores, as the closed family where they are recognised."""
+"""FlexAttention's `score_mod`: score modifications of `sparseflash.scores` where they are recognised."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SCORE = 0  # the node of every expression that is the score
 def from_score_mod(
     score_mod: Callable[..., Tensor], q_len: int, k_len: int | None = None, *, device: torch.device | str = _CPU
 ) -> Scores:
-    """The changes of scores that a `score_mod(score, b, h, q_idx, kv_idx)` of FlexAttention makes.
+    """The score modifications of `sparseflash.scores` for a `score_mod(score, b, h, q_idx, kv_idx)` of FlexAttention.
 
     >>> slopes, bias, table = torch.tensor([0.5, 0.25]), torch.randn(2, 64, 64), torch.randn(2, 17)
     >>> from_score_mod(lambda s, b, h, q, k: s - slopes[h] * (q - k).abs() + bias[h, q, k], 64).kinds
@@ -34,26 +34,29 @@ def from_score_mod(
     >>> from_score_mod(lambda s, b, h, q, k: torch.where(q % 2 == 0, s, 2 * s), 64).kinds
     ('function',)
 
-    q_len, k_len: the attention's, to which the result applies; k_len is q_len by default. device: of the tensors that
-    it reads.
+    Args:
+        score_mod: a function of scalar tensors.
+        q_len, k_len: the lengths of the attention; k_len is q_len by default. The result is valid for these lengths
+            only.
+        device: of the tensors that the function reads.
 
-    Recognised by its operations are the score divided by an entry for b, h and q (`temperature`), then
-    `cap * tanh(score / cap)` (`softcap`), then sums, in any order, with these, whose tensors may be learned:
+    Recognised are, in this order: the score divided by an entry for b, h and q (`temperature`), then
+    `cap * tanh(score / cap)` (`softcap`), then a sum, in any order, with these, whose tensors may be learned:
 
     - `slopes[h] * d` or `slopes[h] * log1p(d)` (`alibi`, `log_decay`), where d is `(q + Nk - Nq - k).abs()`, and with
       numbers as factors;
     - entries of a table at h and a bucket of the distance (`relative`): any integer that is computed from `q - k`,
-      such as `table[h, k - q + Nq - 1]`, or read by it, such as `table[h, bucket[q - k + Nk - 1]]`, or by `[q, k]` from
-      a matrix that is constant along its diagonals. The buckets are computed here, once;
+      such as `table[h, k - q + Nq - 1]`, or looked up by it, such as `table[h, bucket[q - k + Nk - 1]]`, or looked up
+      by `[q, k]` in a matrix that is constant along its diagonals. The buckets are computed here, once;
     - entries of tensors at different ones of b, h, q and k (`bias`, `key_bias`).
 
     A tensor indexed by b or h may have entries for more batch elements or heads than the attention has.
 
-    Anything else becomes `scores.function(score_mod)`, which says what the kernels take of it. For example,
+    Anything else becomes `scores.function(score_mod)`, which documents the functions that kernels take. For example,
     `slopes[h] * (k - q)` stays a function, because it is ALiBi only under a mask without keys after their query.
     `torch.where(condition, score, -inf)` stays a function, too, and its dead scores are computed; make the condition a
-    mask instead. Raises ValueError for a `score_mod` that cannot be recorded, or captures a learned tensor without
-    being recognised.
+    mask instead. Raises ValueError for a `score_mod` that cannot be recorded, or that captures a learned tensor and is
+    not recognised.
     """
     found = recorded(score_mod, (), torch.device(device), may_capture_learned=True)
     changes = _recognised(found, (q_len, q_len if k_len is None else k_len))
@@ -91,7 +94,7 @@ def _recognised(found: Recorded, lengths: tuple[int, int]) -> Scores | None:
 
 
 def _term(found: Recorded, at: int, sign: float, lengths: tuple[int, int]) -> Change | None:
-    """What is added to the score, if it is one of the closed family."""
+    """The summand of the score, if it is of a recognised kind."""
     factor, others = _factors(found.expression.nodes, at)
     if len(others) == 2:
         return _decay(found, sign * factor, others, lengths)
@@ -101,7 +104,7 @@ def _term(found: Recorded, at: int, sign: float, lengths: tuple[int, int]) -> Ch
 
 
 def _factors(nodes: Sequence[Node], at: int) -> tuple[float, list[int]]:
-    """A product as a number and the other factors, all of them if they are at most two."""
+    """A product as a number and its other factors, at most two."""
     number, others, rest = 1.0, list[int](), [at]
     while rest and len(others) < 3:
         node = nodes[each := rest.pop()]
@@ -128,7 +131,7 @@ def _decay(found: Recorded, factor: float, others: Sequence[int], lengths: tuple
 
 
 def _is_distance(found: Recorded, at: int, lengths: tuple[int, int]) -> bool:
-    """Whether it is how far a key lies from its query, with both aligned at the bottom right."""
+    """Whether a node is the distance of a key from its query, with both aligned at the bottom right."""
     node, shift = found.expression.nodes[at], lengths[1] - lengths[0]
     return node.op == "abs" and affine(found, node.inputs[0], lengths) in ((1, -1, shift), (-1, 1, -shift))
 
@@ -138,7 +141,7 @@ def _as_integer(nodes: Sequence[Node], at: int) -> int:
 
 
 def _relative(found: Recorded, at: int, sign: float, lengths: tuple[int, int]) -> Change | None:
-    """Entries of a table at a head and an integer that follows from the distance of query and key."""
+    """Entries of a table at a head and an integer that is a function of the distance."""
     nodes = found.expression.nodes
     node = nodes[at]
     heads = [dim for dim, each in enumerate(node.inputs) if nodes[each].op == "h"]
@@ -188,7 +191,7 @@ def _temperature(found: Recorded, at: int, lengths: tuple[int, int]) -> Change |
 
 
 def _entry(nodes: Sequence[Node], at: int) -> str:
-    """The places at which a tensor is read, if each of its dimensions has one of its own."""
+    """The places at which a tensor is read, if each of its dimensions has a different one."""
     node = nodes[at]
     if node.op != "load" or node.kind != "float":
         return ""
@@ -202,9 +205,7 @@ def _read(places: str) -> str:
 
 
 def _in_order(found: Recorded, at: int, places: str, order: str, lengths: tuple[int, int]) -> Tensor | None:
-    """The tensor that is read at these places, with dimensions in this order, of size 1 for others; None if it is
-    longer than the attention.
-    """
+    """The tensor with dimensions in this order, of size 1 where not indexed; None if longer than the attention."""
     x, sizes = found.tensors[int(found.expression.nodes[at].value)], dict(zip("qk", lengths))
     if any(x.shape[dim] != sizes[place] for dim, place in enumerate(places) if place in sizes):
         return None

@@ -30,9 +30,13 @@ def from_sdpa(
     >>> from_sdpa(torch.tensor([[0.0, -torch.inf], [0.0, 0.0]]), block=16).to_dense()[0, 0].tolist()
     [[True, False], [True, True]]
 
-    `attn_mask`: bool (True: live), or floating point with only 0 and -inf; `[Nq, Nk]`, `[Hq, Nq, Nk]` or `[B, Hq, Nq,
-    Nk]`, where B and Hq may be 1. With `q_len` or `k_len`, in tokens, that dimension may be 1 too, and is repeated. So
-    for a key padding mask `[B, Nk]` whose True means padding (as in `torch.nn.MultiheadAttention`) use
+    Args:
+        attn_mask: bool (True: live), or floating point with only 0 and -inf; `[Nq, Nk]`, `[Hq, Nq, Nk]` or `[B, Hq, Nq,
+            Nk]`, where B and Hq may be 1.
+        q_len, k_len: tokens, if that dimension of `attn_mask` is 1 and is to be repeated.
+        block: tokens per side of a tile.
+
+    For a key padding mask `[B, Nk]` where True means padding (as in `torch.nn.MultiheadAttention`) use
     `from_sdpa(~padding[:, None, None, :], q_len=Nq)`; its time is proportional to the tiles, not to `Nq * Nk`.
 
     Raises TypeError for another dtype, ValueError for another shape or for a bias, which a mask cannot represent.

@@ -23,10 +23,14 @@ def to_torch_sparse(
     >>> to_torch_sparse(BlockMask.dense(2, 3, block=16)).to_dense().tolist()
     [[True, True, True], [True, True, True]]
 
-    `layout`: `torch.sparse_csr`, one entry per live score; or `torch.sparse_bsr`, whose dense blocks are the mask's
-    tiles (`block_q * block_k` bytes each) and must divide the lengths. `batch`, `head`: select the pattern if there are
-    several (PyTorch's batched sparse tensors would need equally many entries in each). To convert all heads and back,
-    pass `[to_torch_sparse(mask, head=h) for h in range(H)]` to `from_torch_sparse`.
+    Args:
+        mask: any mask.
+        layout: `torch.sparse_csr`, one entry per live score; or `torch.sparse_bsr`, whose dense blocks are the mask's
+            tiles (`block_q * block_k` bytes each) and must divide the lengths.
+        batch, head: select the pattern if there are several (PyTorch's batched sparse tensors would need equally many
+            entries in each).
+
+    To convert all heads and back, pass `[to_torch_sparse(mask, head=h) for h in range(H)]` to `from_torch_sparse`.
 
     Raises ValueError if there are several patterns to select from, and for BSR with ragged ends.
     """
@@ -58,8 +62,11 @@ def from_torch_sparse(matrix: Tensor | Sequence[Tensor], *, block: Block | None 
     >>> from_torch_sparse(torch.eye(100, dtype=torch.bool).to_sparse(), block=32)
     BlockMask(100 x 100, blocks of 32, 4 tiles: 0 full + 4 partial (2 distinct), density 1 %)
 
-    True entries are live; stored False entries are fine. `block`, in tokens: by default the blocks of a BSR tensor if a
-    mask can have them, else 128. Time and memory are proportional to the stored entries.
+    Args:
+        matrix: boolean; True entries are live, and stored False entries are allowed.
+        block: tokens, by default the blocks of a BSR tensor if a mask can have them, else 128.
+
+    Time and memory are proportional to the stored entries.
 
     Raises TypeError for another layout or for values that are not boolean, ValueError for an empty list or tensors of
     different shapes.
@@ -86,7 +93,6 @@ def from_torch_sparse(matrix: Tensor | Sequence[Tensor], *, block: Block | None 
 
 
 def _part(matrix: Tensor, q_len: int, k_len: int, block_q: int, block_k: int) -> Part:
-    """The tiles of one tensor."""
     if matrix.layout == torch.sparse_coo:
         matrix = matrix.coalesce()
         q, k = matrix.indices()[:, matrix.values()]

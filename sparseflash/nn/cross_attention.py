@@ -1,4 +1,4 @@
-"""`SparseCrossAttention`: tokens of one sequence attend to those of another."""
+"""`SparseCrossAttention`: tokens of one sequence attend to another sequence."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class SparseCrossAttention(Heads):
 
     Args:
         embed_dim, num_heads: features of a token of x, and query heads.
-        mask: a `BlockMask` of queries and keys, whose beginning serves shorter sequences; or a function that gets
-            their two numbers (one, if they are equal) and returns a mask; None: all scores are live.
+        mask: a `BlockMask` of queries and keys, cropped to its beginning for shorter sequences; or a function that
+            takes the two lengths (one, if they are equal) and returns a mask; None: all scores are live.
         context_dim: features of a token of the context; by default `embed_dim`.
         kv_heads, head_dim, dropout, bias, scale, backend: as for `SparseSelfAttention`.
 
@@ -70,8 +70,8 @@ class SparseCrossAttention(Heads):
         >>> torch.allclose(ours(x, context), theirs(x, context, context)[0], atol=1e-5)
         True
 
-        Frozen weights stay frozen. Raises ValueError for what it cannot express: `add_bias_kv`, `add_zero_attn`,
-        keys and values of two widths.
+        Frozen weights stay frozen. Raises ValueError for `add_bias_kv`, `add_zero_attn`, and keys and values of
+        different widths.
         """
         check_plain(module)
         weight = module.out_proj.weight
@@ -93,8 +93,10 @@ class SparseCrossAttention(Heads):
     ) -> Tensor:
         """Attention of x to the context.
 
-        lengths, context_lengths: tokens of each sequence, integers `[B]`; those past it are padding. mask: in place of
-        the layer's own.
+        Args:
+            x, context: `[B, Nq, embed_dim]` and `[B, Nk, context_dim]`.
+            lengths, context_lengths: tokens of each sequence, integers `[B]`; later tokens are padding.
+            mask: replaces the layer's mask.
         """
         check_input(x, "x", plain_weight(self.q), "lengths")
         check_input(context, "context", plain_weight(self.kv), "context_lengths")

@@ -1,4 +1,4 @@
-"""What the modules share: their sizes, heads split and merged, and the mask of one call."""
+"""The base of the modules: sizes, heads split and merged, and the mask of one call."""
 
 from __future__ import annotations
 
@@ -38,7 +38,6 @@ class Heads(nn.Module):
         self.mask = LayerMask(mask)
 
     def extra_repr(self) -> str:
-        """For `print(model)`."""
         groups = "" if self.kv_heads == self.num_heads else f", kv_heads={self.kv_heads}"
         dropped = f", dropout={self.dropout:g}" if self.dropout else ""
         return f"{self.embed_dim}, {self.num_heads} heads of {self.head_dim}{groups}{dropped}, mask={self.mask!r}"
@@ -61,7 +60,7 @@ class Heads(nn.Module):
 def check_input(x: Tensor, name: str, weight: Tensor | None, padding: str) -> None:
     """Raises unless x is a dense tensor that can be multiplied by this weight.
 
-    weight: None if that is not known. padding: what tells how long the sequences of a padded x are.
+    weight: None if it is not known. padding: the argument that gives the lengths of a padded x, for the message.
     """
     if isinstance(x, Tensor) and x.is_nested:
         raise TypeError(f"{name} must be a plain tensor; got a nested one. Pad it, with {padding}.")
@@ -83,8 +82,9 @@ def check_input(x: Tensor, name: str, weight: Tensor | None, padding: str) -> No
 
 
 def plain_weight(projection: nn.Module) -> Tensor | None:
-    """The weight that a projection multiplies its input by as it is; None if something else than PyTorch's own layer
-    may cast or move the input or the weight before: another class, hooks, a replaced `forward`, a weight's own class.
+    """The weight of a projection, used as it is; None unless the projection is PyTorch's own layer.
+
+    Another class, hooks, a replaced `forward` or a weight's own class may cast or move the input or the weight before.
     """
     if type(projection) is not nn.Linear or projection._forward_pre_hooks or "forward" in projection.__dict__:
         return None
@@ -99,14 +99,14 @@ def check_features(x: Tensor, name: str, features: int) -> None:
 
 
 def dense_if_none(mask: BlockMask | None, q_len: int, k_len: int, device: torch.device) -> BlockMask:
-    """A mask that can get lengths."""
+    """The mask, or a dense mask if it is None, so that it can take lengths."""
     return BlockMask.dense(q_len, k_len).to(device) if mask is None else mask
 
 
 def padded(
     mask: BlockMask | None, q_len: int, k_len: int, device: torch.device, **lengths: Lengths | None
 ) -> BlockMask | None:  # fmt: skip
-    """The mask without what lies past the lengths, which are named as for `with_lengths`."""
+    """The mask without tokens past the lengths, which are named as for `with_lengths`."""
     if all(each is None for each in lengths.values()) or q_len == 0 or k_len == 0:
         return mask
     return dense_if_none(mask, q_len, k_len, device).with_lengths(**lengths)

@@ -17,8 +17,8 @@ class KVCache:
     >>> cache.length, cache.lengths.tolist()
     (7, [7, 7])
 
-    `SparseSelfAttention.new_cache` makes one that fits the layer. `k` and `v` are `[B, Hkv, capacity, D]`; what lies
-    past `length` is not read. `lengths`, int32 `[B]` on the device, is written in place.
+    `SparseSelfAttention.new_cache` makes a cache that fits the layer. `k` and `v` are `[B, Hkv, capacity, D]`; tokens
+    past `length` are not read. `lengths`, int32 `[B]` on the device, is written in place.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class KVCache:
         device = None if device is None else checked_device(device)
         if dtype is not None:
             check_dtype(dtype)
-        with torch.inference_mode(False):  # or it could not be written to outside of inference mode
+        with torch.inference_mode(False):  # otherwise it could not be written to outside of inference mode
             self.k = torch.zeros(batch, kv_heads, capacity, head_dim, device=device, dtype=dtype)
             self.v = torch.zeros_like(self.k)
             self.lengths = torch.zeros(batch, dtype=torch.int32, device=self.k.device)
@@ -37,7 +37,7 @@ class KVCache:
 
     @property
     def capacity(self) -> int:
-        """Tokens that there is room for."""
+        """The number of tokens that fit."""
         return self.k.shape[2]
 
     def append(self, k: Tensor, v: Tensor) -> None:
@@ -70,8 +70,9 @@ class KVCache:
         self.lengths.fill_(stop)
 
     def truncate(self, length: int) -> None:
-        """Forgets the tokens after the first `length`, such as drafts that were not accepted, or those of a step in
-        which a later layer failed (a layer that fails itself leaves its cache as it was).
+        """Forgets the tokens after the first `length`, such as drafts that were not accepted.
+
+        Also call it after a step in which a later layer failed; a layer that fails itself restores its own cache.
 
         >>> cache = KVCache(1, 4, 100, 16)
         >>> cache.append(torch.randn(1, 4, 7, 16), torch.randn(1, 4, 7, 16))
@@ -79,7 +80,7 @@ class KVCache:
         >>> cache.length
         5
 
-        Raises ValueError for more tokens than there are.
+        Raises ValueError if `length` exceeds the number of tokens in the cache.
         """
         length = integer(length, "length", "tokens")
         if not 0 <= length <= self.length:

@@ -12,7 +12,7 @@ from sparseflash.masks.causal import causal
 from sparseflash.pattern import Pattern, mask_of_lengths
 
 Mask = BlockMask | Pattern | None
-_KEPT = 16  # masks of a layer: lengths and devices
+_KEPT = 16  # masks of a layer, by lengths and device
 
 
 class LayerMask:
@@ -22,8 +22,8 @@ class LayerMask:
     >>> LayerMask(masks.causal)(100, 100, torch.device("cpu")) == masks.causal(100)
     True
 
-    A `BlockMask` also serves shorter sequences, by its first queries and keys. What has been made is kept, because the
-    plans of kernels are kept with it, but it is no part of a copied or pickled layer.
+    A `BlockMask` also serves shorter sequences, by its first queries and keys. Masks are cached, because kernels cache
+    their plans with them; a copied or pickled layer starts without this cache.
     """
 
     def __init__(self, mask: Mask) -> None:
@@ -51,15 +51,15 @@ class LayerMask:
             return self.given
 
         def make() -> BlockMask:
-            with torch.inference_mode(False):  # or a later training step could not use it
+            with torch.inference_mode(False):  # otherwise a later training step could not use it
                 return self._for(q_len, k_len).to(device)
 
         return once(self._made, (q_len, k_len, device), make)
 
     def causal_of(self, batch: int, heads: int, tokens: int, device: torch.device) -> BlockMask:
-        """The mask for so many tokens of so many sequences that are generated one after another.
+        """The mask for `batch` sequences of up to `tokens` tokens that are generated one after another.
 
-        Raises ValueError unless it is causal, has no lengths, and is for so many sequences and query heads or for one.
+        Raises ValueError unless it is causal, has no lengths, and has batch 1 or `batch`, and heads 1 or `heads`.
         """
         mask = self(tokens, tokens, device)
         if mask is None:
@@ -79,7 +79,7 @@ class LayerMask:
         if mask.shape[1] not in (1, heads):
             raise ValueError(f"mask must be for one head or for the layer's {heads}; got one for {mask.shape[1]}.")
         key = "causal", tokens, device
-        if torch.compiler.is_compiling() or self._made.get(key) is mask:  # looked at when the cache was made, or before
+        if torch.compiler.is_compiling() or self._made.get(key) is mask:  # checked when the cache was made, or before
             return mask
         with torch.inference_mode(False):
             future = mask - causal(tokens, block=(mask.block_q, mask.block_k)).to(device)

@@ -19,13 +19,13 @@ from sparseflash.scores.bias import Bias, bias
 
 _BLOCK = 128
 _PADDING = (
-    "key_padding_mask; a torch.nn.TransformerEncoder makes nested tensors of what is padded unless you set its "
+    "key_padding_mask; a torch.nn.TransformerEncoder makes nested tensors of padded inputs unless you set its "
     "use_nested_tensor = False"
 )
 
 
 class MultiheadAttention(nn.MultiheadAttention):
-    """`torch.nn.MultiheadAttention` over the live scores of a mask: its arguments, its weights, its `state_dict`.
+    """`torch.nn.MultiheadAttention` over the live scores of a mask, with the same arguments, weights and `state_dict`.
 
     >>> from sparseflash import masks
     >>> theirs = nn.MultiheadAttention(64, 4, batch_first=True)
@@ -36,7 +36,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     >>> sparse = MultiheadAttention(64, 4, batch_first=True, mask=masks.local(100, window=32))
     >>> _ = sparse.load_state_dict(theirs.state_dict())
 
-    In a model that has such layers:
+    In a model with `torch.nn.MultiheadAttention` layers:
 
     >>> layer = nn.TransformerEncoderLayer(64, 4, batch_first=True)
     >>> layer.self_attn = MultiheadAttention.from_multihead(layer.self_attn, masks.local(100, window=32))
@@ -46,12 +46,12 @@ class MultiheadAttention(nn.MultiheadAttention):
     Args:
         embed_dim, num_heads, dropout, bias, kdim, vdim, batch_first, device, dtype: as PyTorch's.
         add_bias_kv, add_zero_attn: must be False; `scores.sink` is a learned key without a value.
-        mask: as for `SparseSelfAttention`, or for `SparseCrossAttention` if keys are of another length.
+        mask: as for `SparseSelfAttention`, or for `SparseCrossAttention` if queries and keys have different lengths.
         backend: as for `attention`.
 
-    PyTorch's fused inference of `nn.TransformerEncoderLayer` does not run for a layer with this module; it would
-    compute dense attention. Of an `nn.TransformerEncoder` that was made with other layers set `use_nested_tensor =
-    False`: for inference with padding it would make nested tensors, which are refused here.
+    PyTorch's fused inference of `nn.TransformerEncoderLayer`, which is dense, does not run for a layer with this
+    module. For an `nn.TransformerEncoder` that was made with other layers, set `use_nested_tensor = False`: for
+    inference with padding it would make nested tensors, which are refused here.
     """
 
     def __init__(
@@ -84,8 +84,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             embed_dim, num_heads, dropout, bias, kdim=kdim, vdim=vdim, batch_first=batch_first, device=device,
             dtype=dtype,
         )  # fmt: skip
-        # TransformerEncoderLayer asks this before it reads the weights to compute dense attention itself. Whether the
-        # projections are one matrix is seen by `in_proj_weight`.
+        # TransformerEncoderLayer reads this before it reads the weights to compute dense attention itself.
+        # `in_proj_weight` shows whether the projections are one matrix.
         self._qkv_same_embed_dim = False
         self.mask, self.backend = LayerMask(mask), backend
 
@@ -93,7 +93,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     def from_multihead(
         cls, module: nn.MultiheadAttention, mask: Mask = None, *, backend: Backend | None = None
     ) -> MultiheadAttention:
-        """The same layer with the weights, frozen ones too, dropout, device and mode of PyTorch's."""
+        """The same layer with the weights (frozen ones stay frozen), dropout, device and mode of PyTorch's."""
         check_plain(module)
         made = cls(
             module.embed_dim, module.num_heads, module.dropout, module.in_proj_bias is not None, kdim=module.kdim,
@@ -126,10 +126,10 @@ class MultiheadAttention(nn.MultiheadAttention):
             attn_mask: a bool tensor, True where a score is DEAD (unlike in `sdpa`); or a floating one that is added; of
                 shape `[Nq, Nk]` or `[B * num_heads, Nq, Nk]`. Or a `BlockMask`. A score must be live in the layer's
                 mask, too.
-            is_causal: with an `attn_mask`, a promise that it is the causal one, as in PyTorch: the library's own is
-                used in its place. Alone it is enough here. Query i sees keys 0..i.
+            is_causal: query i sees keys 0..i. With an `attn_mask`, it promises that the mask is causal, as in PyTorch;
+                the library's causal mask replaces it. Unlike PyTorch's, it also works alone.
 
-        Tensors are converted at every call, at a cost that `sdpa` tells. A query without a live key gives the bias of
+        Tensors are converted at every call; see `sdpa` for the cost. A query without a live key gives the bias of
         `out_proj`; PyTorch's result there is NaN or depends on its kernel.
         """
         is_causal = flag(is_causal, "is_causal")
@@ -172,7 +172,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _live(
         self, q: Tensor, k: Tensor, padding: Tensor | None, attn_mask: Tensor | BlockMask | None, is_causal: bool
     ) -> tuple[BlockMask | None, Bias | None]:
-        """The live scores, and what is added to them."""
+        """`(live scores, bias)`."""
         q_len, k_len = q.shape[2], k.shape[2]
         masks: list[BlockMask | None] = [self.mask(q_len, k_len, q.device)]
         changes: list[Bias | None] = []
@@ -209,7 +209,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
 
 def _live_of_dead(mask: object, must: str) -> Tensor:
-    """What is live of a mask in which True means dead; a mask that is added stays as it is."""
+    """Inverts a mask in which True means dead; a mask that is added stays as it is."""
     if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
         raise TypeError(f"{must}; got {mask.dtype if isinstance(mask, Tensor) else type(mask).__name__}.")
     return ~mask if mask.dtype == torch.bool else mask
@@ -224,8 +224,9 @@ def projection_weights(module: nn.MultiheadAttention) -> tuple[Tensor, ...]:
 
 
 def copy_projections(module: nn.MultiheadAttention, projections: tuple[nn.Linear, ...], out: nn.Linear) -> None:
-    """Copies the weights into linear layers whose outputs are those of queries, keys and values, one after another.
-    What is frozen stays so; of keys and values in one layer, if both are."""
+    """Copies the weights into linear layers that compute queries, keys and values, in this order.
+
+    Frozen weights stay frozen; a layer of several weights is frozen if all of them are."""
     q, k, v = projection_weights(module)
     if k.shape != v.shape or (len(projections) == 1 and q.shape != k.shape):
         raise ValueError(
@@ -245,7 +246,6 @@ def copy_projections(module: nn.MultiheadAttention, projections: tuple[nn.Linear
 
 
 def _copy(parameter: Tensor, source: Tensor) -> None:
-    """Copies numbers, and whether they are trained."""
     with torch.no_grad():
         parameter.copy_(source)
     parameter.requires_grad_(source.requires_grad)

@@ -42,7 +42,6 @@ class Rotary(nn.Module):
         self.head_dim, self.base = head_dim, base
 
     def extra_repr(self) -> str:
-        """For `print(model)`."""
         return f"{self.head_dim}, base={self.base:g}"
 
     def forward(self, positions: Tensor) -> Rotation:
@@ -57,13 +56,13 @@ class Rotary2D(nn.Module):
     >>> Rotary2D(64, width=32)(torch.arange(32 * 32))[0].shape
     torch.Size([1, 1, 1024, 32])
 
-    Half of the angles grow with the row, half with the column. The wavelengths are those of pictures of a few hundred
-    pixels a side, and do not depend on `width`, so that a model can read larger images than it was trained on.
+    Half of the angles grow with the row, half with the column. The wavelengths suit images of a few hundred pixels a
+    side. They do not depend on `width`, so a model can read larger images than it was trained on.
 
     Args:
         head_dim: D, features of a head, a multiple of 4.
         width: pixels of a row.
-        first: tokens before the first pixel, such as 1 for [CLS]; they get the position of the first pixel.
+        first: tokens before the first pixel, such as 1 for [CLS]; they have the position of the first pixel.
         wavelengths: pixels in which the fastest and the slowest angle turn once; the others lie between, evenly on a
             logarithmic scale.
     """
@@ -82,7 +81,6 @@ class Rotary2D(nn.Module):
         self.wavelengths = wavelengths[0], wavelengths[1]
 
     def extra_repr(self) -> str:
-        """For `print(model)`."""
         return f"{self.head_dim}, width={self.width}, first={self.first}"
 
     def forward(self, positions: Tensor) -> Rotation:

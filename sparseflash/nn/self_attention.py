@@ -23,7 +23,7 @@ class SparseSelfAttention(Heads):
 
     >>> from functools import partial
     >>> from sparseflash import masks
-    >>> near = partial(masks.local, window=32, causal=True)  # a function of the length: serves any
+    >>> near = partial(masks.local, window=32, causal=True)  # a function of the length serves any length
     >>> layer = SparseSelfAttention(64, 4, near, kv_heads=2, rotary=Rotary(16))
     >>> layer(torch.randn(2, 100, 64), lengths=torch.tensor([100, 70])).shape
     torch.Size([2, 100, 64])
@@ -38,9 +38,9 @@ class SparseSelfAttention(Heads):
 
     Args:
         embed_dim, num_heads: features of a token, and query heads.
-        mask: a `BlockMask` for the longest sequence, whose beginning serves shorter ones; or a function of the length
-            that returns one, such as `masks.causal`; None: all scores are live. It is moved to the device of x once,
-            and is not in the `state_dict`.
+        mask: a `BlockMask` for the longest sequence, cropped to its beginning for shorter ones; or a function that
+            takes the length and returns a mask, such as `masks.causal`; None: all scores are live. It is moved to the
+            device of x once, and is not in the `state_dict`.
         kv_heads: key and value heads; by default as many as query heads.
         head_dim: features of a head; by default `embed_dim / num_heads`.
         dropout: of the attention weights, when training.
@@ -91,8 +91,7 @@ class SparseSelfAttention(Heads):
         >>> torch.allclose(ours(x), theirs(x, x, x)[0], atol=1e-5)
         True
 
-        Frozen weights stay frozen. Raises ValueError for what it cannot express: `add_bias_kv`, `add_zero_attn`,
-        keys of another width.
+        Frozen weights stay frozen. Raises ValueError for `add_bias_kv`, `add_zero_attn`, and keys of another width.
         """
         check_plain(module)
         weight = module.out_proj.weight
@@ -106,11 +105,10 @@ class SparseSelfAttention(Heads):
     def new_cache(
         self, batch: int, capacity: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> KVCache:
-        """An empty cache for `batch` sequences of up to `capacity` tokens; by default like the layer's weights.
+        """An empty cache for `batch` sequences of up to `capacity` tokens, by default of the weights' dtype and device.
 
-        Raises ValueError unless the layer has a mask that is causal for `capacity` tokens, since a token that was
-        generated cannot see the next one, and has no lengths. It must be for `batch` sequences, or one, and for the
-        layer's query heads, or one.
+        Raises ValueError unless the layer's mask is causal for `capacity` tokens (a generated token cannot see later
+        ones), has no lengths, has batch 1 or `batch`, and has one head or one for each query head.
         """
         check_at_least_one(batch=batch, capacity=capacity)
         device = checked_device(self.out.weight.device if device is None else device)
@@ -131,14 +129,14 @@ class SparseSelfAttention(Heads):
 
         Args:
             x: `[B, N, embed_dim]`.
-            lengths: tokens of each sequence, integers `[B]`; those past it are padding, which is not seen and gets the
-                bias of `out`. What stands there must be finite.
+            lengths: tokens of each sequence, integers `[B]`; later tokens are padding. They are not seen, their output
+                is the bias of `out`, and their features must be finite.
             positions: of the tokens, for `rotary`, `[N]` or `[B, N]`; by default 0, 1, 2, ...
-            mask: in place of the layer's own.
-            cache: x holds the tokens that follow those in the cache, to which they are added. For inference: there is
-                no gradient and no dropout, the layer's mask must be causal, and it does not go with `lengths` or
-                `mask`. Up to 16 tokens are decoded (`decode.attention_with_cache`): nothing is planned for them. The
-                backends `"hopper"` and `"blockwise"` cannot decode; they get a mask for every call.
+            mask: replaces the layer's mask.
+            cache: x holds the tokens that follow the tokens in the cache, and is added to it. For inference only,
+                without gradient and dropout; the layer's mask must be causal, and `lengths` and `mask` are refused. Up
+                to 16 tokens are decoded without a plan (`decode.attention_with_cache`), but the backends `"hopper"` and
+                `"blockwise"`, which cannot decode, make a mask for every call.
         """
         check_input(x, "x", plain_weight(self.qkv), "lengths")
         check_features(x, "x", self.embed_dim)
@@ -180,7 +178,7 @@ class SparseSelfAttention(Heads):
             mixed = self._attend_to_cache(q.to(cache.k.dtype), cache, start, mask).to(q.dtype)
             out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         except BaseException:
-            cache.truncate(start)  # or the tokens would be there twice when the call is made again
+            cache.truncate(start)  # otherwise the tokens would be there twice when the call is made again
             raise
         return out
 

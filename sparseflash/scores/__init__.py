@@ -1,8 +1,8 @@
-"""Changes of scores between their product and the softmax: what `attention(..., scores=...)` takes.
+"""Score modifications, applied between the product of q and k and the softmax: `attention(..., scores=...)`.
 
-As masks are data here, so are the usual changes, one a file, and they combine by `+`. A change says what a live score
-becomes. The mask says which scores are live, and its dead tiles cost nothing. A score that a change makes -inf is dead,
-too, but is computed. May import blockmask and limits, and nothing else of the library.
+The usual ones are data, one a file, and combine by `+`; `function` takes a function, as FlexAttention's `score_mod`. A
+score modification changes live scores. The mask says which scores are live, and only its dead tiles save work: a score
+that becomes -inf is dead, too, but is computed. May import blockmask and limits, and nothing else of the library.
 """
 
 from sparseflash.scores.bias import bias

@@ -43,13 +43,15 @@ def bias(values: Tensor) -> Bias:
     >>> attention(q, k, v, scores=scores.bias(pair)).shape
     torch.Size([2, 4, 50, 16])
 
-    values: `[B or 1, Hq or 1, Nq or 1, Nk or 1]`, which may be learned; only entries of live scores are read, and the
-    gradients of the others are 0. Entries of live scores must be finite: what is to be dead belongs into the mask,
-    where it costs nothing. A bias that is the same for all queries is treated as a `key_bias`, whose gradient
-    needs no `[Nq, Nk]`. Where values are shared, the Triton kernels store the gradients of all that share them in fp32
-    before they are summed. On Hopper values in the dtype of q, whose rows begin at multiples of 16 bytes, are the
-    fastest, and get their gradient by the same kernels where nothing is shared. `tile_bias` stores a bias for the live
-    tiles of a sparse mask alone.
+    Args:
+        values: `[B or 1, Hq or 1, Nq or 1, Nk or 1]`, which may be learned. Only entries of live scores are read; the
+            gradients of the others are 0. An entry is finite, or -inf for a dead score, which costs as much as a live
+            one: a score that is dead in the mask costs nothing.
+
+    A bias that is the same for all queries is treated as a `key_bias`, whose gradient needs no `[Nq, Nk]`. For shared
+    values, the Triton kernels store the unsummed gradients in fp32. On Hopper, values are fastest in the dtype of q
+    with rows that begin at multiples of 16 bytes; the same kernels compute their gradient if no dimension is shared.
+    `tile_bias` stores a bias for the live tiles of a sparse mask alone.
     """
     values = floating(values, "bias")
     if values.ndim != 4:

@@ -1,4 +1,4 @@
-"""What all changes of scores have in common, and how they combine."""
+"""The base of all score modifications, and how they combine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sparseflash.blockmask.arguments import dense_tensor
 if TYPE_CHECKING:
     from sparseflash.blockmask import BlockMask
 
-# Gradients of a change's tensors, as zeros to add to; None where none is wanted.
+# Accumulators for the gradients of a change's tensors; None where no gradient is wanted.
 Learned = Sequence[Tensor | None]
 _LANES = 64
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -27,8 +27,8 @@ class Place(NamedTuple):
     head: Tensor
     query: Tensor
     key: Tensor
-    shift: int  # Nk - Nq: the last query stands where the last key does, as in causal masks
-    tile: Tensor | None = None  # the number of its tile in the mask's list, where the backend knows it
+    shift: int  # Nk - Nq: the last query is at the position of the last key, as in causal masks
+    tile: Tensor | None = None  # the number of the score's tile in the mask's list, if the backend has it
 
     @classmethod
     def everywhere(cls, shape: Sequence[int], device: torch.device) -> Place:
@@ -38,12 +38,12 @@ class Place(NamedTuple):
 
     @property
     def distance(self) -> Tensor:
-        """How far a key lies from its query, in tokens."""
+        """The distance of key and query, in tokens."""
         return (self.query + self.shift - self.key).abs()
 
 
 class Sizes(NamedTuple):
-    """What an attention's scores are computed from."""
+    """The sizes, dtype and device of an attention."""
 
     batch: int
     heads: int
@@ -55,16 +55,16 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Change:
-    """One change of scores. Its fields are tensors and numbers; the tensors may require gradients."""
+    """One score modification. Its fields are tensors and numbers; the tensors may require gradients."""
 
     kind: ClassVar[str]
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Its tensors, in the order in which `with_tensors` takes them."""
+        """The tensors, in the order in which `with_tensors` takes them."""
         raise NotImplementedError
 
     def numbers(self) -> tuple[float, ...]:
-        """Its numbers, which are no part of any graph."""
+        """The numbers, which are not part of any graph."""
         return ()
 
     @classmethod
@@ -73,7 +73,6 @@ class Change:
         return cls(*tensors, *numbers)
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Change:
-        """The same change with other tensors of the same shapes."""
         return self.of(tensors, self.numbers())
 
     def prepared(self, sizes: Sizes) -> Change:
@@ -81,7 +80,7 @@ class Change:
         return self
 
     def joined(self, other: Change) -> Change:
-        """One change that does what two of the same kind do."""
+        """One change equivalent to this change and another one of the same kind."""
         raise NotImplementedError
 
     def changed(self, scores: Tensor, at: Place) -> Tensor:
@@ -89,7 +88,7 @@ class Change:
         raise NotImplementedError
 
     def gradient(self, gradient: Tensor, scores: Tensor, changed: Tensor, at: Place, learned: Learned) -> Tensor:
-        """The gradient of the scores before the change, from that of the changed ones; adds those of the tensors."""
+        """The gradient by the scores, given the gradient by the changed scores; adds to the tensors' in `learned`."""
         return gradient
 
     def __add__(self, other: Change | Scores) -> Scores:
@@ -98,23 +97,21 @@ class Change:
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """Changes of scores, in the order in which they are applied, whatever the order in which they were added.
+    """Score modifications, in the order in which they are applied, whatever the order in which they were added.
 
     >>> from sparseflash import scores
     >>> both = scores.alibi(torch.ones(2)) + scores.softcap(50.0)
     >>> both.kinds, both.kinds == (scores.softcap(50.0) + scores.alibi(torch.ones(2))).kinds
     (('softcap', 'distance'), True)
 
-    The order is that of `ORDER`: `temperature` divides, `softcap` caps, then come the five kinds that add something,
-    then `function`; last, `sink` joins the softmax. It is that of FlashAttention, which caps before it adds. There is
-    at most one change of each kind.
+    The order is `ORDER`: `temperature` divides, `softcap` caps, then come the five kinds that add something, then
+    `function`; last, `sink` joins the softmax. FlashAttention also caps before it adds. Each kind occurs at most once.
     """
 
     changes: tuple[Change, ...]
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kind of each change."""
         return tuple(change.kind for change in self.changes)
 
     def __add__(self, other: Change | Scores) -> Scores:
@@ -130,13 +127,12 @@ class Scores:
         """The changes as backends take them. Raises ValueError if one does not fit an attention of these sizes."""
         changes: list[Change] = []
         for change in (each.prepared(sizes) for each in self.changes):
-            if changes and changes[-1].kind == change.kind:  # a bias that is one of keys
+            if changes and changes[-1].kind == change.kind:  # a bias that is the same for all queries
                 change = changes.pop().joined(change)
             changes.append(change)
         return Scores(tuple(changes))
 
     def changed(self, scores: Tensor, at: Place) -> Tensor:
-        """The changed scores, differentiable by autograd."""
         return self.steps(scores, at)[-1]
 
     def steps(self, scores: Tensor, at: Place) -> list[Tensor]:
@@ -147,9 +143,10 @@ class Scores:
         return found
 
     def gradient(self, gradient: Tensor, steps: Sequence[Tensor], at: Place, learned: Learned) -> Tensor:
-        """The gradient of `steps[0]`, from that of the last; adds those of `tensors()` to `learned`.
+        """The gradient by `steps[0]`, given the gradient by the last step; adds the gradients of `tensors()` to
+        `learned`.
 
-        Without PyTorch's autograd, which sums gradients of an indexed tensor in an order that may change, and which is
+        It does not use autograd, which sums gradients of an indexed tensor in an order that may change, and which is
         off inside operators.
         """
         stop = len(learned)
@@ -160,21 +157,16 @@ class Scores:
         return gradient
 
     def find(self, kind: str) -> Any:
-        """The change of this kind, or None."""
         return next((change for change in self.changes if change.kind == kind), None)
 
     def without(self, kind: str) -> Scores:
-        """All changes but that of this kind."""
         return Scores(tuple(change for change in self.changes if change.kind != kind))
 
     def tensors(self) -> list[Tensor]:
-        """The tensors of all changes."""
         return [x for change in self.changes for x in change.tensors()]
 
     def by_kind(self, wanted: Sequence[bool]) -> dict[str, list[bool]]:
-        """What is said of each of `tensors()`, such as whether it gets a gradient, for each kind; False where nothing
-        is.
-        """
+        """Flags for each of `tensors()`, such as whether it receives a gradient, by kind; False where none is given."""
         left = iter(wanted)
         return {change.kind: [next(left, False) for _ in change.tensors()] for change in self.changes}
 
@@ -190,7 +182,6 @@ class Scores:
         )
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Scores:
-        """The same changes with other tensors of the same shapes."""
         changes, rest = [], iter(tensors)
         for change in self.changes:
             changes.append(change.with_tensors([next(rest) for _ in change.tensors()]))
@@ -203,7 +194,7 @@ ORDER = ("temperature", "softcap", "distance", "relative", "key_bias", *PAIRS, "
 
 
 def scores_of(given: object) -> Scores:
-    """Changes of scores that a caller has passed. Raises TypeError for anything else."""
+    """The argument `scores` of a caller. Raises TypeError for anything else."""
     if isinstance(given, Scores):
         return given
     if isinstance(given, Change):
@@ -236,7 +227,7 @@ def on_device(x: Tensor, name: str, sizes: Sizes) -> None:
 
 
 def broadcasts(x: Tensor, name: str, letters: str, wanted: Sequence[int], sizes: Sizes) -> None:
-    """Raises ValueError unless each size of `x` is 1 or that of the attention, and x lies on q's device."""
+    """Raises ValueError unless each size of `x` is 1 or the attention's, and x lies on q's device."""
     if x.ndim != len(wanted) or any(own not in (1, size) for own, size in zip(x.shape, wanted)):
         raise ValueError(f"{name} must have shape [{letters}], here {list(wanted)} or 1 instead; got {list(x.shape)}.")
     on_device(x, name, sizes)
@@ -250,19 +241,19 @@ def add_at(zeros: Tensor | None, indices: Sequence[Tensor], values: Tensor) -> N
     for index, stride in zip(indices, zeros.stride(), strict=True):
         flat = flat + index * stride
     shared = [axis for axis, n in enumerate((1,) * (values.ndim - flat.ndim) + tuple(flat.shape)) if n == 1]
-    if shared:  # what goes to the same place is summed first, which is faster and more accurate
+    if shared:  # values for the same place are summed first, which is faster and more accurate
         values = values.sum(shared, keepdim=True)
     flat, values = flat.expand(values.shape).reshape(-1), values.reshape(-1).to(zeros.dtype)
     if zeros.numel() * _LANES > values.numel():
         zeros.view(-1).index_add_(0, flat, values)
         return
-    # One long sum loses digits, so few entries that get many values each are summed in lanes first.
+    # One long sum loses digits, so the values of few entries are summed in lanes first.
     lane = torch.arange(len(values), device=values.device) % _LANES
     sums = values.new_zeros(_LANES * zeros.numel()).index_add_(0, flat + lane * zeros.numel(), values)
     zeros += sums.view(_LANES, *zeros.shape).sum(0)
 
 
 def shared_or_own(x: Tensor, indices: Sequence[Tensor]) -> list[Tensor]:
-    """The indices, with 0 for dimensions of size 1, which all share."""
-    # One-dimensional zeros, because PyTorch reads a number that is an index, which the meta device cannot.
+    """The indices, with 0 for dimensions of size 1."""
+    # One-dimensional zeros, because PyTorch reads a 0-dimensional index, which the meta device cannot.
     return [torch.zeros(1, dtype=torch.int64, device=i.device) if n == 1 else i for n, i in zip(x.shape, indices)]

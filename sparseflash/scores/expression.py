@@ -1,4 +1,4 @@
-"""Functions of single scores as data: a list of elementwise operations, which kernels are made from.
+"""Functions of single scores as data: a list of elementwise operations. Kernels are made from it.
 
 An expression is a list of nodes, each computed from earlier ones. `evaluated` runs it in PyTorch; `derivatives` adds
 the nodes of its derivatives.
@@ -26,7 +26,7 @@ class Node(NamedTuple):
     kind: Kind = "float"
 
 
-# What each operation computes, in PyTorch.
+# The PyTorch function of each operation.
 OPERATIONS: dict[str, Callable[..., Tensor]] = {
     "add": torch.add, "sub": torch.sub, "mul": torch.mul, "div": torch.div,
     "floor_divide": torch.floor_divide, "remainder": torch.remainder,
@@ -55,7 +55,6 @@ class Expression:
         self.places = tuple(self._put(Node(name, kind="int")) for name in PLACES)
 
     def number(self, value: float | int | bool) -> int:
-        """A constant."""
         kind: Kind = "bool" if isinstance(value, bool) else "int" if isinstance(value, int) else "float"
         return self._put(Node("number", value=value, kind=kind))
 
@@ -87,14 +86,13 @@ class Expression:
         return self._put(Node(op, tuple(inputs), kind=kind))
 
     def as_float(self, node: int) -> int:
-        """The node as a floating-point number."""
         found = self.nodes[node]
         if found.op == "number":
             return self.number(float(found.value))
         return node if found.kind == "float" else self.apply("to_float", node)
 
     def reads(self, node: int) -> set[int]:
-        """The node and all from which it is computed."""
+        """The node and every node that it depends on."""
         found, rest = set(), [node]
         while rest:
             each = rest.pop()
@@ -134,7 +132,7 @@ class Expression:
         return [each if self.nodes[each].kind == kind else self.apply(f"to_{kind}", each) for each in inputs]
 
     def _simplified(self, op: str, inputs: Sequence[int]) -> int | None:
-        """What derivatives often contain: products with 1, sums with 0, and powers with the exponents 1 and 0."""
+        """Products with 1, sums with 0, and powers with the exponents 1 and 0, which derivatives often contain."""
         values = [self.nodes[each].value if self.nodes[each].op == "number" else None for each in inputs]
         if op == "mul" and 1.0 in values:
             return inputs[1 - values.index(1.0)]
@@ -156,10 +154,10 @@ def _folded(op: str, values: Sequence[float | int | bool], kind: Kind) -> float 
 
 
 def derivatives(made: Expression, output: int, of: Sequence[int]) -> list[int]:
-    """Nodes with the derivatives of `output`, of kind float, by the nodes `of`, which each is taken as independent.
+    """Nodes with the derivatives of `output`, of kind float, by the nodes `of`, each taken as independent.
 
-    The chain rule is applied from the output back. At a kink the derivative is PyTorch's, except that of a `minimum` or
-    `maximum` of equal numbers, which goes to the first.
+    The chain rule is applied from the output back. At a kink the derivative is PyTorch's, but a `minimum` or `maximum`
+    of equal numbers gives its gradient to the first.
     """
     gradients: dict[int, int] = {output: made.number(1.0)}
     relevant = set(of)
@@ -182,7 +180,7 @@ def derivatives(made: Expression, output: int, of: Sequence[int]) -> list[int]:
 def _rule(
     *factors: Callable[[Callable[..., int], Callable[[float], int], int, tuple[int, ...]], int | None],
 ) -> Callable[..., list[int | None]]:
-    """The gradients of the inputs: that of the output times these factors, functions of the operation and its nodes."""
+    """The output's gradient times each factor, a function of the operation and its nodes, for each input."""
 
     def gradients(made: Expression, gradient: int, output: int, *inputs: int) -> list[int | None]:
         found = [factor(made.apply, made.number, output, inputs) for factor in factors]

@@ -1,4 +1,4 @@
-"""One's own change of scores."""
+"""A score modification given as a function."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Function(Change):
     kernel: Any = None  # the same as Triton functions: see `function`
     kernel_derivative: Any = None
     identity: object = field(default_factory=object, repr=False)  # equal for the same functions with other tensors
-    # What was recorded of the functions, by the device: kernels are made from it.
+    # The recordings of the functions, by device: kernels are made from them.
     _recorded: BoundedDict = field(default_factory=lambda: BoundedDict(16), repr=False)
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -41,8 +41,9 @@ class Function(Change):
         return self
 
     def recorded(self, device: torch.device) -> tuple[Recorded, int | None]:
-        """The function as an expression, and the node of the derivative by the score, if one was given. Raises
-        ValueError for functions that cannot be recorded.
+        """The function as an expression, and the node of the derivative by the score, if it was given.
+
+        Raises ValueError for functions that cannot be recorded.
         """
         kept: tuple[Recorded, int | None] | None = self._recorded.get(device)
         if kept is None:
@@ -105,37 +106,37 @@ def function(
     >>> attention(q, k, v, scores=own).shape
     torch.Size([1, 2, 50, 16])
 
-    change: a function of scalar tensors, as a `score_mod` of FlexAttention: the score, and `b`, `h`, `q` and `k`, the
-    int64 indices of batch element, query head, query and key. So `bias[h][q, k]` works. `torch.vmap` calls it for many
-    scores at once, of live tiles only; b, h, q and k always lie inside the tensors' lengths. Its result and its
-    derivative must be finite there, also for dead scores. tensors: further tensors that it reads, in particular every
-    tensor that needs a gradient. derivative: of the result by the score, a function of the same arguments; without it
-    `change` is differentiated.
+    Args:
+        change: a function of scalar tensors, as a `score_mod` of FlexAttention: the score, and `b`, `h`, `q` and `k`,
+            the int64 indices of batch element, query head, query and key, always inside the tensors' lengths. So
+            `bias[h][q, k]` works. `torch.vmap` calls it for many scores at once, in live tiles only. Its result must
+            be finite, or -inf (dead), and its derivative finite, also for scores that are dead in the mask.
+        tensors: further tensors that it reads, in particular every tensor that needs a gradient.
+        derivative: of the result by the score, a function of the same arguments. By default `change` is differentiated.
+        kernel: instead of recording `change`, a `@triton.jit` function `(score, b, h, q, k, *pointers)` that computes
+            the same for a tile of scores; `q` and `k` broadcast to it, and the pointers are of the tensors, made
+            contiguous. Tensors receive no gradients from it.
+        kernel_derivative: the derivative by the score, a function of the same kind; without it, no backward.
 
     The reference and the blockwise backend call it, and differentiate it by autograd. The Triton kernels are compiled
-    with it, once for all masks. The first time, it is recorded by one call with placeholder numbers, so
-    keep the result of `scores.function` rather than make it in every step. Python numbers that `change` reads during
-    that call, also from tensors that it captures, are constants afterwards. Reading numbers from its arguments
-    (`item()`, `if`) is refused, and so are in-place changes. The kernels take:
+    with it, once for all masks. The first call records it with placeholder numbers, so keep the result of
+    `scores.function` instead of making it in every step. Python numbers that `change` reads during the recording, also
+    from tensors that it captures, are constants afterwards. Reading numbers from its arguments (`item()`, `if`) is
+    refused, and so are in-place changes. The kernels take:
 
     - operations on single scores: arithmetic, comparisons, logic, `where`, `masked_fill`, `clamp`, minimum and maximum,
       `abs`, `floor`, `ceil`, `sign`, powers with a constant exponent, exponentials and logarithms, `sqrt`, `sin`,
       `cos`, `tanh`, `sigmoid`, `relu`, `silu`, `softplus`, `detach` (but not
-      `torch.no_grad()`). All are computed in fp32, and integers in 32 bits.
-    - entries of tensors all of whose dimensions are indexed, by integers computed from b, h, q and k or read from other
+      `torch.no_grad()`). All are computed in fp32, integers in 64 bits where 32 are too few.
+    - entries of tensors: every dimension is indexed, by integers computed from b, h, q and k or read from other
       tensors: `table[h, (k - q).clamp(-8, 8) + 8]`, `document[b, q] == document[b, k]`. An entry outside its tensor
       makes the score NaN. Tensors without dimensions are numbers.
     - gradients of a tensor that is indexed by b, h, q and k themselves, or of a table with at most 16,384 entries for
-      each b and h. They are sums of fixed parts, with the same bits every time. A table costs the kernels as many steps
-      for each tile as the tile meets entries.
+      each b and h. They are sums of fixed parts, with the same bits every time. For a table, the kernels take a step
+      for each table entry that a tile meets.
 
-    kernel: instead of recording `change`, a `@triton.jit` function `(score, b, h, q, k, *pointers)` that computes the
-    same for a tile of scores; `q` and `k` broadcast to it, and the pointers are of the tensors, made contiguous.
-    kernel_derivative: the derivative by the score, a function of the same kind, without which there is no backward.
-    Tensors get no gradients from such a function.
-
-    Raises ValueError for a function that captures a tensor that requires gradients, which would get none, and when the
-    kernels are called for one that they do not take.
+    Raises ValueError for a function that captures a tensor that requires gradients, which would receive none. The
+    kernels raise ValueError when they are called for a function that they do not take.
     """
     if not callable(change):
         raise TypeError(f"a function of (score, b, h, q, k, *tensors) must be given; got {type(change).__name__}.")
@@ -150,7 +151,7 @@ def function(
         for cell in getattr(each, "__closure__", None) or ():
             if isinstance(cell.cell_contents, Tensor) and cell.cell_contents.requires_grad:
                 raise ValueError(
-                    "a function must not capture tensors that require gradients, which would get none: pass them after "
-                    "it, scores.function(change, x), and it gets them as its last arguments."
+                    "a function must not capture tensors that require gradients, because they would receive none: pass "
+                    "them as scores.function(change, x); the function receives them as its last arguments."
                 )
     return Function(change, tensors, derivative, kernel, kernel_derivative)

@@ -49,7 +49,7 @@ class Grid(Change):
         wide = [2 * n - 1 for n in self.shape]
         check_count("entries of a table", *wide, remedy="Use a smaller grid.")
         count = prod(wide)
-        # The difference of two codes is the place in the flattened table, up to that of the offset 0.
+        # The difference of two codes plus a constant is the place in the flattened table.
         buckets = torch.arange(count, dtype=torch.int32, device=sizes.device)
         return Codes(self.table.flatten(1), buckets, codes[0] + count // 2, codes[1], buckets[:0])
 
@@ -60,7 +60,7 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _codes(cells: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Numbers of cells whose differences tell all offsets apart: those in a grid of the table's shape."""
+    """Numbers of cells in a grid of the table's shape: their differences tell all offsets apart."""
     code = torch.zeros_like(cells)
     for n, stride in zip(reversed(shape), reversed(_strides(shape))):
         code += cells % n * stride
@@ -78,10 +78,14 @@ def relative_2d(table: Tensor, height: int, width: int, *, cells: Tensor | None 
     >>> attention(q, k, v, windows, scores=scores.relative_2d(table, 7, 7)).shape
     torch.Size([1, 3, 196, 16])
 
-    table: `[Hq, 2 * height - 1, 2 * width - 1]`, which may be learned. A sequence may hold several grids, such as
-    windows, one after another; between tokens of different ones the offset is that of their cells. cells: int64 `[N]`,
-    the number of each token's cell, `y * width + x`, if tokens lie in another order. Source: Liu et al., "Swin
-    Transformer", ICCV 2021, whose tables are the transpose, `[(2M - 1)^2, Hq]`.
+    Args:
+        table: `[Hq, 2 * height - 1, 2 * width - 1]`, which may be learned.
+        cells: int64 `[N]`, the number of each token's cell, `y * width + x`, if tokens lie in another order.
+
+    A sequence may hold several grids one after another, such as windows; between tokens of different grids the offset
+    is computed from their cells alone.
+
+    Source: Liu et al., "Swin Transformer", ICCV 2021, whose tables are the transpose, `[(2M - 1)^2, Hq]`.
     """
     return _grid(table, (height, width), cells)
 

@@ -47,7 +47,7 @@ def key_bias(values: Tensor) -> KeyBias:
     >>> attention(q, k, v, scores=scores.key_bias(torch.randn(2, 1, 50))).shape
     torch.Size([2, 4, 50, 16])
 
-    values: `[B or 1, Hq or 1, Nk]`, which may be learned, finite for live keys.
+    values: `[B or 1, Hq or 1, Nk]`, which may be learned; finite, or -inf for a dead key.
     """
     values = floating(values, "key_bias")
     if values.ndim != 3:

@@ -12,7 +12,7 @@ from sparseflash.scores.expression import OPERATIONS, Expression
 
 
 class Refused(Exception):
-    """What cannot be recorded, as a noun phrase."""
+    """Something that cannot be recorded, as a noun phrase."""
 
 
 def _simple(op: str) -> Callable[..., int]:
@@ -75,7 +75,8 @@ def _softplus(made: Expression, x: int) -> int:
     return made.apply("add", least, made.apply("log1p", made.apply("exp", made.apply("neg", made.apply("abs", x)))))
 
 
-# Names of PyTorch's operators that return what they get; what they fill a tensor with; how others are recorded.
+# Names of PyTorch's operators that return their input; the value that each operator fills with; how others are
+# recorded.
 SAME = ("clone", "alias", "contiguous")
 FILLED: dict[str, Callable[[Any], Any]] = {
     "full": lambda args: args[1], "scalar_tensor": lambda args: args[0],

@@ -1,4 +1,4 @@
-"""Changes of scores taken apart into a text and tensors, as registered operators take them, and put together again."""
+"""Score modifications as a text and tensors, as registered operators take them, and back."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sparseflash.scores.softcap import Softcap
 from sparseflash.scores.temperature import Temperature
 from sparseflash.scores.tile_bias import StoredTiles
 
-# What `Scores.prepared` may consist of, except for functions, which are no data.
+# The possible parts of `Scores.prepared`, except for functions, which are no data.
 _TYPES: dict[str, type[Change]] = {
     each.kind: each for each in (Temperature, Softcap, Distance, Codes, KeyBias, Bias, StoredTiles, Sink)
 }

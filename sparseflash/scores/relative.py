@@ -15,7 +15,7 @@ from sparseflash.blockmask.cache import BoundedDict
 from sparseflash.limits import MOST_TOKENS
 from sparseflash.scores.change import Change, Learned, Place, Sizes, add_at, floating, per_head
 
-_LONG_RUN = 16  # codes: of a tile of 64 x 64 with such runs the kernels go through eight
+_LONG_RUN = 16  # codes: with such runs the kernels go through eight of them in a tile of 64 x 64
 
 Bucket = Callable[[Tensor], Tensor]  # offsets (key minus query) to numbers of buckets, both int64
 
@@ -29,8 +29,8 @@ class Codes(Change):
     buckets: Tensor  # int32 [C]
     q_codes: Tensor  # int32 [Nq]
     k_codes: Tensor  # int32 [Nk]; differences lie in 0 .. C - 1
-    # int32 [C + 1]: the last code up to which buckets stay the same, and the first of the codes that have the bucket of
-    # the last one; empty unless codes are those of a distance and buckets mostly the same for many of them.
+    # int32 [C + 1]: the last code of each code's run of equal buckets, then the first code of the last run. Empty
+    # unless codes are distances and runs are mostly long.
     until: Tensor
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -54,7 +54,7 @@ class Relative(Change):
     kind = "relative"
     table: Tensor
     bucket: Bucket
-    # The arrays of the last lengths and device: a model asks for the same in every layer and step.
+    # The arrays of the last lengths and device, which every layer and step of a model asks for.
     _made: BoundedDict = field(default_factory=lambda: BoundedDict(1), repr=False)
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -65,12 +65,12 @@ class Relative(Change):
 
     def prepared(self, sizes: Sizes) -> Codes:
         per_head(self.table, "table", sizes)
-        if torch.compiler.is_compiling():  # compiled code computes the arrays anew, without asking for their contents
+        if torch.compiler.is_compiling():  # compiled code computes the arrays anew, without reading them
             return Codes(self.table, *self._codes(sizes))
         key = sizes.q_len, sizes.k_len, sizes.device
         made = self._made.get(key)  # looked up once: other threads may replace it
         if made is None:
-            with torch.inference_mode(False):  # or a later training step could not use them
+            with torch.inference_mode(False):  # otherwise a later training step could not use them
                 made = self._codes(sizes)
                 if made[0].is_meta and not isinstance(made[0], FakeTensor):
                     made = self._as_on_a_gpu(sizes, made)
@@ -85,7 +85,7 @@ class Relative(Change):
     def _as_on_a_gpu(self, sizes: Sizes, made: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Meta arrays with the sizes that the arrays have on a GPU, because kernels are chosen by these sizes.
 
-        They are computed on the CPU. Returns `made` if the bucket function reads meta tensors and so has no contents.
+        They are computed on the CPU. Returns `made` if the bucket function reads meta tensors, which have no contents.
         """
         here = sizes._replace(device=torch.device("cpu"))
         try:
@@ -104,7 +104,7 @@ class Relative(Change):
                 f"q and k must have at most 2^31 - 257 tokens together for a table of relative positions; got {q_len} "
                 f"and {k_len}. Crop the sequence, or use scores.function."
             )
-        # The code of query i, at position i + Nk - Nq, minus that of key j is i - j + Nk - 1.
+        # The code of query i, at position i + Nk - Nq, minus the code of key j is i - j + Nk - 1.
         offsets = (k_len - 1) - torch.arange(q_len + k_len - 1, device=device) - (k_len - q_len)
         buckets = self.bucket(offsets)
         checked_integers(buckets, "what bucket returns")
@@ -115,8 +115,7 @@ class Relative(Change):
             )
         if buckets.shape != offsets.shape:
             raise ValueError(
-                f"bucket must return one integer for each of the {len(offsets)} offsets that it gets; got "
-                f"{list(buckets.shape)}."
+                f"bucket must return one integer for each of the {len(offsets)} offsets; got {list(buckets.shape)}."
             )
         q_codes = torch.arange(q_len, dtype=torch.int32, device=device) + (k_len - 1)
         k_codes = torch.arange(k_len, dtype=torch.int32, device=device)
@@ -131,15 +130,14 @@ class Relative(Change):
             )
 
     def _runs(self, buckets: Tensor, until: Tensor) -> Tensor:
-        """`until`, or nothing if buckets change so often that kernels are faster going through the buckets than through
-        the runs, as of `offsets % 3`."""
+        """`until`; or nothing if buckets change so often (`offsets % 3`) that kernels are faster going through the
+        buckets."""
         runs = 1 + int((buckets[1:] != buckets[:-1]).sum())
         return until[:0] if runs > max(4 * self.table.shape[1], len(buckets) // _LONG_RUN) else until
 
 
 def ends_of_runs(x: Tensor) -> Tensor:
-    """The last place of each run of equal numbers, for every place of the run; then the first place of the last run;
-    int32.
+    """The last place of the run of equal numbers around every place, then the first place of the last run; int32.
 
     >>> ends_of_runs(torch.tensor([7, 7, 7, 3, 7, 7])).tolist()
     [2, 2, 2, 3, 5, 5, 4]
@@ -163,9 +161,12 @@ def relative(table: Tensor, bucket: Bucket) -> Relative:
     >>> scores.relative(torch.randn(2, 9), scores.clipped(4)).kind  # distances past 4 share the outermost entries
     'relative'
 
-    table: `[Hq, R]`, which may be learned. bucket: takes all offsets of keys from queries, int64 `[Nq + Nk - 1]`, and
-    returns the number of the bucket of each, 0 to R - 1; it is called once for given lengths. The position of a query
-    is aligned at the bottom right. Raises ValueError for buckets outside the table.
+    Args:
+        table: `[Hq, R]`, which may be learned.
+        bucket: takes all offsets of keys from queries, int64 `[Nq + Nk - 1]`, and returns the bucket of each, below
+            R. It is called once for given lengths. The last query is at the position of the last key.
+
+    Raises ValueError for buckets outside the table.
     """
     table = floating(table, "table")
     if table.ndim != 2:
@@ -192,9 +193,13 @@ def t5_buckets(count: int = 32, max_distance: int = 128, *, bidirectional: bool 
     >>> t5_buckets(8, 16)(torch.tensor([-100, -1, 0, 1, 3, 100])).tolist()
     [3, 1, 0, 5, 6, 7]
 
-    bidirectional: half of the buckets are for keys after the query; otherwise these share bucket 0. Source: Raffel et
-    al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer", JMLR 2020, and its code,
-    which rounds as this does.
+    Args:
+        count: the number of buckets.
+        max_distance: tokens.
+        bidirectional: half of the buckets are for keys after the query; otherwise these share bucket 0.
+
+    Source: Raffel et al., "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer", JMLR
+    2020, and its code, which rounds as this does.
     """
 
     def bucket(offsets: Tensor) -> Tensor:

@@ -25,17 +25,17 @@ class Sink(Change):
         return self
 
     def changed(self, scores: Tensor, at: Place) -> Tensor:
-        return scores  # backends add it where they sum
+        return scores  # backends add the sink to the sum of exponentials
 
 
 def scaled(out: Tensor, lse: Tensor, logits: Tensor) -> Tensor:
-    """The output `[B, H, Nq, Dv]` after a sink has joined the softmax, from those without it.
+    """The output `[B, H, Nq, Dv]` after a sink has joined the softmax.
 
     >>> scaled(torch.ones(1, 1, 2, 4), torch.tensor([[[0.0, -torch.inf]]]), torch.zeros(1))[0, 0].tolist()
     [[0.5, 0.5, 0.5, 0.5], [0.0, 0.0, 0.0, 0.0]]
 
     `out * exp(lse) / (exp(lse) + exp(logits[h]))`, computed in the dtype of lse, `[B, H, Nq]`: 0 for a query without a
-    live key, whose lse is -inf.
+    live key, where lse is -inf.
     """
     return (torch.sigmoid(above(lse, logits)).unsqueeze(-1) * out).to(out.dtype)
 
@@ -46,7 +46,7 @@ def above(lse: Tensor, logits: Tensor) -> Tensor:
 
 
 def sink(logits: Tensor) -> Sink:
-    """Gives each query one more key with the score `logits[h]` and the value 0, so that a head may look at nothing.
+    """Adds a key with the score `logits[h]` and the value 0 for each query, so that a head may attend to nothing.
 
     >>> import torch
     >>> from sparseflash import attention, scores
@@ -54,9 +54,13 @@ def sink(logits: Tensor) -> Sink:
     >>> attention(q, k, v, scores=scores.sink(torch.zeros(2))).shape
     torch.Size([1, 2, 50, 16])
 
-    logits: `[Hq]`, which may be learned; no other change applies to them, nor does the scale or dropout. They must be
-    finite, or -inf for a head without a sink. `lse` includes the sink. A query without a live key still has `out = 0`
-    and `lse = -inf`, and contributes nothing to the gradient.
+    Args:
+        logits: `[Hq]`, which may be learned; finite, or -inf for a head without a sink. No other score modification
+            applies to them, nor does the scale or dropout.
+
+    `lse` includes the sink. A query without a live key still has `out = 0` and `lse = -inf`, and contributes nothing to
+    the gradient.
+
     Source: OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025; with logits 0 it is Miller's "Attention Is Off By
     One", 2023.
     """

@@ -47,7 +47,7 @@ class Temperature(Change):
         return gradient
 
     def applied_to(self, q: Tensor) -> Tensor:
-        """Queries whose scores are those of `q`, divided by the temperature."""
+        """`q` divided by the temperature."""
         wide = q.float() if q.element_size() < 4 else q
         return (wide / self.values[..., None].to(wide.dtype)).to(q.dtype)
 
@@ -62,7 +62,7 @@ def temperature(values: Tensor) -> Temperature:
     torch.Size([1, 2, 50, 16])
 
     values: `[Hq]`, or `[B or 1, Hq or 1, Nq or 1]`, not 0, which may be learned. The Triton kernels divide the queries
-    instead, whose gradients and results they round to the queries' dtype.
+    instead, and round the divided queries and their gradients to the queries' dtype.
     """
     values = floating(values, "temperature")
     if values.ndim not in (1, 3):

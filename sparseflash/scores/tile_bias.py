@@ -16,14 +16,12 @@ from sparseflash.scores.change import Change, Learned, Place, Sizes, add_at, bro
 
 @dataclass(frozen=True, eq=False)
 class StoredTiles(Change):
-    """Adds `values[b, h, t, i % block_q, j % block_k]`, where t is the number of the tile of query i and key j; as
-    backends take it.
-    """
+    """`tile_bias` as backends take it: adds `values[b, h, t, i % block_q, j % block_k]` in tile t."""
 
     kind = "tile_bias"
     values: Tensor  # [B or 1, Hq or 1, tiles, block_q, block_k]
     tile_numbers: Tensor  # int32 [P, Mq, ceil(Mk / 32), 2], see blockmask/numbering.py
-    pattern: Tensor  # int32 [B or 1, Hq or 1]: which of the P patterns
+    pattern: Tensor  # int32 [B or 1, Hq or 1]: the number of one of the P patterns
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self.values, self.tile_numbers, self.pattern
@@ -44,7 +42,7 @@ class StoredTiles(Change):
         if tile is None:
             pattern = self.pattern[tuple(shared_or_own(self.pattern, [at.batch, at.head]))].long()
             tile = number_of_tile(self.tile_numbers, pattern, at.query // block_q, at.key // block_k)
-            tile = tile.clamp(max=tiles - 1)  # past the last live tile lie only dead ones
+            tile = tile.clamp(max=tiles - 1)  # all tiles past the last live one are dead
         return [*shared_or_own(self.values, [at.batch, at.head]), tile, at.query % block_q, at.key % block_k]
 
 
@@ -76,7 +74,7 @@ class TileBias(Change):
 
 
 def _difference(made_for: BlockMask, mask: BlockMask) -> str:
-    """How the lists of tiles of two masks differ; "" if they are equal."""
+    """The difference of the lists of tiles of two masks; "" if they are equal."""
     if mask.indices is made_for.indices:  # also of masks that differ in their lengths
         return ""
     if mask.device != made_for.device:
@@ -96,11 +94,10 @@ def _difference(made_for: BlockMask, mask: BlockMask) -> str:
 
 
 def tile_bias(values: Tensor, mask: BlockMask) -> TileBias:
-    """Adds `values[b, h, t, i % block_q, j % block_k]` to the score of query i and key j, which lies in tile t of the
-    mask's list.
+    """Adds `values[b, h, t, i % block_q, j % block_k]` to the score of query i and key j, where t is the number of its
+    tile in the mask's list.
 
-    A bias of every query and key, of which only what lies in live tiles is stored, read and learned: for 131,072 tokens
-    and a mask with 5 % of the tiles, 1.7 GB for each head in bf16, where `bias` would take 34 GB.
+    A bias for every pair of a query and a key, but stored, read and learned in live tiles only.
 
     >>> import torch
     >>> from sparseflash import attention, masks, scores
@@ -110,20 +107,19 @@ def tile_bias(values: Tensor, mask: BlockMask) -> TileBias:
     >>> attention(q, k, v, mask, scores=scores.tile_bias(values, mask)).shape
     torch.Size([2, 4, 100, 16])
 
-    values: `[B or 1, Hq or 1, tiles, block_q, block_k]`, which may be learned. Tile t is entry t of `mask.indices`: the
-    list goes through the block rows of the first pattern, each from left to right, then through those of the next
-    pattern (`BlockMask`). So if heads have patterns of their own, they also have tiles of their own where values have
-    `Hq = 1`. `tile_values` makes values from a function of positions. A tile is stored whole, whatever its live scores
-    and the ends; entries of live scores must be finite, and the gradients of the others are 0.
+    Args:
+        values: `[B or 1, Hq or 1, tiles, block_q, block_k]`, which may be learned. Tile t is entry t of `mask.indices`:
+            the list goes through the block rows of the first pattern, each from left to right, then through the block
+            rows of the next pattern (`BlockMask`). So heads with different patterns have different tiles, even if
+            values have `Hq = 1`. A tile is stored whole; entries of live scores are finite, or -inf (dead), and
+            the gradients of the others are 0. `tile_values` makes values from a function of positions.
+        mask: the mask of the attention, not dynamic. Another mask is refused unless it has the same live tiles and
+            patterns; its bits and lengths may differ. Pass the same object, or one that `with_lengths` made of it,
+            because comparing two objects makes the host wait for the device at every call.
 
-    mask: the mask of the attention. Another one is refused, unless it has the same live tiles and patterns (whose bits
-    and lengths may differ). Comparing two objects waits for the device at every call, so pass the same one, or one that
-    `with_lengths` made of it. It must not be dynamic: its tiles must stay what they are.
-
-    The Triton kernels read tiles of the mask itself, whatever others would be cheaper, so with blocks of fewer than 64
-    tokens they take more steps than for other changes; the kernels for Hopper take blocks of 128 in the dtype of q. The
-    gradient of a tile that one batch element and head use is written once. Where values are shared, the gradients of
-    all that share them are stored in fp32, each as large as the values, and summed in a fixed order.
+    The Triton kernels read tiles of the mask itself, so blocks of fewer than 64 tokens are slower than with other score
+    modifications. The Hopper kernels take blocks of 128 in the dtype of q. For values that batch elements or heads
+    share, the gradients of all of them are stored in fp32, each as large as the values, and summed in a fixed order.
 
     Raises TypeError or ValueError for values that do not fit the mask.
     """
@@ -162,10 +158,12 @@ def tile_values(function: Callable[[Tensor, Tensor], Tensor], mask: BlockMask) -
     >>> scores.tile_values(lambda q, k: left[q[:, :, 0]] @ right[k[:, 0]].mT, mask).shape
     torch.Size([1, 1, 19, 16, 16])
 
-    function: gets the positions of queries, int64 `[tiles, block_q, 1]`, and of keys, `[tiles, 1, block_k]`, where
-    those past the ends are the last one's; returns a tensor that broadcasts to `[B or 1, Hq or 1, tiles, block_q,
-    block_k]`. Gradients flow through it. If the mask has several patterns, the tiles of pattern p are
-    `mask.indptr[p * Mq] : mask.indptr[(p + 1) * Mq]`.
+    Args:
+        function: takes the positions of queries, int64 `[tiles, block_q, 1]`, and of keys, `[tiles, 1, block_k]`;
+            positions past the ends are replaced by the last one. Returns a tensor that broadcasts to `[B or 1, Hq or 1,
+            tiles, block_q, block_k]`. Gradients flow through it.
+
+    If the mask has several patterns, the tiles of pattern p are `mask.indptr[p * Mq] : mask.indptr[(p + 1) * Mq]`.
 
     Raises ValueError for a result of another shape.
     """

@@ -30,16 +30,14 @@ class Recorded(NamedTuple):
 
 
 class _Call:
-    """A call of one of PyTorch's operators. Among its arguments are calls, in place of their results, and the tensors
-    that were there before.
-    """
+    """A call of one of PyTorch's operators. Its arguments are earlier calls, tensors from outside, or numbers."""
 
     def __init__(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         self.name, self.args, self.kwargs, self.result = name, args, kwargs, result
 
 
 def _is_computed(x: Any) -> bool:
-    """Whether it is an input, or follows from one; not a tensor that the function makes of a number."""
+    """Whether it is an input or depends on one, unlike a tensor that the function makes of a number."""
     return isinstance(x, _Call) and not x.name.startswith("lift_fresh")
 
 
@@ -54,11 +52,11 @@ def recorded(
     function: Callable[..., Tensor], given: Sequence[Tensor], device: torch.device, into: Recorded | None = None,
     *, may_capture_learned: bool = False,
 ) -> Recorded:  # fmt: skip
-    """A function of `(score, b, h, q, k, *given)` as an expression; its nodes are added to those of `into`.
+    """A function of `(score, b, h, q, k, *given)` as an expression; its nodes are added to the nodes of `into`.
 
-    Raises ValueError for what `scores.function` says that kernels do not take.
+    Raises ValueError for everything that kernels do not take according to `scores.function`.
     """
-    # Dynamo cannot trace what records. A decorator would import it for all.
+    # Dynamo cannot trace the recording. A decorator would import Dynamo for every user.
     record = torch.compiler.disable(_recorded) if torch.compiler.is_dynamo_compiling() else _recorded
     return record(function, given, device, into, may_capture_learned)
 
@@ -95,7 +93,7 @@ def _refusal(error: Refused) -> ValueError:
 
 
 class _Untraced(TorchFunctionMode):
-    """Refuses what leaves no trace among the calls of operators."""
+    """Refuses operations that do not show among the calls of operators."""
 
     def __init__(self, calls: _Calls) -> None:
         super().__init__()
@@ -113,7 +111,7 @@ class _Untraced(TorchFunctionMode):
 
 
 class _Calls(TorchDispatchMode):
-    """Notes the calls of operators in a function. torch.fx would, too, but to import what it needs takes a second."""
+    """Notes the calls of operators in a function. torch.fx could, but its imports take a second."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -123,9 +121,7 @@ class _Calls(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Else PyTorch imports its compiler at the first call, to leave `__torch_dispatch__` uncompiled. Nothing here
-        is called from compiled code.
-        """
+        """True, or else PyTorch imports its compiler at the first call. Nothing here is called from compiled code."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -137,8 +133,8 @@ class _Calls(TorchDispatchMode):
             raise Refused(_NO_GRADIENTS)
         call = _Call(name, tree_map(self.of, args), tree_map(self.of, kwargs), func(*args, **kwargs))
         results = [x for x in tree_iter(call.result) if isinstance(x, Tensor)]
-        # Numbers of captured tensors, and of those made of numbers, stay what they are, as those that are read without
-        # PyTorch. Others would be numbers of these inputs. (The shape of an index is checked by itself.)
+        # Numbers of captured tensors, and of tensors made of numbers, are constants, as are numbers read without
+        # PyTorch. Other numbers would depend on these inputs. (The shape of an index is checked by itself.)
         is_shape = torch.Tag.dynamic_output_shape in func.tags and name != "index"
         if (is_shape or not results) and any(map(_is_computed, tree_iter((call.args, call.kwargs)))):
             raise Refused(_NUMBER)
@@ -147,7 +143,7 @@ class _Calls(TorchDispatchMode):
         return call.result
 
     def of(self, x: Any) -> Any:
-        """The call whose result this is; itself if there is none."""
+        """The call that returned this tensor; the argument itself if no call did."""
         return self._of.get(id(x), x) if isinstance(x, Tensor) else x
 
     def needed_for(self, result: Any) -> list[_Call]:
@@ -179,7 +175,7 @@ class _Recorder:
             raise Refused(f"a result that is not one score, a scalar tensor, but {got}")
         last = self._calls.of(result)
         for call in self._calls.needed_for(last):
-            # PyTorch's kind, which an operation of numbers may not have: a sum of bools is a bool.
+            # PyTorch's kind: an operation on numbers may have another one, such as bool for a sum of bools.
             self._values[call] = self._of_dtype(self._called(call), call.result.dtype)
         return Recorded(self.made, self.made.as_float(self._number(last)), tuple(self._tensors))
 
@@ -236,7 +232,7 @@ class _Recorder:
         return self._values[x] if isinstance(x, _Call) else self._captured(x)
 
     def _number(self, x: Any) -> Any:
-        """A node for an argument; what is no tensor or number stays as it is."""
+        """A node for a tensor or number; anything else unchanged."""
         if isinstance(x, (bool, int, float)):
             return self.made.number(x)
         if not isinstance(x, (_Call, Tensor)):

@@ -1,4 +1,4 @@
-"""Is an attention exact? Compares it with its definition in fp64, allowing about the error of a plain implementation.
+"""Checks that an attention is exact: compares it with fp64, allowing about the error of a plain implementation.
 
 >>> import torch
 >>> from sparseflash import attention, masks, testing
@@ -14,7 +14,7 @@ Rounding errors are unavoidable, and their size depends on shapes and values. So
 measured: twice the largest error of the definition when it is computed plainly in the same dtype, plus about one unit
 in the last place of its largest value. `assert_exact` and `compare` apply this to any function of q, k and v.
 
-Their parts can be used separately, for results from elsewhere or other kinds of inputs. `by_definition` computes the
+The parts can be used separately, for results from elsewhere or other kinds of inputs. `by_definition` computes the
 truth (in fp64) and the plain results (in any other dtype); `compare_results` compares given results; `sampled_heads`
 and `sampled_part` choose the part of a long sequence to compare.
 

@@ -21,7 +21,7 @@ _FP32 = torch.finfo(torch.float32).eps
 
 @dataclass(frozen=True)
 class Comparison:
-    """The errors of the results by name: those of `out`, `lse`, `dq`, `dk`, `dv` that there are.
+    """The errors of the compared results, by name: `out`, and if they exist `lse`, `dq`, `dk` and `dv`.
 
     >>> print(Comparison({"out": Error(largest=1e-3, allowed=2e-3)}))
              error   allowed   ratio
@@ -68,9 +68,14 @@ def compare_results(
              error   allowed   ratio
     out   2.50e-01  5.00e-01    0.50
 
-    `truth`: the true results, of the same names. `plain`: results of the same computation done plainly in the same
-    dtype, or their largest errors over several draws. `magnitudes`: for results that are small sums of large numbers,
-    the size of those numbers (for lse, `largest_score`). `rms`: judge the root-mean-square errors, too. See `error_of`.
+    Args:
+        got: the results, by name.
+        truth: the true results, of the same names.
+        plain: results of the same computation done plainly in the same dtype, or their largest errors over several
+            draws.
+        magnitudes: for results that are small sums of large numbers, the size of the summands (for lse,
+            `largest_score`).
+        rms: judge the root-mean-square errors, too. See `error_of`.
     """
     sizes = magnitudes or {}
     return Comparison(
@@ -107,13 +112,19 @@ def compare(
     >>> list(found.errors), found.exact
     (['out', 'lse', 'dq', 'dk', 'dv'], True)
 
-    `function(q, k, v)` returns out `[B, Hq, Nq, Dv]`, or `(out, lse)` with lse `[B, Hq, Nq]`. `mask`: the mask that the
-    function applies, on q's device; None for dense attention. `dout`, `dlse`: the gradients of out and lse; by default
-    drawn from a normal distribution with `seed`. `gradients`: False for a function that has none, such as one that
-    decodes; then only what it returns is compared. The tensors are detached and never written to.
+    Args:
+        function: `function(q, k, v)` returns out `[B, Hq, Nq, Dv]`, or `(out, lse)` with lse `[B, Hq, Nq]`.
+        mask: the mask that the function applies, on q's device; None for dense attention.
+        dout, dlse: the gradients of out and lse; by default drawn from a normal distribution with `seed`.
+        gradients: False for a function without gradients, such as one that decodes; then only its results are compared.
+        scores: the score modifications that the function applies, as `attention` takes them. The gradients of tensors
+            that require grad are compared, too, as `d0`, `d1` and so on, by their place in `scores.tensors()`.
+        every_draw: False to stop at the first draw that shows the function to be exact.
+        heads: the number of pairs of a batch element and a key head to compare, with their query heads
+            (`sampled_heads`), for long sequences.
+        blocks: the number of block rows to compare, and of key blocks with all rows that see them (`sampled_part`).
 
-    `scores`: the changes of scores that the function applies, as `attention` takes them. The gradients of those of
-    their tensors that require grad are compared, too, as `d0`, `d1` and so on, by their place in `scores.tensors()`:
+    The tensors are detached and never written to. With score modifications:
 
     >>> from sparseflash import scores
     >>> change = scores.alibi(torch.ones(4, requires_grad=True)) + scores.softcap(5.0)
@@ -122,23 +133,19 @@ def compare(
     (['out', 'dq', 'dk', 'dv', 'd0'], True)
 
     The truth is `softmax(scale * q k^T, live scores only) v` in fp64, computed for a bounded number of scores at a
-    time, in time proportional to the live keys of each block row. The allowed error is twice that of the plain
+    time, in time proportional to the live keys of each block row. The allowed error is twice the error of the plain
     computation in q's dtype, plus about one unit in the last place of the largest value. A plain result of few values
     is sometimes exact by luck, so the plain error is then the largest over several draws, made by shuffling the inputs.
-    `every_draw`: False to stop at the first draw by which the function is exact: more could only allow larger errors.
 
-    For long sequences, `heads` limits the comparison to that many pairs of a batch element and a key head, with their
-    query heads (`sampled_heads`); `blocks` limits it to that many block rows, and as many key blocks with all rows that
-    see them (`sampled_part`). Results that are not compared must still be finite. Gradients of the tensors of `scores`
+    With `heads` or `blocks`, results that are not compared must still be finite. Gradients of the tensors of `scores`
     are sums over everything, so they are not compared then.
 
     In half precision the gradient of a score, `weight * (dweight - delta)`, is only as exact as out, because
     `delta = sum(out * dout)` is computed from the rounded out, as in FlashAttention. The error is up to
     `eps * weight * sum(|dout| * mean |v|)`, the mean over the query's keys with their weights. Where one key has
     nearly all the weight, dweight and delta cancel. A plain computation rounds both alike, and may then be more exact
-    than these gradients and than their sums, which are the gradients of tensors in `scores`. To do better, the forward
-    would have to keep out in fp32. The portable kernels sum the gradients of scores in fp32. The Hopper kernels also
-    sum in fp32, but after the gradients have been rounded for the matrix products.
+    than these gradients and than the gradients of tensors in `scores`, which are their sums. The portable kernels sum
+    the gradients of scores in fp32, the Hopper kernels after rounding them for the matrix products.
 
     Raises what `attention` would for q, k, v and the mask; ValueError for results of a wrong shape and for gradients
     that do not arrive at q, k or v.
@@ -150,7 +157,7 @@ def compare(
     changes = None
     if scores is not None:
         changes = Changes(scores_of(scores), (*q.shape[:3], k.shape[2]), mask=mask)
-        changes.prepared(q.device)  # raises for what does not fit
+        changes.prepared(q.device)  # raises if they do not fit
     learned: dict[str, Tensor] = {}
     if changes is not None and gradients and heads is None and blocks is None:
         learned = changes.learned
@@ -173,7 +180,7 @@ def compare(
 
     sizes = {"lse": max(largest_score(head.inputs, scale) for head in chosen)} if "lse" in got else {}
     for name, x in (("dq", inputs.k), ("dk", inputs.q)):
-        # Where nothing is live, or all is 0, no kernel has a reason to round.
+        # Where nothing is live, or everything is 0, no kernel has a reason to round.
         if name in got and truth["out"].any() and not truth[name].any():
             sizes[name] = max(head.size_of_differences() for head in chosen) * float(x.abs().max())
 
@@ -191,7 +198,7 @@ def compare_with_draws(
     magnitudes: Mapping[str, float] | None = None,
     enough: float = 0.0,
 ) -> Comparison:
-    """`compare_results` beside the plain errors of several draws, as `plain_errors` takes them, times a factor.
+    """`compare_results` with the plain errors of several draws, as for `plain_errors`, times a factor.
 
     `enough`: no more draws are made once the worst ratio is at most this: others could only make it smaller.
     """
@@ -214,9 +221,11 @@ def plain_errors(
     >>> plain_errors([({"out": torch.tensor([1.25])}, exact), ({"out": torch.tensor([1.5])}, exact)])
     {'out': 0.5}
 
-    `draws`: `(plain, truth)` of each. A draw in which the plain computation overflows is ignored; the error is infinite
-    if all do. `until(errors)`: True if those of the draws so far are enough, and no more are made: others would only
-    make the errors larger.
+    Args:
+        draws: `(plain, truth)` of each. A draw in which the plain computation overflows is ignored; the error is
+            infinite if all do.
+        until: `until(errors)` is True if the draws so far suffice, and no more are made: others would only make the
+            errors larger.
     """
     errors: dict[str, list[float]] = {}
     largest: dict[str, float] = {}
@@ -246,7 +255,7 @@ def assert_exact(
              error   allowed   ratio
     out ...
 
-    Takes the arguments of `compare`, but `every_draw`.
+    Takes the arguments of `compare`, except `every_draw`.
     """
     found = compare(
         function, q, k, v, mask, scale=scale, scores=scores, dout=dout, dlse=dlse, gradients=gradients, heads=heads,
@@ -294,7 +303,7 @@ class _Head:
         return replace(self, inputs=self.inputs.shuffled(seed))
 
     def size_of_differences(self) -> float:
-        """The size of what cancels in dq and dk, but for a factor of k or q, where no query has two live keys.
+        """The size of the terms that cancel in dq and dk, but for a factor of k or q, if no query has two live keys.
 
         There both are 0, in the plain computation, too. A kernel that recomputes the weights subtracts two sums of the
         same products, added in different orders, but at least as exactly as in fp32.

@@ -46,7 +46,6 @@ class Inputs:
         return Inputs(*(x.detach().to(dtype) for x in self._tensors()))
 
     def leaves(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Copies of q, k and v that require grad."""
         q, k, v = (x.detach().clone().requires_grad_() for x in (self.q, self.k, self.v))
         return q, k, v
 
@@ -73,7 +72,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Changes:
-    """Changes of scores, for the definition.
+    """Score modifications, for the definition.
 
     >>> from sparseflash import scores
     >>> changes = Changes(scores.alibi(torch.ones(2, requires_grad=True)) + scores.softcap(5.0), (1, 2, 10, 10))
@@ -95,7 +94,7 @@ class Changes:
         return {f"d{number}": x for number, x in enumerate(self.scores.tensors()) if x.requires_grad}
 
     def to(self, dtype: torch.dtype) -> Changes:
-        """The tensors as a computation in that dtype takes them: only for fp64 in another precision than their own."""
+        """The tensors for a computation in that dtype: only for fp64 in another precision than their own."""
         wide = dtype == torch.float64
 
         def cast(x: Tensor) -> Tensor:
@@ -106,11 +105,11 @@ class Changes:
         return replace(self, scores=self.scores.with_tensors([cast(x) for x in self.scores.tensors()]))
 
     def prepared(self, device: torch.device) -> Scores:
-        """As the reference takes them."""
+        """The modifications as the reference takes them."""
         return self.scores.prepared(Sizes(*self.sizes, device, self.mask))
 
     def place(self, shape: Sequence[int], rows: slice, keys: Tensor) -> Place:
-        """Where scores of some rows and keys lie, of so many batch elements and heads."""
+        """The places of scores of some rows and keys, for the batch elements and heads of `shape`."""
         batch, head = (torch.arange(n, device=keys.device) + first for n, first in zip(shape, self.first))
         query = torch.arange(rows.start, rows.stop, device=keys.device)
         shift = self.sizes[3] - self.sizes[2]
@@ -128,8 +127,8 @@ def results_of(
     >>> list(found), of_lse
     (['out', 'dq', 'dk', 'dv'], False)
 
-    The second value says whether the gradients are those of out and lse together, which they are if lse requires grad.
-    `learned`: further tensors that the function reads, by the names of their gradients.
+    The second value says whether lse requires grad; then the gradients are of out and lse together. `learned`: further
+    tensors that the function reads, by the names of their gradients.
 
     Raises ValueError for results of a wrong shape, and for gradients that the function cuts off.
     """
@@ -168,8 +167,8 @@ def results_of(
     for (name, x), gradient in zip(learned.items(), arrived[3:]):
         if gradient is None:
             raise ValueError(
-                f"scores must be those that the function applies, with the same tensors; got {list(x.shape)} as "
-                f"the tensor of {name}, of which its results do not depend."
+                f"scores must be the modifications that the function applies, with the same tensors; got "
+                f"{list(x.shape)} as the tensor of {name}, but the results do not depend on it."
             )
         found[name] = gradient
     return found, of_lse
@@ -186,10 +185,17 @@ def by_definition(
     >>> list(by_definition(inputs, None))
     ['out', 'lse', 'dq', 'dk', 'dv']
 
+    Args:
+        inputs: q, k, v, dout and dlse.
+        mask: the live scores; None: all.
+        scale: `1 / sqrt(D)` by default.
+        of_lse: whether the gradients are of out and lse, or of out alone.
+        part: the block rows of a long sequence to compute; the results of other rows are 0, and dk and dv lack their
+            contributions.
+        changes: score modifications; the gradients of their tensors are further results.
+
     Computes a bounded number of scores at a time, and only for keys that are live in those rows. Gradients of k and v
-    are summed over the rows in fp64. `of_lse`: whether the gradients are those of out and lse, or of out alone. `part`:
-    the block rows of a long sequence to compute; the results of other rows are 0, and dk and dv lack their
-    contributions. `changes`: of the scores; the gradients of their tensors are further results.
+    are summed over the rows in fp64.
     """
     q, k, v, dout, dlse = (x.detach() for x in inputs._tensors())
     scale = 1.0 / sqrt(q.shape[-1]) if scale is None else scale
@@ -231,7 +237,7 @@ def by_definition(
 
 
 def largest_score(inputs: Inputs, scale: float | None = None) -> float:
-    """The largest sum of absolute products behind any score: the size of the numbers that lse is computed from.
+    """The largest sum of absolute products behind any score, the size of the numbers that lse is computed from.
 
     >>> x = torch.ones(1, 1, 3, 4)
     >>> largest_score(Inputs(x, x, x, x, x[..., 0]))
@@ -260,5 +266,4 @@ def _row_ranges(inputs: Inputs, mask: BlockMask | None, part: Part | None) -> It
 
 
 def _rows_at_once(inputs: Inputs) -> int:
-    """The number of queries whose scores are computed together."""
     return max(1, SCORES_AT_ONCE // (inputs.q.shape[0] * inputs.q.shape[1] * max(1, inputs.k.shape[2])))

@@ -1,4 +1,4 @@
-"""The allowed error: twice that of a plain computation in the same dtype, plus about one ulp."""
+"""The allowed error: twice the error of a plain computation in the same dtype, plus about one ulp."""
 
 from __future__ import annotations
 
@@ -42,12 +42,16 @@ def error_of(got: Tensor, truth: Tensor, plain: Tensor | float, *, magnitude: fl
     >>> error_of(torch.tensor([1.0, 2.5]), torch.tensor([1.0, 2.0]).double(), 0.5).ratio < 0.5
     True
 
-    The allowed error is twice that of `plain`, the same computation done plainly in the same dtype, plus the spacing of
-    got's dtype at the largest true value, or at `magnitude` if that is larger. Pass as `magnitude` the size of the
-    summands of a result that is a small sum of large numbers.
+    The allowed error is twice the error of `plain`, the same computation done plainly in the same dtype, plus the
+    spacing of got's dtype at the largest true value, or at `magnitude` if it is larger. Pass as `magnitude` the size of
+    the summands of a result that is a small sum of large numbers.
 
-    `plain`: the plain result, or its largest error if that is known from several draws. `rms`: also apply the rule to
-    the root-mean-square error, which detects small errors in many values; `plain` must then be a result.
+    Args:
+        got, truth: the result, and the true result in fp64.
+        plain: the plain result, or its largest error if that is known from several draws.
+        magnitude: see above.
+        rms: also apply the rule to the root-mean-square error, which detects small errors in many values; `plain` must
+            then be a result.
     """
     eps = torch.finfo(got.dtype).eps
     finite = truth.detach().double().masked_fill(truth.isinf(), 0.0)
@@ -74,14 +78,17 @@ def largest_error(got: Tensor, truth: Tensor) -> float:
 
 
 def draws_for(queries: int, scores: int, *, learned: bool = False) -> int:
-    """The number of draws of the values over which to measure the plain error.
+    """The number of draws of the values for measuring the plain error.
 
     >>> draws_for(queries=100, scores=10_000), draws_for(queries=4096, scores=1 << 24)
     (16, 1)
 
-    `queries`: those of all heads that see a key (`live_queries`); `scores`: those of these queries. With few values the
-    error of a single draw varies a lot: a plain result is sometimes exact by luck. `learned`: whether gradients of the
-    tensors of changes of scores are judged, too, which may be one number a head, whatever the number of queries.
+    Args:
+        queries: queries of all heads that see a key (`live_queries`).
+        scores: the scores of these queries.
+        learned: whether gradients of tensors of score modifications are judged, too, which may be one number a head.
+
+    With few values the error of a single draw varies a lot: a plain result is sometimes exact by luck.
     """
     if learned:
         return 24
@@ -119,9 +126,7 @@ def _rms_error(got: Tensor, truth: Tensor) -> float:
 
 
 def _apart(got: Tensor, truth: Tensor) -> Tensor | None:
-    """The differences where the truth is finite; None if `got` has a NaN, or its infinities are not those of the
-    truth.
-    """
+    """The differences where the truth is finite; None if `got` has a NaN, or other infinities than the truth."""
     got, truth = got.detach().double(), truth.detach().double()
     infinite = truth.isinf()
     if bool(infinite.any()):

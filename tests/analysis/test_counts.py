@@ -266,7 +266,6 @@ def test_coarsening_of_its_own_block_is_the_mask():
 
 
 def random_mask(block=(16, 16), length=130):
-    """Full, partial and dead tiles, of two heads and two lengths."""
     generator = torch.Generator().manual_seed(0)
     live = torch.rand(1, 2, length, length, generator=generator) < 0.02
     live[:, :, :64, :32] = True

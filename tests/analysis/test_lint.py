@@ -22,7 +22,6 @@ def codes(*arguments, **keywords):
 
 
 def stops_of(mask, b):
-    """Live queries, live keys."""
     return (mask.q_len, mask.k_len) if mask.lengths is None else tuple(mask.lengths[:, b].tolist())
 
 

@@ -12,7 +12,7 @@ from sparseflash import BlockMask, masks
 from sparseflash.analysis import bitrows, composition, diameter, layers_to_full_reach, reach, relation
 from strategies import blocks, dense_masks, lengths
 
-MODULE = import_module("sparseflash.analysis.reach")  # the package has the function under this name
+MODULE = import_module("sparseflash.analysis.reach")  # the package has a function of this name
 MOST = 100
 HALF = settings(max_examples=max(1, settings().max_examples // 2))
 
@@ -33,7 +33,9 @@ def layers_of_masks(draw, most_layers=3):
 
 
 def one_step(mask):
-    """What a layer lets through, heads united, residual connection included; and which tokens exist."""
+    """The pairs of tokens that a layer connects, heads united, with the residual connection; and the
+    existing tokens.
+    """
     seen = mask.to_dense().any(1)
     exists = torch.ones(len(seen), mask.q_len, dtype=torch.bool)
     if mask.lengths is not None:

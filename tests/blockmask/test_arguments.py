@@ -1,4 +1,4 @@
-"""What is no mask, or no answer to yes or no, is refused by every function, in one way."""
+"""Arguments that are no mask, or no bool, are refused by every function, in one way."""
 
 import inspect
 import re

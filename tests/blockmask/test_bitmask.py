@@ -96,7 +96,7 @@ def assert_deduplicated(words, unique, inverse):
     assert as_keys(unique) == distinct_in_order(as_keys(words))
 
 
-# How many tiles are compared as bytes: all that are drawn, or none.
+# The number of tiles that are compared as bytes: all that are drawn, or none.
 ROADS = pytest.mark.parametrize("few", [bitmask.FEW, 0])
 
 

@@ -1,4 +1,4 @@
-"""`BlockMask` as a value: what derives from it, and how it is equal, hashed, copied, moved and printed."""
+"""`BlockMask` as a value: derived data, equality, hashing, copying, moving and printing."""
 
 import copy
 import dataclasses

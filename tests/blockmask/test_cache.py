@@ -1,4 +1,4 @@
-"""What is derived from a mask is kept with it, and with nothing that might become another."""
+"""Data derived from a mask is cached with it, and with nothing that might become another mask."""
 
 import dataclasses
 import gc
@@ -35,7 +35,7 @@ def plans_made():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nothing_is_kept_with_indices_that_no_mask_owns(backend):
-    """Inductor gives one tensor of a compiled graph the memory, and the Python object, of another that is done with."""
+    """Inductor may reuse the memory, and the Python object, of a tensor that a compiled graph no longer needs."""
     q, k, v = tensors()
     attention(q, k, v, masks.causal(N, block=16), backend=backend)  # registers the operator
     few, many = masks.local(N, window=9, block=16), masks.local(N, window=25, block=16)
@@ -78,7 +78,7 @@ def test_a_chosen_mask_may_cross_a_graph_break():
 
 
 def rebuilt(mask, **changed):
-    """As FSDP rebuilds a dataclass that is passed to a module: of all of its fields."""
+    """The mask, rebuilt from all of its fields as FSDP does for a module's inputs."""
     parts = {each.name: getattr(mask, each.name) for each in dataclasses.fields(mask)}
     return dataclasses.replace(mask, **{**parts, **changed})
 
@@ -218,8 +218,8 @@ def test_clear_caches_empties_what_changes_of_scores_keep():
     attention(q, k, v, scores=table + own)
 
 
-# Prints what a process has that has imported the whole library and called nothing: cached functions and, of modules,
-# containers without contents, which are there to be filled.
+# Prints cached functions, and empty containers of modules, in a process that has imported the whole library and called
+# nothing: these containers are there to be filled.
 CACHES = """
 import collections, functools, gc, importlib, json, pkgutil, sys, weakref
 import sparseflash
@@ -248,7 +248,7 @@ print(json.dumps({
 
 
 def test_every_cache_of_the_library_is_bounded_and_emptied_by_clear_caches():
-    """But for handles of shared libraries, of which there is one for each function, and what recorded graphs read."""
+    """Except for handles of shared libraries, one for each function, and tensors that recorded graphs read."""
     done = python("-c", CACHES, server=interpreting())
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
@@ -267,7 +267,7 @@ class Columns(torch.nn.Module):
 
 
 def parts_of_fake_inputs(mask):
-    """What is derived from a real mask while PyTorch runs on fake tensors, and what only depends on numbers."""
+    """Data derived from a real mask while PyTorch runs on fake tensors, and data that depends only on numbers."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         mask.columns, tile_numbers(mask)
         masks.top_k_blocks(torch.rand(2, 1, 5, 5), k=2, q_len=70, block=16, causal=True, group=3)

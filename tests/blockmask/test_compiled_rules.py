@@ -1,4 +1,4 @@
-"""Rules in a function that torch.compile compiles: what they read is guarded, or they are refused."""
+"""Rules in a function that torch.compile compiles: the numbers that they read are guarded, or they are refused."""
 
 import numpy as np
 import pytest
@@ -118,7 +118,7 @@ def compiled_graphs(function, **options):
 
 
 def assert_follows(mask_of, change, fullgraph=True):
-    """Attention under `mask_of()` is the same compiled, after each change of what it reads."""
+    """Attention under `mask_of()` is the same compiled, after each change of a number that it reads."""
     q = torch.randn(1, 1, N, 16, dtype=torch.float64)
     function = lambda q: attention(q, q, q, mask_of())  # noqa: E731
     compiled, graphs = compiled_graphs(function, fullgraph=fullgraph)

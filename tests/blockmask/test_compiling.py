@@ -18,7 +18,7 @@ def tensors(length, batch=2):
 
 
 def assert_same_compiled(mask_of, lengths=LENGTHS, dynamic=None, backend="eager"):
-    """Attention under `mask_of(q)` and its gradients are the same compiled, whatever the length, as one graph."""
+    """Attention under `mask_of(q)` and its gradients are the same compiled, for any length, as one graph."""
 
     def function(q, k, v):
         return attention(q, k, v, mask_of(q))
@@ -142,10 +142,10 @@ def test_a_mask_that_was_forgotten_is_built_again(monkeypatch):
 @pytest.mark.parametrize(
     ("mask_of", "message"),
     [
-        (lambda q: BlockMask.from_dense(q[0, 0] > 0), r"BlockMask\.from_dense must be called outside of what torch"),
+        (lambda q: BlockMask.from_dense(q[0, 0] > 0), r"BlockMask\.from_dense must be called outside of compiled code"),
         (
             lambda q: masks.neighborhood((8, 8), window=3, order=masks.order.morton((8, 8))),
-            r"neighborhood must be called outside of what torch\.compile compiles if a tensor or array is among",
+            r"neighborhood must be called outside of compiled code if a tensor or array is among",
         ),
         (
             lambda q: masks.top_k_blocks(q[:, :, :4, :4], k=2, q_len=64, block=16) & masks.causal(64),

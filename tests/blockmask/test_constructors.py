@@ -81,7 +81,7 @@ def test_tiles_in_any_order_and_any_form_give_the_same_mask(drawn, seed):
     q_len, k_len = dense.shape[2:]
     rows, cols = math.ceil(q_len / block[0]), math.ceil(k_len / block[1])
     rng = np.random.default_rng(seed)
-    # What lies past the ends is anything; `from_tiles` must drop it.
+    # Scores past the ends are arbitrary; `from_tiles` must drop them.
     padded = torch.from_numpy(rng.random((rows * block[0], cols * block[1])) < 0.5)
     padded[:q_len, :k_len] = dense[0, 0]
     grid = padded.view(rows, block[0], cols, block[1]).transpose(1, 2).reshape(-1, *block)

@@ -1,4 +1,4 @@
-"""What the constructors of `BlockMask` refuse, and what they say."""
+"""The refusals of the constructors of `BlockMask`, and their messages."""
 
 import dataclasses
 import math

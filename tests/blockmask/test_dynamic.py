@@ -1,4 +1,4 @@
-"""Dynamic masks: unused capacity, dead and equal tiles, equal patterns. They mean what their canonical form means."""
+"""Dynamic masks: unused capacity, dead and equal tiles, equal patterns. They equal their canonical form."""
 
 import dataclasses
 import pickle
@@ -115,7 +115,7 @@ def test_columns_hold_what_the_rows_hold(mask, seed):
 
 @pytest.mark.parametrize("col_blocks", [16_383, 16_384, 20_000, 32_767, 32_768, 70_000])
 def test_columns_are_right_however_wide_the_mask(col_blocks):
-    """They are sorted in 16 bits if these hold all numbers, those of the room, too."""
+    """They are sorted in 16 bits if these hold all numbers, including the numbers of the unused capacity."""
     used = [0, 5, col_blocks - 2, col_blocks - 1]
     indptr, indices = torch.tensor([0, len(used)]), torch.tensor([*used, col_blocks - 1, 3])
     tile = torch.tensor([1, 0, 0, 1, 1, 0])
@@ -286,7 +286,6 @@ def test_what_leaves_the_library_is_the_canonical_form(tmp_path_factory, mask, s
 
 
 def outcome(export, mask):
-    """The tensors that come out, as lists; or the error."""
     try:
         leaves, _ = tree_flatten(export(mask))
     except ValueError as error:

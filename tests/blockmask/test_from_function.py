@@ -1,4 +1,4 @@
-"""`BlockMask.from_function`: where a rule is asked, and what it may be."""
+"""`BlockMask.from_function`: where a rule is called, and which rules are allowed."""
 
 import math
 
@@ -26,7 +26,7 @@ def test_a_predicate_may_depend_on_queries_or_keys_alone_or_on_nothing():
 
 
 class Recorder:
-    """A predicate that remembers where it was asked."""
+    """A predicate that remembers where it was called."""
 
     def __init__(self, live, shape):
         self.live, self.asked, self.sizes = live, torch.zeros(shape, dtype=torch.bool), []
@@ -58,7 +58,7 @@ def test_candidates_limit_where_a_predicate_is_asked(drawn, seed):
         live = Recorder(lambda q, k: (q - k).abs() < 20, (q_len, k_len))
         mask = BlockMask.from_function(live, q_len, k_len, block=block, candidates=candidates)
         assert torch.equal(live.asked, inside)
-        # What is no candidate is dead, whatever the predicate says of it.
+        # Tiles that are no candidates are dead, whatever the predicate returns.
         assert_same(mask, BlockMask.from_dense(near & inside, block=block))
 
 

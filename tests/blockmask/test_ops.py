@@ -29,7 +29,6 @@ OF_FLEXATTENTION = create_block_mask(lambda b, h, q, k: k <= q, 1, 1, 64, 64, de
 
 @st.composite
 def mask_groups(draw, count, most=MOST):
-    """Masks that can be combined: equal lengths; blocks, heads, batch sizes and padding of their own."""
     q_len = draw(lengths(most))
     k_len = draw(st.just(q_len) | lengths(most))
     batch, heads = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 3]))
@@ -82,7 +81,7 @@ def test_the_laws_of_boolean_algebra(group):
     assert x & (y | z) == (x & y) | (x & z)
     assert x | y == y | x and x & y == y & x and x ^ y == y ^ x
     assert (x ^ y) ^ y == (x | y).reblock(((x ^ y).block_q, (x ^ y).block_k)) - (y - x)
-    # And with the padding kept apart, up to how it is kept.
+    # And with separate padding, up to its representation.
     assert ((a | b) - (a & b)).bake_lengths() == (a ^ b).bake_lengths() == x ^ y
     assert ((a - b) - c).bake_lengths() == (a - (b | c)).bake_lengths()
 

@@ -25,7 +25,6 @@ def random_mask(q_len, k_len, block, seed=0):
 
 
 def several(tokens=300):
-    """Masks with full, repeated and single tiles, of square and rectangular blocks, ragged."""
     return [
         masks.local(tokens, window=70, block=(16, 64)),
         masks.butterfly(tokens, block=32, causal=True),
@@ -94,7 +93,6 @@ def test_reblock_refuses_what_is_no_block(block):
 
 
 def chosen(count):
-    """Some of `count`, as a slice, one number, or several in any order; and as a list."""
     several = st.lists(st.integers(0, count - 1), min_size=1, max_size=4)
     ends = st.tuples(st.integers(0, count - 1), st.integers(1, count)).filter(lambda pair: pair[0] < pair[1])
     return (
@@ -111,11 +109,11 @@ def test_select_takes_batch_elements_and_heads_of_the_dense_matrix(mask, data):
     dense = mask.to_dense()
     batch, elements = data.draw(chosen(dense.shape[0]))
     heads, numbers = data.draw(chosen(dense.shape[1]))
-    # What has one has the same for all, and keeps it.
+    # A size of 1 is shared by all, and stays 1.
     elements, numbers = (x if size > 1 else [0] for x, size in zip((elements, numbers), dense.shape))
     result = mask.select(batch=batch, heads=heads)
     result.validate()
-    # A pattern for all heads, or elements, says no more than it did.
+    # A pattern for all heads, or elements, is equivalent to a shared one.
     assert torch.equal(result.to_dense().expand(len(elements), len(numbers), -1, -1), dense[elements][:, numbers])
     assert torch.equal(mask.to_dense(), dense)
     assert mask.select() == mask
@@ -264,7 +262,6 @@ def random_order(length, seed):
 
 @st.composite
 def orders(draw, length):
-    """Random orders, and ones with structure: shifts, reversal, strides, windows of tokens, whole blocks moved."""
     kind = draw(st.sampled_from(["random", "shift", "reverse", "stride", "blocks"]))
     tokens = torch.arange(length)
     if kind == "random":
@@ -478,7 +475,7 @@ def test_a_million_tokens_keep_the_window_they_had():
 
 
 def test_everything_is_made_on_the_device_of_the_mask():
-    # An array that asked for no device would lie on this one, where there is no data.
+    # An array created without a device would lie on this one, without data.
     mask, other = masks.local(300, window=70, block=32), masks.butterfly(300, block=16, causal=True)
     padded, order = mask.with_lengths(torch.tensor([3, 130, 300])), random_order(300, 7)
     moved = torch.cat([torch.arange(256).view(8, 32).flip(0).flatten(), torch.arange(256, 300)])

@@ -1,4 +1,4 @@
-"""What a mask says to what works with tensors and with masks of other libraries."""
+"""The errors of masks where tensors or masks of other libraries are expected."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""Rules of batch element and head mean what they say of single numbers, however they are written."""
+"""Rules of batch element and head have the same meaning for single numbers, however they are written."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""`save` and `load`: what is saved comes back, and of a damaged file nothing does."""
+"""`save` and `load`: a saved mask comes back, and a damaged file is refused."""
 
 import errno
 import hashlib
@@ -23,7 +23,7 @@ ARRAYS = ("indptr", "indices", "tile", "bits", "pattern", "lengths")
 
 
 def example():
-    """Two patterns, full and partial tiles, ragged ends, lengths: every array has something in it."""
+    """Two patterns, full and partial tiles, ragged ends, lengths: no array is empty."""
     generator = torch.Generator().manual_seed(0)
     dense = torch.rand(2, 2, 70, 50, generator=generator) < 0.5
     dense[:, :, :32, :32] = True
@@ -32,7 +32,6 @@ def example():
 
 
 def contents(path):
-    """`{member: bytes}` of a file."""
     with zipfile.ZipFile(path) as archive:
         return {name: archive.read(name) for name in archive.namelist()}
 
@@ -50,7 +49,7 @@ def write(path, members, compression=zipfile.ZIP_STORED):
 
 
 def forge(path, version=serialization.VERSION, **changes):
-    """A file whose digest is right, of arrays that are not: what only a hostile program writes."""
+    """A file with a right digest of wrong arrays, as only a hostile program writes."""
     mask = example()
     arrays = {
         "format": np.array(serialization.FORMAT),
@@ -64,7 +63,6 @@ def forge(path, version=serialization.VERSION, **changes):
 
 
 def refused(path, why=""):
-    """Asserts that the file is refused, by one of two errors that name it."""
     with pytest.raises((ValueError, OSError)) as caught:
         BlockMask.load(path)
     assert type(caught.value) is ValueError or isinstance(caught.value, OSError), repr(caught.value)
@@ -350,7 +348,7 @@ def test_bombs_are_refused_before_they_are_unpacked(tmp_path):
         write(path, members | {"bits.npy": bytes(5_000_000)}, compression)
         assert path.stat().st_size < 100_000
         refused(path, "a compressed member")
-    # A header alone that promises much: shapes of terabytes, and a size of the member itself.
+    # A header alone that claims large sizes: shapes of terabytes, and a size of the member itself.
     header = npy(np.zeros((2, 32, 1), dtype="<i4")).replace(b"(2, 32, 1), }            ", b"(99999999999, 32, 1), }  ")
     assert b"99999999999" in header
     write(path, members | {"bits.npy": header})

@@ -1,4 +1,4 @@
-"""What was made on one CUDA stream and is read on another, as far as it can be seen without a GPU."""
+"""Tensors made on one CUDA stream and read on another, as far as a machine without a GPU can test it."""
 
 from dataclasses import dataclass
 from unittest import mock
@@ -15,7 +15,7 @@ from sparseflash.varlen import varlen_mask
 
 
 class OnGpu(torch.Tensor):
-    """A tensor that says it lies on a GPU, and notes which streams it is recorded on."""
+    """A tensor that claims to lie on a GPU, and notes the streams that it is recorded on."""
 
     is_cuda = True
     device = torch.device("cuda", 0)

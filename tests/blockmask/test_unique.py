@@ -22,7 +22,6 @@ def int64(values):
 
 @pytest.fixture
 def sorts(monkeypatch):
-    """A list that grows by the length of whatever is sorted."""
     taken, sort = [], torch.Tensor.sort
 
     def spy(values, *arguments, **options):

@@ -18,14 +18,12 @@ def changed(array, place, value):
 
 
 def reordered(mask, order):
-    """The same scores with the partial tiles numbered otherwise."""
     order = torch.tensor(order)
     number = torch.cat([torch.zeros(1, dtype=torch.int64), order.argsort() + 1])
     return dataclasses.replace(mask, bits=mask.bits[order], tile=number[mask.tile.long()].int())
 
 
 def stored_twice():
-    """Two heads of one pattern, each with its own copy of it."""
     mask = window()
     return dataclasses.replace(
         mask,
@@ -94,7 +92,7 @@ def test_validate_names_the_broken_rule(rule, broken):
 
 
 def rules_of(mask):
-    """The rules that `validate` holds a mask to, those after a broken one excepted; a number is "n"."""
+    """The rules that `validate` checks, except those after a broken one; a number is "n"."""
     rules, before = set(), sys.getprofile()
 
     def called(frame, event, argument):

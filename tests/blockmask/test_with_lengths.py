@@ -1,4 +1,4 @@
-"""`BlockMask.with_lengths`: what lies at or past a length is dead, and nothing else changes."""
+"""`BlockMask.with_lengths`: tokens past a length are dead, and nothing else changes."""
 
 import dataclasses
 

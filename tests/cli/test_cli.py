@@ -59,14 +59,12 @@ def branches(n):
 
 
 def run(*arguments, code=0):
-    """The output of a command that ends with `code`, and what it says on the standard error."""
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == code, result.output
     return result.output
 
 
 def unwrapped(output):
-    """Without the line ends of a narrow terminal."""
     return " ".join(output.split())
 
 
@@ -298,7 +296,7 @@ HOLES = BlockMask.from_function(lambda q, k: (q % 5 > 0) & (k % 7 > 0) & (q // 4
         (HOLES, {"heads": 1}),
         (masks.causal(200, block=32).with_lengths([150, 0, 200]), {}),
         (masks.local(200, window=60, block=32), {"dtype": torch.bfloat16}),
-        (masks.causal(2), {"dim": 16, "seed": 33}),  # whose plain result is right by luck in four draws
+        (masks.causal(2), {"dim": 16, "seed": 33}),  # its plain result is right by luck in four draws
     ],
 )
 def test_attention_is_exact_by_its_yardstick(mask, options):
@@ -373,7 +371,7 @@ def test_bench_of_ours_alone_and_of_unknown_peers():
 
 
 def test_a_peer_that_computes_something_else_is_not_timed(monkeypatch):
-    """Queries without a live key apart, which are NaN for some."""
+    """Queries without a live key are not compared: they are NaN for some peers."""
     right = bench.masked_sdpa
     inputs = drawn(HOLES, batch=1, heads=2, kv_heads=None, dim=16, dtype=torch.float32, seed=0)
     ours, dense, fair = bench.measured(inputs, HOLES, ["sdpa-mask"], 0.01)
@@ -407,7 +405,7 @@ def test_what_is_not_exact_is_not_timed(monkeypatch):
 def test_of_a_long_mask_the_end_is_compared():
     short, long = masks.local(256, window=64), masks.causal(128, 10_000)
     assert bench.corner(short) is short
-    assert bench.corner(long) == masks.causal(128, 4096)  # which has live scores, whatever the alignment
+    assert bench.corner(long) == masks.causal(128, 4096)  # it has live scores with any alignment
     assert bench.corner(masks.causal(5000)) == masks.causal(5000).crop(q=(904, 5000), k=(904, 5000))
 
 
@@ -500,7 +498,7 @@ def test_the_folder_of_compiled_code_is_that_of_inductor(monkeypatch):
 
 def test_patterns_lists_what_the_library_has_in_a_sentence_each():
     said = unwrapped(run("patterns"))
-    assert "pooled_scores" not in said  # which returns scores of blocks, and no mask
+    assert "pooled_scores" not in said  # it returns scores of blocks, and no mask
     assert "causal Every query sees the keys up to its own position, by default aligned at the bottom right." in said
     listed = json.loads(run("patterns", "--json"))
     assert {"local", "butterfly", "swin", "per_head"} < set(listed) < set(masks.__all__)
@@ -630,7 +628,7 @@ def test_a_zip_file_that_cannot_be_read_is_told_in_a_line(tmp_path):
 
 
 def npz_of(path, compression=zipfile.ZIP_DEFLATED, **arrays):
-    """A file of arrays, each given whole or as its header (dtype and shape) and its contents."""
+    """A file of arrays, each given whole or by its header (dtype and shape) and its contents."""
     with zipfile.ZipFile(path, "w", compression) as archive:
         for name, array in arrays.items():
             npy = io.BytesIO()

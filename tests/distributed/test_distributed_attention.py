@@ -1,4 +1,4 @@
-"""Attention over a sharded sequence: as exact as in one process, the same bits every time, and nothing else sent."""
+"""Attention over a sharded sequence: as exact as in one process, with the same bits every time and minimal traffic."""
 
 from dataclasses import replace
 from datetime import timedelta
@@ -46,8 +46,8 @@ def has_blocks_for(mask, ranks):
 
 
 def needed_keys(mask, ranks, batch, kv_heads):
-    """Pairs of a token and a key head that travel at least, by the dense matrix: those of key blocks in which a rank
-    that does not hold the block has a live score for some query head of the key head."""
+    """The least number of (token, key head) pairs that travel, by the dense matrix: a pair travels to each other rank
+    with a live score in its key block, for some query head of the key head."""
     plan = distributed.shard(mask, ranks=ranks)
     dense = mask.to_dense().expand(batch, -1, -1, -1)
     group = dense.shape[1] // kv_heads if dense.shape[1] > 1 else 1
@@ -66,7 +66,7 @@ def needed_keys(mask, ranks, batch, kv_heads):
 
 @st.composite
 def ways(draw, *strategies):
-    """Options of `shard` about what travels, and how: keys in stages, keys and queries by either transport."""
+    """Options of `shard`: keys in stages, keys and queries by either transport."""
     strategy = draw(st.sampled_from(strategies))
     options = {"strategy": strategy}
     if strategy != "heads":
@@ -157,7 +157,7 @@ def test_a_plan_outlives_its_group_with_an_error():
     class Group:
         pass
 
-    collectives = Collectives(Group())  # which nobody else holds
+    collectives = Collectives(Group())  # the only reference to the group
     with pytest.raises(RuntimeError, match="the process group of a plan must exist as long as the plan is used"):
         collectives.start([], message=None)
 
@@ -252,7 +252,7 @@ def test_kernels_drop_by_positions_in_the_whole_sequence(pool, problem, queries)
 @pytest.mark.parametrize("backend", ["blockwise", "triton", "reference"])
 @pytest.mark.parametrize("strategy", ["keys", "queries", "heads"])
 def test_the_weights_that_one_process_keeps_are_kept(pool, strategy, backend):
-    """Each head has a mask of its own, so that others' keys lie in its slots, and the last block is ragged."""
+    """Each head has its own mask, so that other ranks' keys lie in its slots, and the last block is ragged."""
     mask = masks.per_head([masks.local(70, window=33, block=16), masks.butterfly(70, block=16)] * 2)
     q, k, _ = tensors(mask, heads=4, kv_heads=2, batch=2)
     v = torch.eye(70).expand(2, 2, 70, 70)  # the output is the weights themselves
@@ -264,7 +264,6 @@ def test_the_weights_that_one_process_keeps_are_kept(pool, strategy, backend):
 
 
 def dropping(member, mask, q, seed, state):
-    """This rank's output with dropout, and a number drawn afterwards."""
     torch.manual_seed(state)
     plan = distributed.shard(mask, member.group)
     x = plan.scatter(q.detach())
@@ -284,7 +283,7 @@ def test_all_ranks_take_the_seed_that_the_first_one_draws(pool):
     in_tensors = pool.each(3, dropping, [(mask, q, (seed,), 0)] * 3)
     for found in (drawn, in_step, in_tensors):
         assert all(torch.equal(out, expected) for (out, _), expected in zip(found, whole, strict=True))
-    assert [after for _, after in in_step] == [drawn_next] * 3  # what all draw alike stays alike
+    assert [after for _, after in in_step] == [drawn_next] * 3  # equal generators stay equal
     other, _ = zip(*pool.each(3, dropping, [(mask, q, None, 4)] * 3), strict=True)
     assert not torch.equal(other[0], whole[0])
 
@@ -365,7 +364,7 @@ def test_the_model_counts_the_bytes_of_heads_that_travel(pool):
     plan = distributed.shard(mask, ranks=4, strategy="heads")
     sharded(pool, 4, mask, {"strategy": "heads"})(q, k, v)
     bytes_ = sum(total for total, _ in pool.run(4, sharded_attention.sent))
-    lse = 3 * 8 * 130 * 4 / 4  # which the model leaves out
+    lse = 3 * 8 * 130 * 4 / 4  # not part of the model
     assert bytes_ == plan.chosen(distributed.Shape(1, 8, 4, 16, 16, torch.float32)).mean_bytes * 4 + lse
 
 
@@ -439,7 +438,6 @@ def test_tokens_go_to_their_ranks_and_back(pool, x, dim, ranks):
 
 
 def train(member, mask, steps):
-    """A small model with rotary-like positions, whose loss is computed from the gathered output."""
     torch.manual_seed(0)
     plan = distributed.shard(mask, member.group)
     weights = torch.nn.ParameterList(torch.randn(16, 16) / 4 for _ in range(4))

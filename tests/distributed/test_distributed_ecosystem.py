@@ -1,4 +1,4 @@
-"""Sharded attention with what surrounds it in training: meshes, DDP, FSDP2, torch.compile, checkpointing, autocast."""
+"""Sharded attention in training: meshes, DDP, FSDP2, torch.compile, checkpointing, autocast."""
 
 import re
 
@@ -21,8 +21,6 @@ def pool():
 
 
 class Layer(nn.Module):
-    """One attention layer over local tokens; without a plan, over whole sequences."""
-
     def __init__(self, dropout_p=0.0):
         super().__init__()
         self.dropout_p = dropout_p
@@ -56,9 +54,9 @@ def summed(gradients, group):
 
 
 def with_plan(member, way, dropout_p):
-    """Gradients of the sum of squares of the output, and the output, in one of several ways of calling the layer.
+    """`(gradients, output)` of the sum of squares of the output, in one of several ways of calling the layer.
 
-    What the first rank draws for the dropout is what is drawn alone; the others would draw something else.
+    The first rank draws the same dropout as a single process; the other ranks would draw others.
     """
     model, x, mask = model_and_data(dropout_p=dropout_p)
     if member.rank > 0:
@@ -139,7 +137,6 @@ def test_autocast_casts_as_it_does_in_one_process(pool):
 
 
 def plans_of_steps(member):
-    """Masks that change at every step over tokens that stay where they are."""
     first = distributed.shard(masks.causal(96, block=16), member.group)
     found = []
     for window in (5, 40):

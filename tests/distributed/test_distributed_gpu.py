@@ -1,4 +1,4 @@
-"""The same on GPUs through NCCL: needs two."""
+"""Sharded attention on GPUs through NCCL; needs two GPUs."""
 
 import pytest
 import torch
@@ -65,7 +65,7 @@ def test_it_is_as_exact_as_attention_on_one_gpu(pool, dtype, stages, data):
 def test_changed_scores_are_as_exact(pool, case, strategy):
     mask, ranks = case.problem.mask, len(pool.pipes)
     assume(mask is not None and min(mask.q_len, mask.k_len) > (ranks - 1) * max(mask.block_q, mask.block_k))
-    # Over ranks a function reads numbers of pairs as those of a table, of which the kernels learn only so many.
+    # Over ranks, numbers of pairs become a table of a function, and kernels learn tables of a limited size.
     assume("function of tables" not in case.kinds or mask.q_len * mask.k_len <= MOST_ENTRIES)
     check_scored(pool, ranks, case, {"strategy": strategy})
 

@@ -1,4 +1,4 @@
-"""Parts of attention are merged alike by PyTorch's operations and by the kernels, here in Triton's interpreter."""
+"""PyTorch's operations and the kernels, here in Triton's interpreter, merge parts of attention alike."""
 
 from unittest import mock
 
@@ -13,7 +13,7 @@ from sparseflash.testing import compare_results
 
 
 def parts_of(count, shape, dtype, seed, heads_inside):
-    """Parts of which some have no keys for some queries, and none for one query; out in either common layout."""
+    """Parts; some have no keys for some queries, and none has keys for one query. out in either common layout."""
     generator = torch.Generator().manual_seed(seed)
     batch, heads, tokens, dim = shape
     outs, lses = [], []
@@ -68,7 +68,7 @@ def test_fp64_is_merged_by_operations(dtype):
 
 @pytest.mark.parametrize("logit", [-torch.inf, 3e4])
 def test_a_sink_of_a_query_without_keys_makes_nothing_of_nothing(logit):
-    """And a sink of -inf is none."""
+    """And a sink of -inf has no effect."""
     out, lse = torch.ones(1, 2, 2, 4, requires_grad=True), torch.tensor([[[0.0, -torch.inf]] * 2], requires_grad=True)
     logits = torch.full((2,), logit, requires_grad=True)
     masked = out.masked_fill(lse.unsqueeze(-1) == -torch.inf, 0.0)

@@ -1,4 +1,4 @@
-"""Sums of rows that ranks exchange: every row once for every tensor that has it, rounded once."""
+"""Sums of rows that ranks exchange: every row counts once for every tensor that has it, and is rounded once."""
 
 import numpy as np
 import torch
@@ -20,7 +20,6 @@ def test_rows_that_two_tensors_have_are_rounded_once():
 
 
 def test_rows_that_go_to_two_ranks_are_added_for_both():
-    """Runs that share one row, that touch, and that lie apart."""
     for second, wanted in ((1, [1, 2, 1, 0, 0]), (2, [1, 1, 1, 1, 0]), (3, [1, 1, 0, 1, 1])):
         added = Additions([rows((0, 2), (second, 2), counts=[2, 2])])
         assert added(torch.zeros(5, 1), [torch.ones(4, 1)], 5).flatten().tolist() == wanted

@@ -1,4 +1,4 @@
-"""What the site of the documentation does besides Markdown: links that lead out of it, doctests, its list of pages."""
+"""The documentation site besides Markdown: links that lead out of it, doctests, its list of pages."""
 
 import ast
 import re
@@ -74,7 +74,6 @@ def test_doctests_in_docstrings_become_code():
 
 
 def test_every_page_is_in_the_list_of_pages_and_the_other_way_round():
-    """mkdocs says so too, when it builds; this test needs no mkdocs."""
     listed = set(re.findall(r": ([\w/-]+\.md)$|- ([\w/-]+\.md)$", (DOCS / "mkdocs.yml").read_text(), re.MULTILINE))
     listed = {first or second for first, second in listed}
     written = {str(path.relative_to(DOCS / "pages")) for path in (DOCS / "pages").rglob("*.md")}

@@ -1,4 +1,6 @@
-"""The pages, pyproject.toml and constraints.txt say of PyTorch and Triton what the list of measured versions says."""
+"""The versions of PyTorch and Triton in pages, pyproject.toml and constraints.txt match the list of
+measured versions.
+"""
 
 import re
 

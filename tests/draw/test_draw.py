@@ -1,4 +1,4 @@
-"""Pictures of masks: the shares behind them are exact, and each drawing shows what the mask holds."""
+"""Pictures of masks: their shares are exact, and each drawing shows the contents of the mask."""
 
 import io
 import re
@@ -40,7 +40,7 @@ def per_head(*densities, tokens=512, block=32, seed=0):
 
 
 def whole(dense, block_q, block_k):
-    """Which scores lie in tiles that are live from corner to corner, the ones cut by an end not."""
+    """The scores in tiles that are live from corner to corner, but not in tiles that an end cuts."""
     found = np.zeros_like(dense)
     for q in range(0, dense.shape[0], block_q):
         for k in range(0, dense.shape[1], block_k):
@@ -189,7 +189,6 @@ def test_full_and_partial_have_different_hues_and_any_live_score_is_seen():
 
 
 def drawing(text):
-    """The lines between the summary and the legend."""
     return text.splitlines()[1:-1]
 
 

@@ -27,8 +27,8 @@ def listed(counts, indices, rows, cols):
 
 
 def classes(mask):
-    """What FA4's own compute_block_sparsity makes of a mask: blocks with some live score inside the lengths, and
-    those with all."""
+    """The classes of FA4's own compute_block_sparsity: blocks with some live score inside the lengths, and blocks with
+    all."""
     (rows, cols), dense = mask.blocks, mask.to_dense()
     some = torch.zeros(*dense.shape[:2], rows, cols, dtype=torch.bool)
     every = some.clone()

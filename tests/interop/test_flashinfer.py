@@ -62,7 +62,7 @@ def test_blocks_of_any_size_come_in(size, rows, cols, with_mask, seed):
 
 
 def test_each_distinct_tile_is_taken_apart_once(monkeypatch):
-    # Taking apart needs many times the memory of the result; all tiles at once were 8 GB for a window of 1M tokens.
+    # Unpacking needs many times the memory of the result, so it must not unpack all tiles at once.
     taken = []
     unpack = scores.bitmask.unpack
     monkeypatch.setattr(

@@ -21,12 +21,12 @@ from sparseflash import BlockMask, attention, masks
 from sparseflash.interop import from_flex, to_flex
 from strategies import RULES, block_masks, lengths, rule
 
-# Said of every call in eager mode, on the CPU: these tests want it.
+# FlexAttention warns at every call in eager mode on the CPU, which these tests need.
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
 
 def as_lists_say(flex, batch, heads):
-    """Bool `[batch, heads, Nq, Nk]`: what the compiled kernel computes, from the lists and `mask_mod`."""
+    """Bool `[batch, heads, Nq, Nk]`: the result of the compiled kernel, from the lists and `mask_mod`."""
     (q_len, k_len), (block_q, block_k) = flex.seq_lengths, flex.BLOCK_SIZE
     rule = create_mask(flex.mask_mod, batch, heads, q_len, k_len, device="cpu")
     dense = torch.zeros(batch, heads, q_len, k_len, dtype=torch.bool)
@@ -77,7 +77,7 @@ def test_eager_flexattention_under_the_exported_mask_is_our_attention(mask, seed
         torch.randn(2, 2, n, 16, generator=generator, dtype=torch.float64) for n in (mask.q_len, mask.k_len, mask.k_len)
     )
     out = flex_attention(q, k, v, block_mask=to_flex(mask))
-    for backend in ("reference", "blockwise"):  # which agree with it about rows without keys, too
+    for backend in ("reference", "blockwise"):  # they agree with it about rows without keys, too
         torch.testing.assert_close(out, attention(q, k, v, mask, backend=backend), rtol=0, atol=1e-12)
 
 
@@ -108,7 +108,7 @@ def test_what_flexattention_makes_of_the_exported_mask_mod_are_our_lists(mask):
 
 
 def test_flexattention_need_not_sort_all_tiles(monkeypatch):
-    # What it makes from the lists of rows alone took a minute at a million tokens.
+    # Computing the second pair of lists from the first takes a minute at a million tokens.
     monkeypatch.delattr("torch.nn.attention.flex_attention._transpose_ordered")
     mask = masks.local(300, window=90, block=32)
     assert from_flex(to_flex(mask)) == mask
@@ -162,7 +162,7 @@ def window_of_element(b, h, q, k):
 
 @pytest.mark.parametrize("mod", [window_of_head, window_of_element])
 def test_a_mask_mod_of_the_head_is_not_taken_for_that_of_head_0(mod):
-    """FlexAttention asks it with the real number, even if the lists are one for all."""
+    """FlexAttention calls it with the real number, even if one list serves all heads."""
     name = "heads" if mod is window_of_head else "batch"
     flex = create_block_mask(mod, None, None, 60, 60, device="cpu", BLOCK_SIZE=64)
     with pytest.raises(ValueError, match=f"mask_mod may depend on the .*: pass {name}=, the attention's"):
@@ -244,7 +244,7 @@ def test_a_mask_mod_is_never_asked_past_the_end():
 
 def test_a_mask_mod_is_asked_about_partial_blocks_only():
     flex = create_block_mask(lambda b, h, q, k: k <= q, None, None, 64, 64, device="cpu", BLOCK_SIZE=16)
-    flex.mask_mod = lambda b, h, q, k: q < 0  # kills what is partial; full blocks and dead ones stay as they are
+    flex.mask_mod = lambda b, h, q, k: q < 0  # kills partial blocks; full and dead ones stay as they are
     assert from_flex(flex) == BlockMask.from_layout(torch.ones(4, 4, dtype=torch.bool).tril(-1), block=16)
 
 

@@ -15,7 +15,7 @@ from strategies import block_masks, blocks, dense_masks, lengths
 
 
 def canonical(mask, *, like=None):
-    """The mask that the dense matrix of `mask` gives: without lengths, in canonical form."""
+    """The canonical mask of the dense matrix of `mask`, without lengths."""
     block = (mask.block_q, mask.block_k) if like is None else like
     return BlockMask.from_dense(mask.to_dense(), block=block)
 
@@ -124,7 +124,6 @@ def test_errors_say_what_must_hold(call, error, message):
 
 
 def several():
-    """Four patterns for two batch elements and three heads, two of them in each."""
     layout = torch.zeros(2, 3, 2, 2, dtype=torch.bool)
     layout[0, 1, 0, 0] = layout[1, 0, 1, 0] = layout[1, 2, 1, 1] = layout[1, 1, 1, 0] = True
     return BlockMask.from_layout(layout, block=16)

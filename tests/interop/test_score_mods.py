@@ -1,4 +1,4 @@
-"""A `score_mod` of FlexAttention becomes changes of scores that do the same."""
+"""A `score_mod` of FlexAttention becomes equivalent score modifications."""
 
 import pytest
 import torch
@@ -17,7 +17,6 @@ PLACES = torch.arange(20)
 
 
 def t5_bucket(offset):
-    """As models write it."""
     distance = offset.abs()
     far = 2 + (torch.log(distance.clamp(min=1).float() / 2) / 2.5 * 2).to(torch.int64)
     return torch.where(distance < 2, distance, far.clamp(max=4))
@@ -126,7 +125,6 @@ def test_a_captured_tensor_may_be_learned_where_it_is_recognised():
 
 
 def drawn_table(draw, q_len, k_len, random):
-    """A table that is read by the distance, in one of the ways in which that is written."""
     shift, most, far = draw(st.integers(-5, 5)), draw(st.integers(1, 6)), q_len + k_len - 1
     differences = (
         lambda q, k: q - k, lambda q, k: k - q, lambda q, k: (q + shift) - (shift + k),
@@ -200,7 +198,7 @@ def test_what_is_recognised_has_the_values_and_gradients_of_the_function(data, q
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-# Rules whose tensors x have entries for three batch elements and five heads, and what indexes their dimensions.
+# Rules with tensors x that have entries for three batch elements and five heads, and the indices of their dimensions.
 MORE = {
     "slopes": ((5,), lambda x: lambda s, b, h, q, k: s - x[h] * (q - k).abs()),
     "log": ((5,), lambda x: lambda s, b, h, q, k: s - x[h] * torch.log1p((q - k).abs())),

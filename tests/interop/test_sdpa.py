@@ -30,7 +30,7 @@ def test_pytorchs_attention_under_the_exported_mask_is_ours(mask, seed):
     )
     want = attention(q, k, v, mask, backend="reference")
     got = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=to_sdpa(mask))
-    empty = ~mask.to_dense().any(-1, keepdim=True)  # what PyTorch makes of a row without keys is its own affair
+    empty = ~mask.to_dense().any(-1, keepdim=True)  # PyTorch's result for a row without keys is not compared
     torch.testing.assert_close(got.masked_fill(empty, 0), want, rtol=0, atol=1e-12)
 
 

@@ -1,4 +1,4 @@
-"""Scores of blocks to choose by: pooled ones and those of antidiagonals. Each follows its formula."""
+"""Scores of blocks, pooled and of antidiagonals: each follows its formula."""
 
 import functools
 import itertools

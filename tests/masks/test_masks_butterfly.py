@@ -1,4 +1,6 @@
-"""Butterflies: each keeps exactly the scores of its formula, and reaches everything in as many layers as it says."""
+"""Butterflies: each keeps exactly the scores of its formula, and reaches everything in the documented
+number of layers.
+"""
 
 import pytest
 import torch
@@ -78,7 +80,6 @@ def test_every_block_of_a_truncated_butterfly_has_a_partner(count):
 
 @st.composite
 def images(draw):
-    """`(height, width)` of at most about 400 pixels."""
     width = draw(st.sampled_from([1, 2, 3, 16, 32, 33, 64, 100]) | st.integers(1, 40))
     return draw(st.integers(1, max(1, 400 // width))), width
 

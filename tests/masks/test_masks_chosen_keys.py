@@ -1,4 +1,4 @@
-"""Keys chosen for each query: those that are named, and those with the highest scores."""
+"""Keys chosen for each query: the given ones, and those with the highest scores."""
 
 import math
 
@@ -39,7 +39,7 @@ def live_of_indices(indices, k_len, span, causal):
     return as_four(live & causal_tokens(live.shape[-2], k_len) if causal else live)
 
 
-# The numbers of the runs do not all fit the narrow types, nor do those of the columns of a table of them.
+# The numbers of the runs, and of the columns of a table of them, do not all fit the narrow types.
 @given(key_choices(), st.integers(1, 9), INTEGERS, SEEDS, WAYS)
 @example(((16,), 4080, (16, 16), 16, False), 1, torch.uint8, 0, "operations")
 @example(((16,), 4095, (16, 32), 32, True), 3, torch.uint8, 0, "operations")

@@ -1,4 +1,4 @@
-"""Blocks chosen from the data, by rank and by mass: each mask keeps what its formula says."""
+"""Blocks chosen from the data, by rank and by mass: each mask follows its formula."""
 
 import itertools
 import math
@@ -74,7 +74,7 @@ def rows_of(scores, arguments, live, forced):
 def test_top_k_keeps_the_highest_blocks_of_each_row_and_the_first_of_equals(drawn, extra, values, seed, way):
     shape, arguments, live, forced = drawn
     scores = values(shape, seed)
-    k = max(1, int(forced.sum(1).max())) + extra  # may be more than there are
+    k = max(1, int(forced.sum(1).max())) + extra  # may exceed the number of blocks
     layout = torch.zeros(as_four(scores).shape, dtype=torch.bool)
     for at, _, ranked, always in rows_of(scores, arguments, live, forced):
         layout[at][[*always, *ranked[: k - len(always)]]] = True
@@ -161,7 +161,7 @@ def test_more_mass_keeps_more():
 
 def test_mass_is_of_the_softmax_and_not_of_the_exponentials():
     scores = distinct((6, 6), seed=2)
-    for shift in (-1e4, 300.0):  # whose exponentials are 0 and infinite
+    for shift in (-1e4, 300.0):  # their exponentials are 0 and infinite
         shifted = scores.double() + shift
         mask = masks.mass_blocks(shifted, mass=0.7, q_len=96, block=16)
         assert mask == masks.mass_blocks(scores.double(), mass=0.7, q_len=96, block=16)

@@ -1,4 +1,4 @@
-"""What patterns that are chosen from the data refuse, and what they say."""
+"""The refusals of patterns that are chosen from the data, and their messages."""
 
 import math
 

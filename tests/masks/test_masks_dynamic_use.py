@@ -1,4 +1,4 @@
-"""Masks chosen from the data in use: attention, compiled code, and the time that a new mask takes at every step."""
+"""Masks chosen from the data in use: attention, compiled code, and the time of a new mask at every step."""
 
 import os
 from unittest import mock
@@ -22,7 +22,6 @@ def padded_problem(seed=0):
 
 
 def build(name, q, k):
-    """A causal mask of this kind from q and k, for all their heads."""
     if name in BUILD:
         scores = masks.pooled_scores(q, k, block=16)
         return BUILD[name](scores, q_len=N, block=16, causal=True, local_blocks=1)
@@ -110,7 +109,7 @@ def test_torch_compile_serves_another_length():
 @pytest.mark.parametrize("name", ALL)
 def test_building_and_planning_wait_for_nothing(name):
     q, k, _ = padded_problem()
-    build(name, q, k)  # what depends on lengths only is made now
+    build(name, q, k)  # makes the parts that depend on lengths only
     with NoWaiting():
         mask = build(name, q, k).with_lengths(torch.full((1,), 40))
         plan = plan_of(Problem.of(mask, scale=1.0), (1, 4), 2, (N, N))
@@ -139,7 +138,7 @@ def test_few_operations_are_started(most, make):
 def test_sizes_are_known_without_any_value(name):
     q, k, _ = padded_problem()
     with mock.patch.object(masks, "pooled_scores", lambda q, k, block: torch.empty(1, 4, 4, 4, device=q.device)):
-        mask = build(name, q.to("meta"), k.to("meta"))  # tensors of this device have no values to ask for
+        mask = build(name, q.to("meta"), k.to("meta"))  # tensors of this device have no values
     assert mask.device.type == "meta"
     for array in ("indptr", "indices", "tile", "bits", "pattern"):
         assert getattr(mask, array).shape == getattr(build(name, q, k), array).shape
@@ -167,7 +166,7 @@ def gpu_tensors(tokens=16_384, heads=8):
 
 
 def gpu_masks(q, k):
-    """What is timed: each from what a step has at hand, at 16,384 tokens in blocks of 128."""
+    """The timed builders, with the inputs of a step, at 16,384 tokens in blocks of 128."""
     scores = masks.pooled_scores(q, k)
     indices = torch.randint(0, 16_384 // 64, (1, 1, 16_384, 16), device="cuda")
     sizes = {"q_len": 16_384, "causal": True}

@@ -1,4 +1,4 @@
-"""Numbers of tokens, blocks and heads that no sequence has: they mean all there are, or are refused with a reason."""
+"""Huge numbers of tokens, blocks and heads: they mean all of them, or are refused with a reason."""
 
 import pytest
 import torch

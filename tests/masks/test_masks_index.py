@@ -1,4 +1,4 @@
-"""Choices that come as lists of blocks or keys, in the layouts of other libraries."""
+"""Choices given as lists of blocks or keys, in the layouts of other libraries."""
 
 from dataclasses import dataclass, replace
 from unittest import mock
@@ -22,7 +22,6 @@ WAYS = ("operations", "kernels")
 
 
 def by(way):
-    """Makes CPU tensors go one of the ways."""
     return mock.patch.object(fused, "_DEVICES", ["cpu"] if way == "kernels" else [])
 
 
@@ -92,7 +91,7 @@ def test_the_capacity_is_that_of_the_lists(way):
         causal = BlockMask.from_block_index(index, block=16, q_len=128, causal=True)
         assert len(causal.indices) == 6 * (1 + 2 + 3 * 6)
         wide = BlockMask.from_block_index(index.expand(2, 3, 8, 3).repeat(1, 1, 1, 9), block=16, q_len=128)
-        assert len(wide.indices) == 6 * 8 * 8  # never more than there are blocks
+        assert len(wide.indices) == 6 * 8 * 8  # never more than the number of blocks
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -106,7 +105,7 @@ def test_a_long_sequence_takes_memory_by_its_lists_from_the_first_call(causal):
 
     mask, seconds, megabytes = peak_of(made)
     assert seconds < 1 and megabytes < 10
-    frame = row_frame(524_280, 524_280, (64, 64), causal, index.device)  # what is kept on the device
+    frame = row_frame(524_280, 524_280, (64, 64), causal, index.device)  # cached on the device
     assert sum(x.nbytes for x in frame if isinstance(x, torch.Tensor)) < mask.nbytes
 
 
@@ -139,7 +138,7 @@ def test_choosing_and_planning_wait_for_nothing():
     index = torch.randint(0, 4, (1, 2, 4, 2), generator=generator(0))
     counts = torch.tensor([1, 2, 0, 2]).expand(1, 2, 4)
     sizes = {"block": 16, "q_len": 64, "causal": True, "group": 2}
-    BlockMask.from_block_index(index, counts, **sizes)  # what depends on lengths only is made now
+    BlockMask.from_block_index(index, counts, **sizes)  # makes the parts that depend on lengths only
     with NoWaiting() as seen:
         mask = BlockMask.from_block_index(index, counts, **sizes)
         assert seen.started <= 31, "each takes the host about 5 us"

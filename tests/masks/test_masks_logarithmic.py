@@ -1,4 +1,4 @@
-"""Logarithmic and hierarchical patterns, and those of the Sparse Transformer and DeepSpeed."""
+"""Logarithmic and hierarchical patterns, and patterns of the Sparse Transformer and DeepSpeed."""
 
 import pytest
 import torch

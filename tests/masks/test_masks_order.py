@@ -1,4 +1,4 @@
-"""Orders of the tokens of a grid: permutations, curves, and attention that does not care."""
+"""Orders of the tokens of a grid: permutations, curves, and attention, which does not depend on the order."""
 
 import itertools
 import math
@@ -19,7 +19,7 @@ CURVES = pytest.mark.parametrize("curve", [order.row_major, order.morton, order.
 
 
 def places(shape, by):
-    """int `[N, axes]`: where the curve is, step by step."""
+    """int `[N, axes]`: the place of the curve, step by step."""
     return np.indices(shape).reshape(len(shape), -1).T[by.numpy()]
 
 

@@ -1,7 +1,7 @@
 """Patterns that another library defines, against that library's own code.
 
-Skipped where the library is not installed. None of them need a GPU, nor what they themselves depend on; these versions
-are known to have what is tested (later ones of xformers and DeepSpeed have dropped it):
+Skipped where the library is not installed. None needs a GPU or the library's own dependencies. These versions are known
+to have the tested code (later ones of xformers and DeepSpeed have dropped it):
 
     pip install --no-deps --no-build-isolation natten==0.21.7 xformers==0.0.22 deepspeed==0.16.5
 """
@@ -21,7 +21,7 @@ from sparseflash import BlockMask, masks
 
 
 def source(package, path):
-    """A module of an installed package, run by itself: importing the package would build or need much else."""
+    """A module of an installed package, run by itself, because importing the package would build or need more."""
     found = importlib.util.find_spec(package)
     if found is None:
         pytest.skip(f"{package} is not installed")
@@ -128,7 +128,7 @@ def bigbird_config(request):
 def test_deepspeed_bigbird_is_deepspeeds(bigbird_config, monkeypatch, causal, window, first, different):
     module, config = bigbird_config
     blocks, heads, count = 9, 3, 1
-    # Their random.sample, replaced by our draw: what else the two do must then agree.
+    # Their random.sample, replaced by our draw, so that all other parts must agree.
     ours = masks.deepspeed_bigbird(
         16 * blocks,
         random_blocks=count,

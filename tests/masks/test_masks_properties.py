@@ -1,4 +1,4 @@
-"""What holds for all patterns over sequences: causality, symmetry, blocks, refusals and sizes."""
+"""Common properties of all patterns over sequences: causality, symmetry, blocks, refusals and sizes."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Random patterns: what the draw decides lies where it may, the rest is exact, and a seed is a mask."""
+"""Random patterns: drawn tiles lie where they may, the rest is exact, and a seed determines the mask."""
 
 import inspect
 import math
@@ -44,7 +44,6 @@ def layouts_of(mask):
 
 
 def assert_full_tiles(mask, causal=False):
-    """Rebuilding the mask from its live tiles gives the same one."""
     dense = layouts_of(mask).repeat_interleave(mask.block_q, 1).repeat_interleave(mask.block_q, 2)
     dense = dense[:, : mask.q_len, : mask.q_len]
     assert mask == BlockMask.from_dense(dense.tril() if causal else dense, block=mask.block_q)
@@ -170,7 +169,7 @@ def test_heads_draw_for_themselves(build):
     assert mask.pattern.tolist() == [[0, 1, 2, 3]]
     assert build(16 * 40, block=16).pattern.tolist() == [[0]]
     first = build(16 * 40, heads=1, block=16).to_dense()[0, 0]
-    assert torch.equal(first, mask.to_dense()[0, 0])  # more heads leave those before as they were
+    assert torch.equal(first, mask.to_dense()[0, 0])  # more heads do not change the first ones
 
 
 PINNED = {
@@ -265,7 +264,7 @@ WITHOUT_ARGUMENTS = [
     name for name, found in vars(masks).items()
     if callable(found) and name in masks.__all__ and [
         each.name for each in inspect.signature(found).parameters.values() if each.default is each.empty
-    ] == ["q_len"] and name != "local"  # which must have a window
+    ] == ["q_len"] and name != "local"  # it must have a window
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""How families are called: lengths by position, everything else by name."""
+"""The calls of families: lengths by position, everything else by name."""
 
 import inspect
 import re
@@ -9,7 +9,7 @@ import torch
 from sparseflash import masks
 
 LENGTHS = ("q_len", "k_len", "lengths", "k_lengths", "shape", "height", "width")
-DATA = ("scores", "indices", "masks", "q", "k")  # what is chosen from, or put together
+DATA = ("scores", "indices", "masks", "q", "k")  # data to choose from, or to combine
 FAMILIES = [name for name in masks.__all__ if name != "order"]
 
 

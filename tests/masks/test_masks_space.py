@@ -60,7 +60,6 @@ def natten_axis(n, window, stride, dilation, causal):
 
 
 def cropped_axis(n, window, stride, dilation, causal):
-    """The same window around the same leader, without what lies past the edges."""
     seen = np.zeros((n, n), dtype=bool)
     for q in range(n):
         same = [k for k in range(n) if k % dilation == q % dilation]

@@ -1,4 +1,4 @@
-"""What patterns over sequences are made of: runs, diagonals and kinds of tiles."""
+"""The helpers of patterns over sequences: runs, diagonals and kinds of tiles."""
 
 import numpy as np
 import pytest

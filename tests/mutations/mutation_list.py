@@ -1,10 +1,10 @@
-"""Small faults that a test must notice: each is a text of a file, what stands in its place, and the test."""
+"""Small faults that a test must notice: a text of a file, its replacement, and the test."""
 
 from typing import NamedTuple
 
 
 class Mutation(NamedTuple):
-    """One of them."""
+    """A fault and its test."""
 
     name: str
     file: str

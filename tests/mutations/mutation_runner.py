@@ -18,7 +18,6 @@ OUTCOMES = {0: "SURVIVED", 1: "killed"}  # by pytest's exit code; by any other t
 
 
 def main(listed, root, arguments=None):
-    """The exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], prog="python tests/mutations")
     parser.add_argument("--list", action="store_true", help="print the changes and make none")
     parser.add_argument("-k", metavar="TEXT", default="", help="only those with this text in their names or files")
@@ -59,7 +58,6 @@ def main(listed, root, arguments=None):
 
 
 def fault_of(mutation, root):
-    """Why a change cannot be made or tested, or None."""
     path = root / mutation.file
     found = path.read_text(encoding="utf-8").count(mutation.old) if path.is_file() else 0
     if found != 1:
@@ -72,7 +70,6 @@ def fault_of(mutation, root):
 
 
 def passes(copy, *tests):
-    """Pytest's exit code, the seconds that it took, and what it printed."""
     start = time.perf_counter()
     # Without bytecode: two changes of one file may have the same size and second.
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}

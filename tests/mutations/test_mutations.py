@@ -1,4 +1,4 @@
-"""The listed faults can still be made, and the runner tells what tests say of them."""
+"""The listed faults can still be made, and the runner reports the outcome of their tests."""
 
 from pathlib import Path
 
@@ -21,7 +21,6 @@ def test_names_of_faults_are_their_own():
 
 @pytest.fixture
 def tree(tmp_path):
-    """A repository of one function and one test."""
     (tmp_path / "half.py").write_text("def half(x):\n    return x // 2\n")
     (tmp_path / "test_half.py").write_text("from half import half\n\ndef test_half():\n    assert half(4) == 2\n")
     return tmp_path
@@ -32,7 +31,6 @@ SURVIVES = Mutation("exactly", "half.py", "// 2", "/ 2", "test_half.py::test_hal
 
 
 def rows(printed):
-    """The words of each line, without the seconds."""
     lines = [line.split() for line in printed.splitlines()]
     return [" ".join(line[: line.index("s") - 1] if "s" in line else line) for line in lines]
 

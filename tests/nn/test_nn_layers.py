@@ -1,4 +1,4 @@
-"""`SparseSelfAttention` and `SparseCrossAttention`: beside PyTorch's layers, and in all that is done with modules."""
+"""`SparseSelfAttention` and `SparseCrossAttention`: compared with PyTorch's layers, and used as modules."""
 
 import copy
 import io
@@ -32,7 +32,6 @@ CPU = torch.device("cpu")
 
 
 def filled(module, seed=0):
-    """With biases that are not 0."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in module.parameters():
@@ -196,7 +195,7 @@ def test_a_cache_does_not_replace_the_backend_that_was_asked_for(backend):
         mock.patch.object(self_attention, "attention_with_cache", watched(attention_with_cache)),
     ):
         steps = [layer(part, cache=cache) for part in x.split([20, 1], 1)]
-    decoding = "attention" if backend == "blockwise" else "attention_with_cache"  # which has no blockwise backend
+    decoding = "attention" if backend == "blockwise" else "attention_with_cache"  # it has no blockwise backend
     assert asked == [("attention", backend), (decoding, backend)]
     torch.testing.assert_close(torch.cat(steps, 1), layer(x), atol=1e-5, rtol=1e-4)
 
@@ -348,7 +347,7 @@ def test_a_mask_that_was_moved_under_a_fake_mode_is_not_kept():
 
 
 def test_a_cache_is_not_for_a_mask_with_lengths():
-    """Its sequences are equally long, and decoding refuses such a mask."""
+    """Its sequences are equally long, and decoding refuses a mask with lengths."""
     layer = SparseSelfAttention(16, 2, masks.causal(32).with_lengths([20])).eval()
     with pytest.raises(ValueError, match=r"mask must have no lengths of its own for generation, .*; got some"):
         layer.new_cache(1, 32)
@@ -446,7 +445,7 @@ def test_autocast_makes_inputs_fit_that_it_casts(name):
             for other in (torch.float16, torch.float32):
                 out = CALLS[name](X.to(dtype), X.to(other))
                 assert (out[0] if isinstance(out, tuple) else out).dtype == torch.bfloat16
-        for dtype in (torch.float64, torch.int64):  # which it does not cast
+        for dtype in (torch.float64, torch.int64):  # dtypes that it does not cast
             with pytest.raises(TypeError, match="must have the dtype of the layer's weights under autocast, torch"):
                 CALLS[name](X.to(dtype), X)
         with pytest.raises(ValueError, match="must be on the device of the layer's weights, cpu; it is on meta"):
@@ -454,7 +453,7 @@ def test_autocast_makes_inputs_fit_that_it_casts(name):
 
 
 class Casting(torch.nn.Module):
-    """A projection of one's own, with weights of another dtype than its input."""
+    """A user's projection, with weights of another dtype than its input."""
 
     def __init__(self, inside):
         super().__init__()
@@ -472,7 +471,7 @@ def casting_hook(linear):
 
 def casting_forward(linear):
     forward = linear.double().forward
-    linear.forward = lambda x: forward(x.double()).float()  # as libraries do that move weights just for a call
+    linear.forward = lambda x: forward(x.double()).float()  # as in libraries that move weights just for a call
     return linear
 
 

@@ -1,4 +1,4 @@
-"""`nn.MultiheadAttention` beside PyTorch's, whose arguments and weights it takes."""
+"""`nn.MultiheadAttention`, compared with PyTorch's, whose arguments and weights it takes."""
 
 import copy
 
@@ -12,7 +12,6 @@ from sparseflash.nn import MultiheadAttention
 
 
 def pair(mask=None, **arguments):
-    """PyTorch's layer and ours, with the same weights, in fp64."""
     torch.manual_seed(0)
     theirs = torch.nn.MultiheadAttention(16, 2, dtype=torch.float64, **arguments).eval()
     with torch.no_grad():
@@ -48,7 +47,7 @@ def test_it_computes_what_pytorchs_does(batch_first, bias, narrow, has_batch, pa
         shape = (batch * 2, q_len, k_len) if "each" in attn_mask else (q_len, k_len)
         drawn_mask = torch.randn(shape, generator=generator, dtype=torch.float64)
         dead = drawn_mask > 0.5
-        dead[..., 0] = False  # a query has a live key, or PyTorch's result depends on its kernel
+        dead[..., 0] = False  # every query has a live key, or PyTorch's result depends on its kernel
         named["attn_mask"] = dead if "bool" in attn_mask else drawn_mask.masked_fill(dead, -torch.inf)
     if padding is not None:
         dead = torch.arange(k_len) >= torch.randint(1, k_len + 1, (batch, 1), generator=generator)

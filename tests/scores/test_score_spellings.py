@@ -1,4 +1,6 @@
-"""Functions of scores mean what they say of single numbers, however batch element, head and positions are written."""
+"""Functions of scores have the same meaning for single numbers, however batch element, head and
+positions are written.
+"""
 
 import pytest
 import torch

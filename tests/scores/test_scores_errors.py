@@ -1,4 +1,4 @@
-"""What cannot be done with scores says what must hold."""
+"""Errors of score modifications state the rule that must hold."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Every backend with changed scores agrees with dense attention in fp64, in all gradients."""
+"""Every backend with score modifications agrees with dense attention in fp64, in all gradients."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_rounded_weights_do_not_matter_where_all_values_are_equal():
         (gradient,) = torch.autograd.grad(out, temperature, dout)  # in truth 0
         errors[backend] = float(gradient.abs().max())
     assert errors["reference"] > 1e-5  # the scores are large enough to show it
-    # An error of the mean is corrected under the same weights, so what is left of it is of second order.
+    # An error of the mean is corrected under the same weights, so the remaining error is of second order.
     assert errors["blockwise"] < torch.finfo(torch.float32).eps ** 0.5 * errors["reference"]
 
 
@@ -60,7 +60,6 @@ def test_the_reference_is_differentiable_twice_and_by_numerical_differences(kind
 
 
 def rest(changes, learned):
-    """The tensors of changes with the learned ones in their places."""
     given = iter(learned)
     return [next(given) if x.requires_grad else x for x in changes.tensors()]
 
@@ -139,7 +138,7 @@ def test_a_function_of_fake_tensors_gives_shapes(backend):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_biases_of_keys_are_added_without_rounding_their_sum(dtype):
-    """A bias that all queries share is one of keys, and is added to that of `key_bias` before."""
+    """A bias that all queries share is a bias of keys, and is first added to the `key_bias`."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, 20, 16, generator=generator) for _ in range(3))
     keys, shared = (torch.randn(1, 2, 1, 20, generator=generator).to(dtype).requires_grad_() for _ in range(2))

@@ -1,4 +1,4 @@
-"""Functions of scores as expressions: they compute what the functions do, and so do their derivatives."""
+"""Functions of scores as expressions: they and their derivatives equal the functions'."""
 
 import re
 
@@ -59,14 +59,12 @@ def function_of(first, second, third, one, two, place):
 
 @st.composite
 def functions(draw):
-    """A function of drawn operations."""
     unary, binary = st.sampled_from(sorted(UNARY)), st.sampled_from(sorted(BINARY))
     place = draw(st.sampled_from(sorted(OF_PLACES)))
     return function_of(draw(unary), draw(unary), draw(unary), draw(binary), draw(binary), place)
 
 
 def inputs(dtype=torch.float64):
-    """A score and the two tensors of `functions`, and of the functions below."""
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(shape, generator=generator, dtype=dtype) for shape in (SIZES, (3,), (2, 9, 3))]
 
@@ -139,7 +137,7 @@ def test_results_have_the_kinds_of_pytorchs(function):
 
 @pytest.mark.parametrize("around", [torch.inference_mode, torch.enable_grad, lambda: torch.autocast("cpu")])
 def test_functions_are_recorded_alike_in_any_mode(around):
-    """In inference mode PyTorch hands on operators as they are called, not what they consist of."""
+    """In inference mode PyTorch passes operators as they are called, not their parts."""
     gain, table = inputs()[1:]
     for name in UNARY:
         for place in OF_PLACES:

@@ -30,7 +30,7 @@ def test_a_change_that_was_first_used_in_inference_mode_can_be_trained(change):
 
 
 class Replaced(dict):
-    """What is kept is thrown out at once, as another thread with other lengths would."""
+    """Cached entries are thrown out at once, as another thread with other lengths would do."""
 
     def __setitem__(self, key, value):
         super().__setitem__(key, value)

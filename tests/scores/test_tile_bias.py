@@ -1,4 +1,4 @@
-"""A bias stored for the live tiles of a mask is the dense bias that has its values there, with the same gradients."""
+"""A bias stored for the live tiles of a mask equals the dense bias with its values there, with the same gradients."""
 
 import re
 from unittest import mock
@@ -17,8 +17,8 @@ from sparseflash.blockmask.numbering import number_of_tile, tile_numbers
 from strategies import problems
 
 LOCAL = masks.local(70, window=20, block=16)
-# Two patterns, each of two heads, of two block rows, and a word of block columns and two more: with a row of which all
-# is live, one of which a little is, and rows with partial tiles.
+# Two patterns, each of two heads, of two block rows, and a word of block columns and two more: with rows that are
+# fully, slightly and partially live.
 LAYOUT = torch.ones(2, 34, dtype=torch.bool)
 LAYOUT[1] = torch.isin(torch.arange(34), torch.tensor([1, 2, 31, 33]))
 HEADS = masks.per_head(
@@ -53,7 +53,7 @@ def in_dense(values, mask, batch, heads):
                     row[int(mask.indices[t])] = own[t]
                 rows.append(torch.cat(row, 1))
     dense = torch.cat(rows).view(batch, heads, row_blocks * mask.block_q, -1)
-    return dense[:, :, : mask.q_len, : mask.k_len] + 0.0 * values.sum()  # in the graph, whatever is live
+    return dense[:, :, : mask.q_len, : mask.k_len] + 0.0 * values.sum()  # always in the graph
 
 
 def results(changes, inputs, values, mask, backend="reference", **options):

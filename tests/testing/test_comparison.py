@@ -1,4 +1,4 @@
-"""A function of q, k and v held against the definition: what is right passes, and what is wrong is named."""
+"""Comparison of a function of q, k and v with the definition: right results pass, and wrong ones are named."""
 
 import math
 from unittest import mock
@@ -71,8 +71,6 @@ def test_the_plain_computation_is_in_the_dtype_of_the_inputs(dtype):
 
 
 class LargestTensor(TorchDispatchMode):
-    """Measures the largest tensor, in numbers, that any operation makes."""
-
     def __init__(self):
         super().__init__()
         self.numel = 0
@@ -115,7 +113,7 @@ def test_ours_is_exact(mask, dtype, seed):
 
 
 def test_kernels_are_exact_where_no_query_has_two_keys():
-    """dq and dk are 0 there, and the plain computation finds just that."""
+    """dq and dk are 0 there, also in the plain computation."""
     q, k, v = (
         x.requires_grad_() for x in tensors(masks.dense(1), batch=2, heads=4, dim=32, v_dim=32, dtype=torch.float16)
     )
@@ -244,7 +242,7 @@ def test_the_scale_and_given_gradients_count():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_one_query_is_held_to_a_yardstick_of_many_draws(tokens, dtype):
-    """A plain result of few numbers is sometimes right to the last bit, and then twice its error is nothing."""
+    """A plain result of few numbers is sometimes right to the last bit, and then allows no error."""
     mask = masks.dense(tokens, 40)
     for seed in range(10):
         testing.assert_exact(ours(mask), *tensors(mask, heads=1, kv_heads=1, dtype=dtype, seed=seed), mask)
@@ -382,7 +380,9 @@ def test_a_wrong_gradient_of_a_learned_tensor_is_found():
     assert [name for name, ratio in found.ratios.items() if ratio > 1] == ["d0"]
     with pytest.raises(AssertionError, match="every error must be at most"):
         testing.assert_exact(doubled, q, k, v, RAGGED, scores=change)
-    with pytest.raises(ValueError, match=r"scores must be those that the function applies, .* got \[2\] as the .* d0"):
+    with pytest.raises(
+        ValueError, match=r"scores must be the modifications that the function applies, .* got \[2\] as the .* d0"
+    ):
         testing.compare(ours(RAGGED), q, k, v, RAGGED, scores=change)
     with pytest.raises(ValueError, match="one entry for each of the 2 query heads; got 3"):
         testing.compare(ours(RAGGED), q, k, v, RAGGED, scores=scores.alibi(torch.ones(3)))

@@ -45,9 +45,7 @@ def symmetric_difference(a: BlockMask, b: BlockMask) -> BlockMask:
 
 
 def difference(a: BlockMask, b: BlockMask) -> BlockMask:
-    """`a & ~b`. Scores in a's padding are dead in the result anyway, so at most b's lengths have to be written into
-    bits.
-    """
+    """`a & ~b`. Scores in a's padding are dead in the result, so at most b's lengths are written into bits."""
     batch, _ = _shape_of_both(a, b)
     a, b = a.canonical(), b.canonical()
     lengths = None if a.lengths is None else a.lengths.expand(2, batch)
@@ -138,7 +136,7 @@ def _combined(
 def _joined(
     a: BlockMask, b: BlockMask, patterns_a: Tensor, patterns_b: Tensor, only_a: bool, only_b: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The tiles `(row, col, kind in a, kind in b)` that both masks have, or, where asked for, that one of them has."""
+    """The tiles `(row, col, kind in a, kind in b)` that both masks have, or that one of them has, if asked for."""
     if not only_a and not only_b and len(a.indices) > len(b.indices):
         # Iterate over the shorter list and search the longer one: a window & causal costs only as much as the window.
         row, col, kind_b, kind_a = _joined(b, a, patterns_b, patterns_a, only_a, only_b)

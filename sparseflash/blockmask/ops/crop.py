@@ -37,7 +37,6 @@ def crop(mask: BlockMask, q: Range | None, k: Range | None) -> BlockMask:
 
 
 def _bounds(name: str, given: Range | None, length: int) -> tuple[int, int]:
-    """The range as two plain integers, checked."""
     if given is None:
         return 0, length
     if not isinstance(given, (tuple, list)) or len(given) != 2:

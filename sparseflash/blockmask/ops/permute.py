@@ -108,12 +108,12 @@ def _block_moves(order: Tensor, block: int) -> Tensor | None:
 
 @dataclass(frozen=True)
 class _Sources:
-    """Which old block rows each new one is made of, and how.
+    """The old block rows that make up each new block row.
 
     New block row i takes queries from the old block rows `old[starts[i] : starts[i + 1]]`, its slots 0, 1, ... Query r
     of a new tile with recipe c is query `offset[c, r]` of the tile in slot `slot[c, r]`; `recipe [Mq]` is the recipe of
-    each block row. So the bits for a recipe and a list of source tiles are computed once, however often that
-    combination occurs.
+    each block row. So the bits for a recipe and a list of source tiles are computed once, however often the combination
+    occurs.
     """
 
     starts: Tensor
@@ -124,7 +124,7 @@ class _Sources:
 
     @property
     def slots(self) -> int:
-        """The most old block rows that any new one is made of."""
+        """The largest number of old block rows in a new one."""
         return int(self.starts.diff().max())
 
 
@@ -143,7 +143,6 @@ def _sources(order: Tensor, block: int) -> _Sources:
 
 
 def _gather_queries(mask: BlockMask, order: Tensor) -> BlockMask:
-    """The mask with its queries in an arbitrary order."""
     row, col, kind, words = _concatenated(_gathered(mask, _sources(order, mask.block_q)))
     return mask_of(
         TileList(
@@ -154,7 +153,7 @@ def _gather_queries(mask: BlockMask, order: Tensor) -> BlockMask:
 
 
 def _concatenated(parts: Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Concatenates several `(row, col, kind, words)`, each of which numbers its words from 1."""
+    """Concatenates several `(row, col, kind, words)`; in each, words are numbered from 1."""
     rows, cols, kinds, words = [], [], [], []
     count = 0
     for row, col, kind, new in parts:

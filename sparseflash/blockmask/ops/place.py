@@ -1,4 +1,4 @@
-"""One mask of several, each at its own place in a longer sequence of queries and keys; elsewhere nothing is live."""
+"""One mask made of several, each at its own place in a longer sequence of queries and keys."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sparseflash.blockmask.ops.reblock import to_one_block
 from sparseflash.blockmask.ops.tilelist import TileList, mask_of, take_patterns
 from sparseflash.blockmask.unique import distinct
 
-Placed = tuple[BlockMask, int, int]  # a mask, the token of its first query and that of its first key
+Placed = tuple[BlockMask, int, int]  # a mask, the token of its first query and the token of its first key
 Words = NDArray[np.uint32]  # unsigned, because a shift to the right must not copy the sign bit
 
 _WORDS_AT_ONCE = 1 << 16  # words made at a time, so that temporaries fit in a CPU's caches
@@ -31,10 +31,10 @@ def place(parts: Sequence[Placed], q_len: int, k_len: int) -> BlockMask:
     >>> place([(causal, 0, 0), (causal, 3, 3)], 6, 6) == masks.documents([3, 3], causal=True, block=16)
     True
 
-    The parts must be at least one, lie inside, share no score, have no more than one batch element, and the same number
-    of heads or one. Places need not be multiples of the block: bits are shifted once for each distinct combination of
-    tiles and place within a block. Time and memory are proportional to the tiles of all parts, and no operation is done
-    part by part.
+    The parts must be at least one, lie inside, share no score, have at most one batch element, and the same number of
+    heads or one. Places need not be multiples of the block: bits are shifted once for each distinct combination of
+    tiles and place within a block. Time and memory are proportional to the tiles of all parts; no operation runs part
+    by part.
     """
     once = {id(mask): mask for mask, _, _ in parts}
     masks = to_one_block([bake_lengths(mask.canonical()) for mask in once.values()])
@@ -66,7 +66,7 @@ def place(parts: Sequence[Placed], q_len: int, k_len: int) -> BlockMask:
 
 
 class _Tiles(NamedTuple):
-    """Tiles of several masks: mask m has those from `start[m]` to `start[m + 1]`."""
+    """Tiles of several masks: the tiles of mask m are `start[m]` to `start[m + 1]`."""
 
     start: Integers
     head: Integers
@@ -77,7 +77,7 @@ class _Tiles(NamedTuple):
 
 
 def _listed(masks: Sequence[BlockMask], heads: int) -> _Tiles:
-    """The tiles of the masks, those of a pattern once for each of its heads."""
+    """The tiles of the masks; the tiles of a pattern are repeated for each of its heads."""
     listed: list[tuple[Tensor, ...]] = []
     known = 0
     for mask in masks:
@@ -130,8 +130,8 @@ def _cut(tiles: _Tiles, masks: Sequence[BlockMask], source: Integers, q_cut: Int
 
 
 def _words_of(known: Words, recipes: Integers, block_k: int) -> Words:
-    """The words `[C, block_q, W]` of tiles that are each made of four, whose numbers are followed by `k_cut * block_q +
-    q_cut`.
+    """The words `[C, block_q, W]` of tiles made of four tiles each; a recipe has their numbers, then
+    `k_cut * block_q + q_cut`.
     """
     block_q, width = known.shape[1:]
     by_row = known.reshape(-1, width)
@@ -161,7 +161,7 @@ def _words_of(known: Words, recipes: Integers, block_k: int) -> Words:
 def _merged(
     row: Integers, col: Integers, kind: Integers, words: Words, col_blocks: int
 ) -> tuple[Integers, Integers, Integers, Words]:
-    """The list with the tiles that parts share made one. None of these is full, because parts share no score."""
+    """The list with equal tiles merged. None of these is full, because parts share no score."""
     key = row * col_blocks + col
     order = key.argsort(kind="stable")
     key, kind = key[order], kind[order]
@@ -178,7 +178,6 @@ def _merged(
 
 
 def _distinct(values: Integers) -> tuple[Integers, Integers]:
-    """`distinct` for arrays."""
     found, number = distinct(torch.from_numpy(values))
     return found.numpy(), number.numpy()
 

@@ -16,7 +16,7 @@ from sparseflash.blockmask.unique import number_by_first_appearance
 
 
 def stack_heads(masks: Sequence[BlockMask]) -> BlockMask:
-    """The heads of the first mask, then those of the second, and so on. See `sparseflash.masks.per_head`."""
+    """The heads of all masks, in order. See `sparseflash.masks.per_head`."""
     masks = _checked(masks)
     batch = _common("batch size", [mask.shape[0] for mask in masks])
     lengths = masks[0].lengths
@@ -31,7 +31,7 @@ def stack_heads(masks: Sequence[BlockMask]) -> BlockMask:
 
 
 def stack_batch(masks: Sequence[BlockMask]) -> BlockMask:
-    """The batch elements of the first mask, then those of the second, and so on. See `sparseflash.masks.per_batch`."""
+    """The batch elements of all masks, in order. See `sparseflash.masks.per_batch`."""
     masks = _checked(masks)
     heads = _common("number of heads", [mask.shape[1] for mask in masks])
     lengths = None
@@ -72,7 +72,7 @@ def _checked(masks: Sequence[BlockMask]) -> list[BlockMask]:
 
 
 def _common(what: str, sizes: list[int]) -> int:
-    """The one size other than 1, or 1 if there is none."""
+    """The one size other than 1, or 1."""
     different = sorted({size for size in sizes if size != 1})
     if len(different) > 1:
         raise ValueError(f"masks must have the same {what}, or 1, to be stacked; got {', '.join(map(str, sizes))}.")
@@ -80,7 +80,7 @@ def _common(what: str, sizes: list[int]) -> int:
 
 
 def _stacked(masks: list[BlockMask], patterns: list[Tensor], dim: int, lengths: Tensor | None, batch: int) -> BlockMask:
-    """One mask of these pattern grids, each of which indexes the patterns of its own mask."""
+    """One mask of these pattern grids; each grid indexes the patterns of its own mask."""
     first = masks[0]
     if len(masks) == 1:
         return first

@@ -37,7 +37,6 @@ class TileList:
 
     @property
     def blocks(self) -> tuple[int, int]:
-        """`(Mq, Mk)`."""
         return -(-self.q_len // self.block_q), -(-self.k_len // self.block_k)
 
 
