@@ -1,0 +1,234 @@
+"""`python -m docs.support` rewrites the tables of the page on support (docs/pages/support.md).
+
+The tables are answers of `sparseflash.explain`, asked about tensors on the meta device, and the arguments of the calls.
+No GPU is needed. A test compares the page with them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparseflash import BlockMask, attention, attention_varlen, decode, distributed, explain, grouped, masks, scores, sdpa
+from sparseflash.backends.triton.hopper import support
+
+PAGE = Path(__file__).with_name("pages") / "support.md"
+TABLE = re.compile(r"(<!-- support: (\w+) -->\n).*?(<!-- /support -->)", re.DOTALL)
+
+HEADS, TOKENS = 16, 16_384
+GPUS = {(8, 0): "8.0", (8, 6): "8.6", (8, 9): "8.9", (9, 0): "9.0", (10, 0): "10.0", (12, 0): "12.0"}
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+HEAD_DIMS = ((16, 16), (32, 32), (64, 64), (80, 80), (96, 96), (128, 128), (192, 192), (192, 128), (256, 256))
+LENGTHS = (256, 1024, 2048, 4096, 16_384, 65_536)
+PASSES = ("forward", "backward")
+
+
+def asked(
+    mask: BlockMask | None, *, dims: tuple[int, int] = (128, 128), dtype: torch.dtype = torch.bfloat16,
+    capability: tuple[int, int] = (9, 0), tokens: int = TOKENS, **options: Any,
+) -> tuple[str, str, str]:  # fmt: skip
+    """The kernels of the forward and of the backward, and the reasons against the Hopper kernels."""
+    q, k, v = (torch.empty(1, HEADS, tokens, dim, dtype=dtype, device="meta") for dim in (dims[0], *dims))
+    found = explain(q, k, v, mask, capability=capability, **options)
+    assert found.forward is not None and found.backward is not None
+    reasons = {
+        reason[0].upper() + reason[1:]: None for each in (found.forward, found.backward) for _, reason in each.refusals
+    }
+    return named(found.forward.family), named(found.backward.family), "<br>".join(reasons)
+
+
+def named(family: str | None) -> str:
+    """A family as the tables write it."""
+    return {"hopper": "**Hopper**", "portable": "portable", None: "no"}[family]
+
+
+def tensor(*shape: int, learned: bool = False, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A tensor without contents."""
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=learned)
+
+
+def masks_of_rows() -> dict[str, BlockMask | None]:
+    """The masks of a table, one of each kind between which kernels are chosen."""
+    window = masks.local(TOKENS, window=4096, causal=True)
+    chosen = torch.arange(16, dtype=torch.int32).expand(1, HEADS, TOKENS // 128, 16)
+    return {
+        "none: dense": None,
+        "`causal(N)`": masks.causal(TOKENS),
+        "`local(N, window=4096, causal=True)`": window,
+        "`butterfly(N)`": masks.butterfly(TOKENS),
+        "`per_head([...])`: a pattern for each head": masks.per_head([window, masks.butterfly(TOKENS)] * (HEADS // 2)),
+        "`butterfly(N, block=256)`": masks.butterfly(TOKENS, block=256),
+        "`butterfly(N, block=64)`": masks.butterfly(TOKENS, block=64),
+        "`butterfly(N, block=32)`, or 16": masks.butterfly(TOKENS, block=32),
+        "`butterfly(N).with_lengths(lengths)`": masks.butterfly(TOKENS).with_lengths(torch.tensor([TOKENS - 100])),
+        "`BlockMask.from_block_index(index, N)`, made at every step": BlockMask.from_block_index(chosen, TOKENS),
+    }
+
+
+def changes_of_rows() -> dict[str, scores.Scores | Any]:
+    """The score modifications of a table; tensors are learned where the text says so."""
+    slopes, table = tensor(HEADS), tensor(HEADS, 32)
+    learned, mask = tensor(HEADS, learned=True), masks.causal(TOKENS)
+    half = torch.bfloat16
+    pairs = tensor(1, HEADS, TOKENS, TOKENS, dtype=half)
+    tiles = tensor(1, HEADS, len(mask.indices), 128, 128, dtype=half, learned=True)
+    buckets = scores.t5_buckets(32, 128)
+    return {
+        "`softcap`": scores.softcap(50.0),
+        "`sink`, learned": scores.sink(learned),
+        "`temperature`, learned": scores.temperature(learned),
+        "`alibi`": scores.alibi(slopes),
+        "`alibi`, learned": scores.alibi(learned),
+        "`alibi`, learned, with `softcap`": scores.alibi(learned) + scores.softcap(50.0),
+        "`log_decay`": scores.log_decay(slopes),
+        "`relative` with `t5_buckets`": scores.relative(table, buckets),
+        "`relative` with `t5_buckets`, learned": scores.relative(tensor(HEADS, 32, learned=True), buckets),
+        "`relative` with `clipped(200)`, learned": scores.relative(
+            tensor(HEADS, 401, learned=True), scores.clipped(200)
+        ),
+        "`relative_2d`, learned": scores.relative_2d(tensor(HEADS, 255, 255, learned=True), 128, 128),
+        "`key_bias`, learned": scores.key_bias(tensor(1, HEADS, TOKENS, learned=True)),
+        "`bias`": scores.bias(pairs),
+        "`bias`, learned": scores.bias(tensor(1, HEADS, TOKENS, TOKENS, dtype=half, learned=True)),
+        "`bias`, learned, shared by the heads": scores.bias(tensor(1, 1, TOKENS, TOKENS, dtype=half, learned=True)),
+        "`bias` in fp32": scores.bias(tensor(1, HEADS, TOKENS, TOKENS)),
+        "`tile_bias`, learned": scores.tile_bias(tiles, mask),
+        "`function`": scores.function(lambda score, b, h, q, k: score - 0.1 * (q - k).abs()),
+    }
+
+
+def rows(*cells: list[str]) -> str:
+    """A table of Markdown, its header first."""
+    header, *body = (f"| {' | '.join(each)} |" for each in cells)
+    return "\n".join([header, "|---" * len(cells[0]) + "|", *body])
+
+
+def gpus() -> str:
+    """Kernels by GPU, dtype and head dim, under a causal mask. GPUs with equal answers share a column."""
+    mask = masks.causal(TOKENS)
+    answers = {
+        (gpu, dtype): [asked(mask, dims=dims, dtype=dtype, capability=gpu)[:2] for dims in HEAD_DIMS]
+        for gpu in GPUS
+        for dtype in DTYPES
+    }
+    columns: dict[tuple[tuple[str, str], ...], list[tuple[tuple[int, int], torch.dtype]]] = {}
+    for where, column in answers.items():
+        columns.setdefault(tuple(column), []).append(where)
+    names = []
+    for places in columns.values():
+        alike = {gpu: [DTYPES[dtype] for g, dtype in places if g == gpu] for gpu, _ in places}
+        by_dtypes: dict[str, list[str]] = {}
+        for gpu, dtypes in alike.items():
+            by_dtypes.setdefault(", ".join(dtypes), []).append(GPUS[gpu])
+        names.append("; ".join(f"{', '.join(found)}: {dtypes}" for dtypes, found in by_dtypes.items()))
+    body = []
+    for number, (dim, v_dim) in enumerate(HEAD_DIMS):
+        name = str(dim) if dim == v_dim else f"{dim}, Dv = {v_dim}"
+        body.append([name, *(" / ".join(dict.fromkeys(column[number])) for column in columns)])
+    return rows(["D", *names], *body)
+
+
+def by_mask() -> str:
+    """Kernels on compute capability 9.0 by mask and head dim."""
+    return by_row({name: {"mask": mask} for name, mask in masks_of_rows().items()}, "mask")
+
+
+def by_change() -> str:
+    """Kernels on compute capability 9.0 by score modification and head dim, under a causal mask."""
+    mask = masks.causal(TOKENS)
+    options = {name: {"mask": mask, "scores": change} for name, change in changes_of_rows().items()}
+    return by_row({**options, "dropout": {"mask": mask, "dropout_p": 0.1}}, "score modification")
+
+
+def by_row(options: dict[str, dict[str, Any]], title: str) -> str:
+    """A table with a row for each set of arguments of `explain`."""
+    body = []
+    for name, arguments in options.items():
+        found = [asked(**arguments, dims=(dim, dim)) for dim in (128, 64)]
+        reasons = dict.fromkeys(reason for *_, text in found for reason in text.split("<br>") if reason)
+        body.append([name, *(kernels for each in found for kernels in each[:2]), "<br>".join(reasons)])
+    heading = [f"D=128 {PASSES[0]}", PASSES[1], f"D=64 {PASSES[0]}", PASSES[1]]
+    return rows([title, *heading, "why not Hopper"], *body)
+
+
+def by_length() -> str:
+    """Kernels on compute capability 9.0 by length, under a causal window of 4,096 keys."""
+    body = []
+    for tokens in LENGTHS:
+        mask = masks.local(tokens, window=4096, causal=True)
+        found = [asked(mask, dims=(dim, dim), tokens=tokens) for dim in (128, 64)]
+        body.append([f"{tokens:,}", *(kernels for each in found for kernels in each[:2])])
+    return rows(["tokens", f"D=128 {PASSES[0]}", PASSES[1], f"D=64 {PASSES[0]}", PASSES[1]], *body)
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "`attention`": attention,
+    "`sdpa`": sdpa,
+    "`attention_varlen`": attention_varlen,
+    "`grouped.selected_attention`": grouped.selected_attention,
+    "`decode.attention_with_cache`": decode.attention_with_cache,
+    "`distributed.attention`": distributed.attention,
+}
+ARGUMENTS = {  # of a call that has one of these names
+    "a mask": ("mask", "attn_mask", "pattern", "plan"),
+    "score modifications": ("scores",),
+    "dropout": ("dropout_p",),
+    "log-sum-exp": ("return_lse",),
+}
+
+
+def by_call() -> str:
+    """What each call takes, by its arguments, and whether its result has a gradient."""
+    body = []
+    for name, call in CALLS.items():
+        taken = inspect.signature(call).parameters
+        cells = ["yes" if taken.keys() & set(names) else "no" for names in ARGUMENTS.values()]
+        body.append([name, *cells, "yes" if has_gradient(call) else "no"])
+    return rows(["call", *ARGUMENTS, "gradients"], *body)
+
+
+def has_gradient(call: Callable[..., Any]) -> bool:
+    """Whether the result of a call on the CPU has a gradient."""
+    if call is distributed.attention:  # needs a process group; it takes what `attention` takes, with gradients
+        return True
+    q, k, v = (torch.zeros(1, 1, 16, 16, requires_grad=True) for _ in range(3))
+    if call is attention_varlen:
+        out = call(q[0].mT, k[0].mT, v[0].mT, [0, 16], [0, 16])
+    elif call is grouped.selected_attention:
+        out = call(q, k, v, torch.zeros(1, 1, 16, 1, dtype=torch.int32), span=16)
+    elif call is decode.attention_with_cache:
+        try:
+            out = call(q, k, v, torch.tensor([16]))
+        except (RuntimeError, ValueError):
+            return False
+    else:
+        out = call(q, k, v)
+    return bool(out.requires_grad)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "gpus": gpus, "masks": by_mask, "scores": by_change, "lengths": by_length, "calls": by_call,
+}  # fmt: skip
+
+
+def written(page: str) -> str:
+    """The page with its tables made anew; the answers are those of a process that compiles kernels."""
+    interpreted = support.is_interpreted
+    support.is_interpreted = lambda: False
+    try:
+        return TABLE.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}\n{found[3]}", page)
+    finally:
+        support.is_interpreted = interpreted
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        raise SystemExit("python -m docs.support takes no arguments")
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
