@@ -100,7 +100,7 @@ def test_the_reference_names_what_there_is_and_all_public_patterns_and_compariso
 
 
 def test_every_picture_is_drawn_and_every_drawing_is_stored():
-    from docs.figures.__main__ import FIGURES
+    from docs.pictures.__main__ import FIGURES
 
     stored = {path.name for path in (DOCS / "pages" / "images").iterdir()}
     assert stored == set(FIGURES)
@@ -109,7 +109,7 @@ def test_every_picture_is_drawn_and_every_drawing_is_stored():
 
 
 def test_the_speed_figure_has_the_stored_times_of_both_runs():
-    from docs.figures import speed
+    from docs.pictures import speed
 
     figure = speed.speed_over_density(128)
     lines = {
@@ -123,7 +123,7 @@ def test_the_speed_figure_has_the_stored_times_of_both_runs():
 
 
 def test_the_tables_beside_flashattention_4_are_those_of_the_stored_run():
-    from docs.figures import speed
+    from docs.pictures import speed
 
     passes = [(dim, direction) for dim in (128, 64) for direction in ("forward", "backward")]
     times = {
@@ -155,6 +155,6 @@ def test_the_tables_beside_flashattention_4_are_those_of_the_stored_run():
     assert sorted(re.findall(r"[\d.]+ to [\d.]+", row)) == sorted(ranges("flex"))
 
 
-def test_the_hooks_and_figures_are_documented():
-    for path in [*DOCS.glob("*.py"), *(DOCS / "figures").glob("*.py")]:
+def test_the_hooks_and_pictures_are_documented():
+    for path in [*DOCS.glob("*.py"), *(DOCS / "pictures").glob("*.py")]:
         assert ast.get_docstring(ast.parse(path.read_text()))

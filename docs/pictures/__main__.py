@@ -1,11 +1,11 @@
-"""Draws the pictures: `python -m docs.figures [NAME ...]`."""
+"""Draws the pictures: `python -m docs.pictures [NAME ...]`."""
 
 import sys
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from docs.figures import kernels, patterns, speed
+from docs.pictures import kernels, patterns, speed
 
 IMAGES = Path(__file__).resolve().parents[1] / "pages" / "images"
 FIGURES = {**speed.FIGURES, **patterns.FIGURES, **kernels.FIGURES}
