@@ -1,7 +1,7 @@
 """`python -m docs.support` rewrites the tables of the page on support (docs/pages/support.md).
 
-The tables are answers of `sparseflash.explain`, asked about tensors on the meta device, and the arguments of the calls.
-No GPU is needed. A test compares the page with them.
+The tables are the library's own choices of kernels for tensors on the meta device, and the arguments of the calls. No
+GPU is needed. A test compares the page with them, and some of them with `sparseflash.explain`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseflash import BlockMask, attention, attention_varlen, decode, distributed, explain, grouped, masks, scores, sdpa
+from sparseflash import BlockMask, attention, attention_varlen, decode, distributed, grouped, masks, scores, sdpa
+from sparseflash.backends.problem import Problem
+from sparseflash.backends.triton import api
+from sparseflash.backends.triton.dispatch import decide
+from sparseflash.backends.triton.family import Request
 from sparseflash.backends.triton.hopper import support
+from sparseflash.dropout import Dropout, threshold
+from sparseflash.scores.change import Change, Scores
+from sparseflash.validation import prepared_scores
 
 PAGE = Path(__file__).with_name("pages") / "support.md"
 TABLE = re.compile(r"(<!-- support: (\w+) -->\n).*?(<!-- /support -->)", re.DOTALL)
@@ -32,16 +39,28 @@ PASSES = ("forward", "backward")
 
 def asked(
     mask: BlockMask | None, *, dims: tuple[int, int] = (128, 128), dtype: torch.dtype = torch.bfloat16,
-    capability: tuple[int, int] = (9, 0), tokens: int = TOKENS, **options: Any,
+    capability: tuple[int, int] = (9, 0), tokens: int = TOKENS, change: Scores | Change | None = None,
+    dropped: bool = False,
 ) -> tuple[str, str, str]:  # fmt: skip
-    """The kernels of the forward and of the backward, and the reasons against the Hopper kernels."""
+    """The kernels of the forward and of the backward, and the reasons against the Hopper kernels.
+
+    What `explain` says of them, without the plans, which for a mask on the device need one.
+    """
     q, k, v = (torch.empty(1, HEADS, tokens, dim, dtype=dtype, device="meta") for dim in (dims[0], *dims))
-    found = explain(q, k, v, mask, capability=capability, **options)
-    assert found.forward is not None and found.backward is not None
-    reasons = {
-        reason[0].upper() + reason[1:]: None for each in (found.forward, found.backward) for _, reason in each.refusals
-    }
-    return named(found.forward.family), named(found.backward.family), "<br>".join(reasons)
+    dropout = Dropout(torch.empty(1, dtype=torch.int64, device="meta"), threshold(0.1)) if dropped else None
+    problem = Problem.of(mask, scale=1.0, batch=1, dropout=dropout, kernels="")
+    changes = prepared_scores(change, q, k, mask, any_device=True)
+    changes = changes.without("temperature") if changes else None
+    changes = changes if changes and changes.changes else None
+    learned = [] if changes is None else [x.requires_grad for x in changes.tensors()]
+    setting = api.setting_of(q, k, problem, capability, torch.device("cpu"))
+    decisions = [
+        decide(Request.of(setting, q, v, changes, wanted, backward=backward))
+        for backward, wanted in ((False, ()), (True, learned))
+    ]
+    reasons = {reason[0].upper() + reason[1:]: None for each in decisions for reason in each.refusals.values()}
+    forward, backward = (named(each.family.name if each.family else None) for each in decisions)
+    return forward, backward, "<br>".join(reasons)
 
 
 def named(family: str | None) -> str:
@@ -49,33 +68,46 @@ def named(family: str | None) -> str:
     return {"hopper": "**Hopper**", "portable": "portable", None: "no"}[family]
 
 
+def both(forward: str, backward: str) -> str:
+    """The kernels of both passes in one cell."""
+    return forward if forward == backward else f"forward {forward}, backward {backward}"
+
+
 def tensor(*shape: int, learned: bool = False, dtype: torch.dtype = torch.float32) -> Tensor:
     """A tensor without contents."""
     return torch.empty(shape, dtype=dtype, device="meta", requires_grad=learned)
 
 
+def window(tokens: int) -> BlockMask:
+    """A causal window of 4,096 keys."""
+    return masks.local(tokens, window=4096, causal=True)
+
+
 def masks_of_rows() -> dict[str, BlockMask | None]:
     """The masks of a table, one of each kind between which kernels are chosen."""
-    window = masks.local(TOKENS, window=4096, causal=True)
     chosen = torch.arange(16, dtype=torch.int32).expand(1, HEADS, TOKENS // 128, 16)
     return {
         "none: dense": None,
         "`causal(N)`": masks.causal(TOKENS),
-        "`local(N, window=4096, causal=True)`": window,
+        "`local(N, window=4096, causal=True)`": window(TOKENS),
         "`butterfly(N)`": masks.butterfly(TOKENS),
-        "`per_head([...])`: a pattern for each head": masks.per_head([window, masks.butterfly(TOKENS)] * (HEADS // 2)),
+        "`per_head([...])`: a pattern for each head": masks.per_head(
+            [window(TOKENS), masks.butterfly(TOKENS)] * (HEADS // 2)
+        ),
         "`butterfly(N, block=256)`": masks.butterfly(TOKENS, block=256),
         "`butterfly(N, block=64)`": masks.butterfly(TOKENS, block=64),
         "`butterfly(N, block=32)`, or 16": masks.butterfly(TOKENS, block=32),
         "`butterfly(N).with_lengths(lengths)`": masks.butterfly(TOKENS).with_lengths(torch.tensor([TOKENS - 100])),
-        "`BlockMask.from_block_index(index, N)`, made at every step": BlockMask.from_block_index(chosen, TOKENS),
+        "`BlockMask.from_block_index(index, q_len=N)`, made at every step": BlockMask.from_block_index(
+            chosen, q_len=TOKENS
+        ),
     }
 
 
-def changes_of_rows() -> dict[str, scores.Scores | Any]:
+def changes_of_rows() -> dict[str, Scores | Change]:
     """The score modifications of a table; tensors are learned where the text says so."""
     slopes, table = tensor(HEADS), tensor(HEADS, 32)
-    learned, mask = tensor(HEADS, learned=True), masks.causal(TOKENS)
+    learned, mask = tensor(HEADS, learned=True), window(TOKENS)
     half = torch.bfloat16
     pairs = tensor(1, HEADS, TOKENS, TOKENS, dtype=half)
     tiles = tensor(1, HEADS, len(mask.indices), 128, 128, dtype=half, learned=True)
@@ -131,7 +163,7 @@ def gpus() -> str:
     body = []
     for number, (dim, v_dim) in enumerate(HEAD_DIMS):
         name = str(dim) if dim == v_dim else f"{dim}, Dv = {v_dim}"
-        body.append([name, *(" / ".join(dict.fromkeys(column[number])) for column in columns)])
+        body.append([name, *(both(*column[number]) for column in columns)])
     return rows(["D", *names], *body)
 
 
@@ -141,10 +173,10 @@ def by_mask() -> str:
 
 
 def by_change() -> str:
-    """Kernels on compute capability 9.0 by score modification and head dim, under a causal mask."""
-    mask = masks.causal(TOKENS)
-    options = {name: {"mask": mask, "scores": change} for name, change in changes_of_rows().items()}
-    return by_row({**options, "dropout": {"mask": mask, "dropout_p": 0.1}}, "score modification")
+    """Kernels on compute capability 9.0 by score modification and head dim, under a causal window."""
+    mask = window(TOKENS)
+    options = {name: {"mask": mask, "change": change} for name, change in changes_of_rows().items()}
+    return by_row({**options, "dropout": {"mask": mask, "dropped": True}}, "score modification")
 
 
 def by_row(options: dict[str, dict[str, Any]], title: str) -> str:
@@ -162,7 +194,7 @@ def by_length() -> str:
     """Kernels on compute capability 9.0 by length, under a causal window of 4,096 keys."""
     body = []
     for tokens in LENGTHS:
-        mask = masks.local(tokens, window=4096, causal=True)
+        mask = window(tokens)
         found = [asked(mask, dims=(dim, dim), tokens=tokens) for dim in (128, 64)]
         body.append([f"{tokens:,}", *(kernels for each in found for kernels in each[:2])])
     return rows(["tokens", f"D=128 {PASSES[0]}", PASSES[1], f"D=64 {PASSES[0]}", PASSES[1]], *body)
@@ -200,7 +232,7 @@ def has_gradient(call: Callable[..., Any]) -> bool:
         return True
     q, k, v = (torch.zeros(1, 1, 16, 16, requires_grad=True) for _ in range(3))
     if call is attention_varlen:
-        out = call(q[0].mT, k[0].mT, v[0].mT, [0, 16], [0, 16])
+        out = call(*(x[0].transpose(0, 1) for x in (q, k, v)), [0, 16], [0, 16])
     elif call is grouped.selected_attention:
         out = call(q, k, v, torch.zeros(1, 1, 16, 1, dtype=torch.int32), span=16)
     elif call is decode.attention_with_cache:
