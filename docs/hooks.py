@@ -27,6 +27,9 @@ LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)#\s]*)(#[^)\s]*)?\)")
 CODE = re.compile(r"(`[^`\n]*`)")
 UNIT = re.compile(r"(?<=\d) (?=(?:%|[mu]?s|[KMG]i?B|TFLOP/s)(?!\w))")  # stays with its number
 REFERENCE = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
+FIGURE = re.compile(
+    r"<!-- /?(?:figure|table|text|runs?)\b[^>]*-->"
+)  # docs/figures; Python-Markdown would end a paragraph there
 FENCED = re.compile(r"^( *)```.*?^\1```$", re.DOTALL | re.MULTILINE)
 
 
@@ -69,7 +72,7 @@ def rewritten(markdown: str, uri: str, repository: str | None = None) -> str:
         return f"{text}: {code}" if before.count("(") > before.count(")") else f"{text} ({code})"
 
     def rest(text: str) -> str:
-        pieces = CODE.split(LINK.sub(link, text))
+        pieces = CODE.split(LINK.sub(link, FIGURE.sub("", text)))
         return "".join(p.replace(r"\|", "|") if p[:1] == "`" else UNIT.sub("\N{NO-BREAK SPACE}", p) for p in pieces)
 
     parts, at = [], 0

@@ -40,7 +40,7 @@ def stored(results: Path = RESULTS) -> dict[str, Stored]:
     """All files of the store that hold a run, by BENCHMARK/FILE."""
     files = {}
     for path in sorted(results.rglob("*.jsonl")):
-        if path.open(encoding="utf-8").readline().startswith('{"run":'):
+        if path.read_text(encoding="utf-8").startswith('{"run":'):
             key = path.relative_to(results).with_suffix("").as_posix()
             files[key] = Stored(key, path, *_read(path))
     return files
@@ -104,7 +104,7 @@ def _value(request: str, file: Stored, found: list[Measurement]) -> Figure:
     if len(found) == 1 and found[0].spread_of == "seeds":
         (only,) = found
         deviation = abs(only.value or 0.0) * (only.spread or 0.0)
-        places = _places(deviation)
+        places = max(1, _zeros(deviation, 1)) if deviation else 1
         return Figure(f"{only.value:.{places}f} ± {deviation:.{places}f}{unit}", file, spread)
     ends = dict.fromkeys(number(each.value or 0.0) for each in (found[0], found[-1]))
     return Figure(" to ".join(ends) + unit, file, spread)
@@ -121,17 +121,12 @@ def number(value: float) -> str:
     if abs(value) >= THOUSAND:
         return f"{value:,.0f}"
     digits = DIGITS - len(str(int(abs(value)))) if abs(value) >= 1 else DIGITS - 1 + _zeros(value)
-    text = f"{value:.{max(digits, 0)}f}"
-    return text if value != int(value) or abs(value) < 1 else f"{value:.{max(digits, 0)}f}"
+    return f"{value:.{digits}f}"
 
 
-def _zeros(value: float) -> int:
-    """How many places behind the point the first digit of a number below 1 stands."""
-    return -int(f"{value:e}".rpartition("e")[2])
-
-
-def _places(deviation: float) -> int:
-    return 1 if deviation >= 1 or deviation == 0 else _zeros(deviation)
+def _zeros(value: float, digits: int = DIGITS) -> int:
+    """How many places behind the point the first digit of a number below 1 stands, after it is rounded."""
+    return -int(f"{value:.{digits - 1}e}".rpartition("e")[2])
 
 
 def _is_pattern(name: str) -> bool:
