@@ -13,13 +13,15 @@ After `figure:` stands one of these; `@ FILE` is needed where two files of the b
 
     speed/dense/64/forward/sparseflash @ h200          a value with its unit: 0.312 ms
     speed/dense/64/forward/fa4 / speed/dense/64/forward/sparseflash
-                                                       the first over the second, of one file: 1.12, bold only if above 1
-                                                       by more than the spread of both
+                                                       the first over the second, of one file: 1.12; bold only if
+                                                       above 1 by more than the spread of both
     speed/{dense,causal}/*/forward/fa4                 the least and the largest of several: 0.312 to 1.71 ms
-    speed/*/64/forward/fa4 / speed/*/64/forward/sparseflash    the same of ratios; what the first matches, the second has
+    speed/*/64/forward/fa4 / speed/*/64/forward/sparseflash
+                                                       the same of ratios: 0.78 to 1.39
 
-The other marks: `<!-- table: NAME -->`, a table or a sentence that `tables.py` defines, with its runs below it;
-`<!-- run: speed/h200 -->`, the device, versions, commit and date of one run; `<!-- runs -->`, a list of all the runs that
-the page cites. A page must name each run it cites, in one of these ways. A mark may not stand first in a line of running
-text, where Markdown would take the line for HTML.
+The other marks: `<!-- table: NAME -->`, a table that `tables.py` defines, with its runs below it;
+`<!-- text: NAME -->`, a sentence of `tables.py`; `<!-- run: speed/h200 -->`, the device, versions, commit and date of a
+run; `<!-- runs -->`, a list of all runs that the page cites. A page must name each run that it cites, in one of these
+ways, and the name says whether the run's kernels have changed since. A mark may not stand first in a line of running
+text: Markdown would take the line for HTML.
 """

@@ -1,4 +1,4 @@
-"""Measured numbers that stand in a page by hand: numbers beside a unit that only measurements have, outside of marks."""
+"""Measured numbers that stand in a page by hand: outside of marks, beside a unit that only measurements have."""
 
 from __future__ import annotations
 

@@ -13,8 +13,9 @@ from docs.figures.store import RESULTS, ROOT, FigureError, Stored, figure, store
 from docs.figures.tables import TABLES, TEXTS, rendered
 
 MARK = re.compile(r"<!-- (figure|table|text|runs?)(?:: ([^>]*?))? -->(.*?)<!-- /\1 -->", re.DOTALL)
-MARK_TEXT = r"<!-- (?:figure|table|text|runs?)\b[^>]* -->(?:(?!<!-- /?(?:figure|table|text|run)).)*<!-- /(?:figure|table|text|runs?) -->"
-OPENED = re.compile(r"<!-- /?(?:figure|table|text|runs?)\b[^>]*>")
+_KINDS = "(?:figure|table|text|runs?)"
+MARK_TEXT = rf"<!-- {_KINDS}\b[^>]* -->(?:(?!<!-- /?{_KINDS}).)*<!-- /{_KINDS} -->"
+OPENED = re.compile(rf"<!-- /?{_KINDS}\b[^>]*>")
 CHANGED = "; kernels changed since"  # in the caption of a run that is older than the last change of its kernels
 _CODE = r"^(?P<indent> *)```.*?^(?P=indent)```$|``[^\n]+?``|`[^`\n]+`"
 _PIECE = re.compile(rf"(?P<mark>(?s:{MARK_TEXT}))|(?P<code>(?s:{_CODE}))", re.MULTILINE)
@@ -51,7 +52,7 @@ class Page:
 
 
 def pieces_of(text: str) -> Iterator[tuple[str, str]]:
-    """A page in pieces: ("mark", ...) with both its comments, ("code", ...), where marks are examples, and ("text", ...)."""
+    """A page in pieces: ("mark", ...) with both its comments, ("code", ...), where marks are examples, ("text", ...)."""
     at = 0
     for found in _PIECE.finditer(text):
         yield "text", text[at : found.start()]
@@ -86,7 +87,8 @@ def _misplaced(page: Page, pieces: list[tuple[str, str]]) -> list[str]:
             )
         line = (line + piece).rpartition("\n")[2]
     return found + [
-        f"a figure of {key} needs its run on the page: add <!-- runs --><!-- /runs --> or <!-- run: {key} --><!-- /run -->"
+        f"a figure of {key} needs its run on the page: "
+        f"add <!-- runs --><!-- /runs --> or <!-- run: {key} --><!-- /run -->"
         for key in sorted(page.cited.keys() - page.named)
     ]
 
@@ -160,8 +162,9 @@ def contradictions(checked: list[Page]) -> list[str]:
         for request, texts in page.shown.items():
             for text in texts:
                 shown.setdefault(request, {}).setdefault(text, set()).add(page.name)
-    return [
-        f"{request}: " + ", ".join(f"{text or 'nothing'} in {' and '.join(sorted(places))}" for text, places in texts.items())
-        for request, texts in shown.items()
-        if len(texts) > 1
-    ]  # fmt: skip
+    said = []
+    for request, texts in shown.items():
+        if len(texts) > 1:
+            parts = (f"{text or 'nothing'} in {' and '.join(sorted(places))}" for text, places in texts.items())
+            said.append(f"{request}: {', '.join(parts)}")
+    return said

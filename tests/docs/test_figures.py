@@ -1,6 +1,4 @@
-"""Figures in the pages are those of the store: marks, tables, contradictions, runs older than their kernels, and numbers
-that were written by hand.
-"""
+"""Figures in the pages are those of the store: marks, tables, contradictions, old runs, numbers written by hand."""
 
 from dataclasses import replace
 
@@ -178,10 +176,11 @@ def test_a_table_has_its_run_below_it_and_says_what_is_absent(page, monkeypatch)
 
 def test_a_run_that_is_older_than_its_kernels_must_be_marked(page, monkeypatch):
     monkeypatch.setattr(marks, "changes", lambda file: 3)
-    text = "At <!-- figure: speed/dense/64/forward/fa4 -->0.350 ms<!-- /figure --> (<!-- run: speed/h200 --><!-- /run -->).\n"
-    found = page(text)
+    figure = "<!-- figure: speed/dense/64/forward/fa4 -->0.350 ms<!-- /figure -->"
+    found = page(f"At {figure} (<!-- run: speed/h200 --><!-- /run -->).\n")
     assert found.after.endswith("speed/h200.jsonl)); kernels changed since<!-- /run -->).\n")
-    said = "speed/h200 (unknown) is older than 3 changes of its kernels, which page.md must say: run python -m docs.figures"
+    said = "speed/h200 (unknown) is older than 3 changes of its kernels, which page.md must say: "
+    said += "run python -m docs.figures"
     assert said in command.problems([found])
     marked = page(found.after)
     assert command.problems([marked]) == []
@@ -225,7 +224,7 @@ def test_a_sentence_may_be_allowed_while_it_is_there(tmp_path):
     path = tmp_path / "page.md"
     path.write_text("The paper's model\nreads 20 tokens/s. Ours 30 tokens/s.\n")
     assert handwritten.handwritten(path, ("The paper's model reads 20 tokens/s.",)) == ["page.md:2: 30 tokens/s"]
-    with pytest.raises(ValueError, match="'no such sentence' must stand in page.md, where its number is allowed"):
+    with pytest.raises(ValueError, match=r"'no such sentence' must stand in page\.md, where its number is allowed"):
         handwritten.handwritten(path, ("no such sentence",))
 
 
