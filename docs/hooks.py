@@ -9,13 +9,16 @@ imports.
 
 import posixpath
 import re
+from functools import cache, reduce
 from importlib import import_module
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File
 
 from docs import notebooks
+from experiments.benchmarks.patterns import catalogue, gallery
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = "docs/pages"
@@ -32,7 +35,10 @@ DATA = (".csv", ".json", ".jsonl")
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)#\s]*)(#[^)\s]*)?\)")
 CODE = re.compile(r"(`[^`\n]*`)")
 UNIT = re.compile(r"(?<=\d) (?=(?:%|[mu]?s|[KMG]i?B|TFLOP/s)(?!\w))")  # stays with its number
-REFERENCE = re.compile(r"^::: ([\w.]+)$", re.MULTILINE)
+REFERENCE = re.compile(r"^::: ([\w.]+)$(?:\n    options: \{(.*)\}$)?", re.MULTILINE)
+HEADING = re.compile(r"^## ", re.MULTILINE)
+PATTERN = re.compile(r"^::: (sparseflash\.masks\.\w+\.(\w+))$", re.MULTILINE)
+THUMBNAILS = "<!-- pictures -->"  # where a family of patterns has its pictures
 FIGURE = re.compile(
     r"<!-- /?(?:figure|table|text|runs?)\b[^>]*-->"
 )  # docs/figures; Python-Markdown would end a paragraph there
@@ -101,17 +107,65 @@ def rewritten(markdown: str, uri: str, repository: str | None = None) -> str:
     return "".join([*parts, rest(markdown[at:])])
 
 
+def located(path: str) -> Any:
+    """What is defined as `path`, in a module or in a class of one."""
+    module, names = path, []
+    while True:
+        module, _, name = module.rpartition(".")
+        names.insert(0, name)
+        try:
+            return reduce(getattr, names, import_module(module))
+        except ImportError:
+            if "." not in module:
+                raise
+
+
 def public_name(path: str) -> str:
     """The name by which one imports what is defined as `path`: the shortest, through the packages it lies in."""
-    module, _, name = path.rpartition(".")
-    defined, parts = getattr(import_module(module), name), module.split(".")
+    holder, _, name = path.rpartition(".")
+    if isinstance(located(holder), type):
+        return f"{public_name(holder)}.{name}"
+    module = import_module(holder)
+    defined, parts = getattr(module, name), holder.split(".")
     packages = (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
     return next(f"{each}.{name}" for each in packages if getattr(import_module(each), name, None) is defined)
 
 
 def with_public_names(markdown: str) -> str:
-    """A page of the reference with the public names as headings."""
-    return REFERENCE.sub(lambda found: f"{found[0]}\n    options: {{heading: {public_name(found[1])}}}", markdown)
+    """A page of the reference with the public names as headings, one level below the families if it has any."""
+    level = 3 if HEADING.search(markdown) else 2
+
+    def directive(found: re.Match[str]) -> str:
+        more = f", {found[2]}" if found[2] else ""
+        return f"::: {found[1]}\n    options: {{heading: {public_name(found[1])}, heading_level: {level}{more}}}"
+
+    return REFERENCE.sub(directive, markdown)
+
+
+def with_thumbnails(markdown: str) -> str:
+    """A page of the reference with a picture of each pattern of a family, which leads to its function."""
+    before, *families = markdown.split(THUMBNAILS)
+    drawn = patterns()
+
+    def line(family: str) -> str:
+        found = [each for each in PATTERN.findall(HEADING.split(family)[0]) if each[1] in drawn]
+        return " ".join(f"[![{name}](images/{name}.png){{.pattern}}](#{path})" for path, name in found)
+
+    return before + "".join(line(family) + family for family in families)
+
+
+@cache
+def patterns() -> dict[str, bytes]:
+    """A picture of each pattern, as a PNG, by the name of its function."""
+    from matplotlib.image import imsave
+
+    pictures = {}
+    for each in catalogue.PATTERNS:
+        if not each.is_variant:
+            mask = each.build(1024, 32)
+            imsave(file := BytesIO(), gallery.picture(mask, head=min(1, mask.shape[1] - 1)))
+            pictures[each.name] = file.getvalue()
+    return pictures
 
 
 def pictures_in(markdown: str, uri: str) -> set[str]:
@@ -146,6 +200,8 @@ def on_files(files: Any, config: Any, **_: Any) -> Any:
                 left += [name] if name.endswith(".md") else []
     for path in sorted({path for uri, text in texts.items() for path in pictures_in(text, uri)}):
         files.append(File.generated(config, f"{PICTURES}/{path}", abs_src_path=str(ROOT / path)))
+    for name, picture in patterns().items():
+        files.append(File.generated(config, f"reference/images/{name}.png", content=picture))
     for path in sorted((ROOT / PAGES).rglob("*.ipynb")):
         uri = path.relative_to(ROOT / PAGES).with_suffix("").as_posix()
         text, pictures = notebooks.page(path)
@@ -159,4 +215,4 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     """Rewrites the links and headings of a page. Copied pages are not searched."""
     if page.file.src_uri.startswith(f"{COPIES}/"):
         page.meta["search"] = {"exclude": True}
-    return with_public_names(rewritten(markdown, page.file.src_uri, config.repo_url))
+    return with_public_names(with_thumbnails(rewritten(markdown, page.file.src_uri, config.repo_url)))
