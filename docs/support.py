@@ -97,8 +97,8 @@ def masks_of_rows() -> dict[str, BlockMask | None]:
         "`butterfly(N, block=256)`": masks.butterfly(TOKENS, block=256),
         "`butterfly(N, block=64)`": masks.butterfly(TOKENS, block=64),
         "`butterfly(N, block=32)`, or 16": masks.butterfly(TOKENS, block=32),
-        "`butterfly(N).with_lengths(lengths)`": masks.butterfly(TOKENS).with_lengths(torch.tensor([TOKENS - 100])),
-        "`BlockMask.from_block_index(index, q_len=N)`, made at every step": BlockMask.from_block_index(
+        "`butterfly(N).with_lengths(...)`": masks.butterfly(TOKENS).with_lengths(torch.tensor([TOKENS - 100])),
+        "`from_block_index(...)`, made at every step": BlockMask.from_block_index(
             chosen, q_len=TOKENS
         ),
     }
