@@ -91,16 +91,14 @@ def masks_of_rows() -> dict[str, BlockMask | None]:
         "`causal(N)`": masks.causal(TOKENS),
         "`local(N, window=4096, causal=True)`": window(TOKENS),
         "`butterfly(N)`": masks.butterfly(TOKENS),
-        "`per_head([...])`: a pattern for each head": masks.per_head(
+        "`per_head(...)`: a pattern for each head": masks.per_head(
             [window(TOKENS), masks.butterfly(TOKENS)] * (HEADS // 2)
         ),
         "`butterfly(N, block=256)`": masks.butterfly(TOKENS, block=256),
         "`butterfly(N, block=64)`": masks.butterfly(TOKENS, block=64),
         "`butterfly(N, block=32)`, or 16": masks.butterfly(TOKENS, block=32),
         "`butterfly(N).with_lengths(...)`": masks.butterfly(TOKENS).with_lengths(torch.tensor([TOKENS - 100])),
-        "`from_block_index(...)`, made at every step": BlockMask.from_block_index(
-            chosen, q_len=TOKENS
-        ),
+        "`from_block_index(...)`, made at every step": BlockMask.from_block_index(chosen, q_len=TOKENS),
     }
 
 
