@@ -9,9 +9,11 @@ A figure stands between two comments, which neither GitHub nor the site shows:
 
     It takes <!-- figure: speed/dense/64/forward/sparseflash --><!-- /figure --> on an H200.
 
-After `figure:` stands one of these; `@ FILE` is needed where two files of the benchmark have the name:
+After `figure:` stands one of these. Where several files of the benchmark have the name, `h200` is meant; ` @ FILE` at
+the end means another:
 
-    speed/dense/64/forward/sparseflash @ h200          a value with its unit: 0.312 ms
+    speed/dense/64/forward/sparseflash                 a value with its unit: 0.312 ms
+    speed/dense/64/forward/sparseflash in TFLOP/s      the rate of the work in its settings; GB/s likewise: 704 TFLOP/s
     speed/dense/64/forward/fa4 / speed/dense/64/forward/sparseflash
                                                        the first over the second, of one file: 1.12; bold only if
                                                        above 1 by more than the spread of both

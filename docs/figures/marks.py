@@ -10,7 +10,8 @@ from pathlib import Path
 
 from docs.figures.stale import changes
 from docs.figures.store import RESULTS, ROOT, FigureError, Stored, figure, stored
-from docs.figures.tables import TABLES, TEXTS, rendered
+from docs.figures.table import rendered
+from docs.figures.tables import TABLES, TEXTS
 
 MARK = re.compile(r"<!-- (figure|table|text|runs?)(?:: ([^>]*?))? -->(.*?)<!-- /\1 -->", re.DOTALL)
 _KINDS = "(?:figure|table|text|runs?)"
@@ -52,7 +53,7 @@ class Page:
 
 
 def pieces_of(text: str) -> Iterator[tuple[str, str]]:
-    """A page in pieces: ("mark", ...) with both its comments, ("code", ...), where marks are examples, ("text", ...)."""
+    """A page in pieces: ("text", ...), ("mark", ...) with its two comments, ("code", ...), where marks are examples."""
     at = 0
     for found in _PIECE.finditer(text):
         yield "text", text[at : found.start()]

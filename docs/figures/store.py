@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -12,7 +12,10 @@ from experiments.measurements import Measurement, Run, ratio, read
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "experiments" / "results"
 DIGITS = 3  # significant ones of a value
-THOUSAND = 1000
+TEN, THOUSAND = 10, 1000
+# What a time can be shown as: the setting that says how much was done, and how much of it a millisecond is one.
+RATES = {"TFLOP/s": ("flops", 1e9), "GB/s": ("bytes", 1e6)}
+DEFAULT = "h200"  # the file that a name without `@ FILE` is from, where several have it
 
 
 class FigureError(ValueError):
@@ -58,16 +61,18 @@ class Figure:
     text: str
     file: Stored
     spread: float  # relative, the largest of what it is made of
+    unit: str = ""
 
 
 def figure(request: str, results: Path = RESULTS) -> Figure:
-    """What a page shows for `NAME`, `NAME / NAME`, either with wildcards and with `@ FILE`."""
+    """What a page shows for `NAME`, `NAME in RATE` or `NAME / NAME`, each with wildcards or `@ FILE`."""
     names, _, which = (part.strip() for part in request.partition(" @ "))
+    names, _, rate = (part.strip() for part in names.partition(" in "))
     first, _, second = (part.strip() for part in names.partition(" / "))
     file = _file_with(first, which, results)
     found = file.matching(first)
     if not second:
-        return _value(request, file, [each for each, _ in found.values()])
+        return _value(request, file, [_rated(each, rate) for each, _ in found.values()])
     ratios = []
     for name, (_, stands) in found.items():
         other = _filled(second, stands)
@@ -76,8 +81,9 @@ def figure(request: str, results: Path = RESULTS) -> Figure:
     if not ratios or (len(ratios) < len(found) and not _is_pattern(first)):
         raise FigureError(f"{second} must be a measured name of {file.key}, which has {first}")
     ratios.sort(key=lambda each: each.value)
-    text = " to ".join(dict.fromkeys(f"{each.value:.2f}" for each in (ratios[0], ratios[-1])))
-    bold = all(each.above_noise for each in ratios)
+    ends = (f"{each.value:.2f}" if each.value < TEN else number(each.value) for each in (ratios[0], ratios[-1]))
+    text = " to ".join(dict.fromkeys(ends))
+    bold = all(each.above_noise and round(each.value, 2) > 1 for each in ratios)
     return Figure(f"**{text}**" if bold else text, file, max(each.spread for each in ratios))
 
 
@@ -89,10 +95,24 @@ def _file_with(name: str, which: str, results: Path) -> Stored:
         having = [each for each in having if each.key == f"{benchmark}/{which}"]
     if not having:
         raise FigureError(f"{name} must be a measured name of the store{f', in {which}' if which else ''}; it is not")
+    if len(having) > 1:  # the newest kernels run on this device
+        having = [each for each in having if each.key == f"{benchmark}/{DEFAULT}"] or having
     if len(having) > 1:
         places = ", ".join(each.key.partition("/")[2] for each in having)
         raise FigureError(f"{name} must say of which run, as '@ FILE'; it is in {places}")
     return having[0]
+
+
+def _rated(each: Measurement, rate: str) -> Measurement:
+    """A time in ms as the rate at which the work in its settings was done."""
+    if not rate:
+        return each
+    setting, scale = RATES.get(rate, ("", 1.0))
+    if each.unit != "ms" or not each.value or setting not in each.settings:
+        raise FigureError(
+            f"{each.name} must be a time with the work done, to be shown in {rate}; {', '.join(RATES)} can be"
+        )
+    return replace(each, value=each.settings[setting] / each.value / scale, unit=rate)
 
 
 def _value(request: str, file: Stored, found: list[Measurement]) -> Figure:
@@ -105,9 +125,9 @@ def _value(request: str, file: Stored, found: list[Measurement]) -> Figure:
         (only,) = found
         deviation = abs(only.value or 0.0) * (only.spread or 0.0)
         places = max(1, _zeros(deviation, 1)) if deviation else 1
-        return Figure(f"{only.value:.{places}f} ± {deviation:.{places}f}{unit}", file, spread)
+        return Figure(f"{only.value:.{places}f} ± {deviation:.{places}f}{unit}", file, spread, unit)
     ends = dict.fromkeys(number(each.value or 0.0) for each in (found[0], found[-1]))
-    return Figure(" to ".join(ends) + unit, file, spread)
+    return Figure(" to ".join(ends) + unit, file, spread, unit)
 
 
 def number(value: float) -> str:

@@ -182,6 +182,7 @@ def test_every_picture_is_drawn_and_every_drawing_is_stored():
 
 
 def test_the_speed_figure_has_the_stored_times_of_both_runs():
+    from docs.figures.store import stored
     from docs.pictures import speed
 
     figure = speed.speed_over_density(128)
@@ -189,10 +190,9 @@ def test_the_speed_figure_has_the_stored_times_of_both_runs():
         (place, line.get_label()): line.get_ydata() for place, axis in enumerate(figure.axes) for line in axis.lines
     }
     assert {label for _, label in lines} == {name for name, *_ in speed.PEERS.values()}
-    dense = [row for row in speed.rows("h200-f8db2f94", 128) if row["mask"] == "dense"]
-    shown = {(row["direction"], row["peer"]): float(row["tflops"]) for row in dense}
-    assert lines[0, "sparseflash"][-1] == shown["forward", "ours"]
-    assert lines[1, "FlashAttention-4"][-1] == shown["backward", "fa4"]
+    for place, direction, peer in ((0, "forward", "sparseflash"), (1, "backward", "fa4")):
+        dense = speed.timed(stored()["speed/h200"], 128, direction, peer)["dense"]
+        assert lines[place, speed.PEERS[peer][0]][-1] == dense.settings["flops"] / dense.value / 1e9
 
 
 def test_the_hooks_and_pictures_are_documented():

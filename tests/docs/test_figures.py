@@ -8,6 +8,7 @@ from docs.figures import __main__ as command
 from docs.figures import handwritten, marks, stale, store, tables
 from docs.figures.marks import contradictions, filled
 from docs.figures.store import FigureError, figure, number
+from docs.figures.table import Table, rendered
 from experiments.measurements import Measurement, Run, write
 
 RUN = Run("NVIDIA H200", "580.1", {"torch": "2.11.0", "triton": "3.6.0"}, "unknown", "2026-11-29", "python -m x")
@@ -25,12 +26,14 @@ def results(tmp_path):
         measured("speed/dense/64/forward/sparseflash", 0.3124),
         measured("speed/dense/64/forward/fa4", 0.3500),
         measured("speed/dense/64/forward/cudnn", 0.3150),
-        measured("speed/causal/64/forward/sparseflash", 0.2),
+        measured("speed/causal/64/forward/sparseflash", 0.2, settings={"flops": 1e9}),
         measured("speed/causal/64/forward/fa4", 0.1),
         measured("speed/causal/64/forward/cudnn", None, None, failure="it has no causal mask"),
     ]
     write(folder / "speed" / "h200.jsonl", RUN, times)
     write(folder / "speed" / "h100.jsonl", replace(RUN, device="NVIDIA H100"), times[:1])
+    for name in ("cpu", "h100"):
+        write(folder / "memory" / f"{name}.jsonl", RUN, [measured("memory/dense/sparseflash", 1.5, None, "GiB")])
     seeds = measured("pathx/images/butterfly", 98.8, 0.00101, "%", spread_of="seeds", seeds=3)
     write(folder / "pathx" / "h100.jsonl", RUN, [seeds])
     return folder
@@ -53,6 +56,7 @@ def page(tmp_path, results):
     [
         ("speed/dense/64/forward/fa4", "0.350 ms"),
         ("speed/dense/64/forward/sparseflash @ h100", "0.312 ms"),
+        ("speed/dense/64/forward/fa4 / speed/dense/64/forward/sparseflash", "**1.12**"),  # both of h200
         ("speed/dense/64/forward/fa4 / speed/dense/64/forward/sparseflash @ h200", "**1.12**"),
         ("speed/dense/64/forward/cudnn / speed/dense/64/forward/sparseflash @ h200", "1.01"),  # less than the spread
         ("speed/causal/64/forward/fa4 / speed/causal/64/forward/sparseflash @ h200", "0.50"),
@@ -60,6 +64,7 @@ def page(tmp_path, results):
         ("speed/{dense,causal}/64/forward/fa4", "0.100 to 0.350 ms"),
         ("speed/*/64/forward/cudnn / speed/*/64/forward/sparseflash @ h200", "1.01"),  # the other has failed
         ("pathx/images/butterfly", "98.8 ± 0.1 %"),
+        ("speed/causal/64/forward/sparseflash in TFLOP/s", "5.00 TFLOP/s"),
     ],
 )
 def test_a_figure_is_the_stored_value_or_a_ratio_of_one_run(results, request_, text):
@@ -72,7 +77,8 @@ def test_a_figure_is_the_stored_value_or_a_ratio_of_one_run(results, request_, t
         ("speed/dense/64/forward/fa3", "speed/dense/64/forward/fa3 must be a measured name of the store; it is not"),
         ("speed/dense/64/forward/fa4 @ h100", "must be a measured name of the store, in h100"),
         ("speed/causal/64/forward/cudnn", "must be a measured name"),  # it failed
-        ("speed/dense/64/forward/sparseflash", "must say of which run, as '@ FILE'; it is in h100, h200"),
+        ("speed/dense/64/forward/fa4 in TFLOP/s", "must be a time with the work done, to be shown in TFLOP/s"),
+        ("memory/dense/sparseflash", "must say of which run, as '@ FILE'; it is in cpu, h100"),
         ("speed/dense/64/forward/fa4 / speed/dense/64/forward/ours", "speed/dense/64/forward/ours must be a measured"),
         ("speed/dense/64/forward/fa4 / speed/*/64/forward/sparseflash", "must have no more wildcards"),
     ],
@@ -153,7 +159,7 @@ def test_figures_in_docstrings_are_written_too(page):
 
 def test_a_table_has_its_run_below_it_and_says_what_is_absent(page, monkeypatch):
     names = "speed/{column}/64/forward"
-    table = tables.Table(
+    table = Table(
         {"FlashAttention-4": "fa4", "cuDNN": "cudnn"}, {"dense": "dense", "causal": "causal"},
         f"{names}/{{row}} / {names}/sparseflash @ h200", absent="none",
     )  # fmt: skip
@@ -172,6 +178,11 @@ def test_a_table_has_its_run_below_it_and_says_what_is_absent(page, monkeypatch)
     ]
     monkeypatch.setitem(tables.TABLES, "peers", replace(table, absent=""))
     assert "must be a measured name" in page("<!-- table: peers --><!-- /table -->\n").errors[0]
+
+
+@pytest.mark.parametrize("name", tables.TABLES)
+def test_the_store_has_the_figures_of_every_table(name):
+    assert rendered(tables.TABLES[name], store.RESULTS).files
 
 
 def test_a_run_that_is_older_than_its_kernels_must_be_marked(page, monkeypatch):
