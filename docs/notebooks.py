@@ -20,7 +20,9 @@ def page(path: Path) -> tuple[str, dict[str, bytes]]:
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *([before] if before else [])])
     try:
-        nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(path.parent)}}).execute()
+        nbclient.NotebookClient(
+            notebook, timeout=600, coalesce_streams=True, resources={"metadata": {"path": str(path.parent)}}
+        ).execute()
     finally:
         if before is None:
             del os.environ["PYTHONPATH"]
