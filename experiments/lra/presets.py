@@ -77,14 +77,14 @@ _MODERN_TASKS: dict[str, Settings] = {
     # The number of open brackets around a token shows which tokens are the root's own arguments. Models with learned or
     # rotary positions and [CLS] did not get beyond what the root operator alone gives. With dropout they learn late, or
     # forget again, and answer worse without dropout than with it, because the largest of 2,000 features is then another
-    # (results/README.md).
+    # (results/tried/training.md).
     "listops": {"positions": "nested", "pool": "mean+max", "qk_norm": True, "dropout": 0.0},
     "text": {"batch": 32, "dropout": 0.2, "attention_dropout": 0.1},
     "retrieval": {"batch": 16},
     "image": {"batch": 64, "dropout": 0.2, "pool": "mean", "augment": "mirror"},
     # With relative positions in two dimensions and no background the loss falls at once; with learned positions and all
     # pixels it stays at that of guessing for a long time, or forever. Turned images (augment="square") reduce
-    # overfitting, but are learned so much more slowly that it is not worth it (results/README.md).
+    # overfitting, but are learned so much more slowly that it is not worth it (results/tried/training.md).
     "pathfinder32": {**_PATHS, "batch": 128, "steps": 50000},
     "pathfinder64": {**_PATHS, "batch": 64, "steps": 50000, "max_tokens": 2048},
     "pathfinder128": {**_PATHS, "batch": 32, "steps": 100000, "max_tokens": 6144},

@@ -23,7 +23,7 @@ def _stage(size: int, contour: int, **more: Any) -> Stage:
 # Short paths first, then larger images, then longer paths. Dashes have 5 pixels from 64 pixels on, but gaps double from
 # 64 to 128: so the size changes while paths are short. Nothing was learned from 264,000 images of 32 pixels, whose
 # dashes have 2 pixels; and a stage that ends before anything is learned does not help the next one
-# (results/pathx/notes.md). Steps have the same length in all stages, so that everything is compiled only once.
+# (results/tried/pathx.md). Steps have the same length in all stages, so that everything is compiled only once.
 _BEGINNING = (
     _stage(64, 6, minutes=4.0, until=0.94, warmup=200),
     _stage(128, 6, minutes=4.0, until=0.94),

@@ -1,6 +1,6 @@
 """Training steps on packings, as one CUDA graph where possible.
 
-Launched kernel by kernel, a step of 131,072 tokens took the host 55 ms and the GPU 20 (results/pathx/notes.md). The
+Launched kernel by kernel, a step of 131,072 tokens took the host 55 ms and the GPU 20 (results/tried/pathx.md). The
 graph contains the masks, the losses, the gradients and their clipping. The optimiser's step stays outside: it is a few
 kernels, and its learning rate changes.
 """

@@ -14,7 +14,7 @@ def single_host_thread(device: torch.device) -> Iterator[None]:
 
     With a GPU the host only copies arrays. More threads would spin while they wait for the next copy, and take cores
     away from the processes that make the batches and from other runs: four runs on a host of 64 cores had a load of 300
-    and a fifth of their speed or less (results/pathx/notes.md).
+    and a fifth of their speed or less (results/tried/pathx.md).
     """
     if device.type != "cuda":
         yield

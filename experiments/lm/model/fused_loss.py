@@ -2,7 +2,7 @@
 
 A program has a token and reads its row twice, where Inductor's code for `loss.plain_loss_and_gradient` reads it three
 times. The second pass would find the row in the L2 cache if fewer programs ran at once. 8,192 tokens with GPT-2's
-vocabulary take 0.61 ms, Inductor's code 0.90, a copy 0.39 (H200, results/speed/notes.md).
+vocabulary take 0.61 ms, Inductor's code 0.90, a copy 0.39 (H200, results/tried/training.md).
 """
 
 from __future__ import annotations
