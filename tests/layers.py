@@ -26,6 +26,7 @@ PUBLIC = (
 _BACKENDS, _TRITON, _BENCHMARKS = "sparseflash/backends", "sparseflash/backends/triton", "experiments/benchmarks"
 _LIMITS = "sparseflash/limits.py"
 _FLEX, _INTERPRETER = f"{_BENCHMARKS}/speed/peers/flexattention.py", f"{_BENCHMARKS}/interpreter.py"
+_HARNESS = f"{_BENCHMARKS}/harness"
 
 # For each folder, what its modules may import beside one another: whatever lies below these paths. Imports inside
 # functions and for types count. Every folder has a row, and a file with a rule of its own has one, too; a module falls
@@ -282,6 +283,7 @@ MAY_IMPORT = {
         f"{_TRITON}/launcher.py",
     ),
     "experiments": (),
+    "experiments/measurements.py": ("experiments/training/environment.py", "sparseflash/__init__.py"),
     "experiments/training": PUBLIC,
     "experiments/training/layers": PUBLIC,
     "experiments/pathfinder": ("experiments/pathfinder/cnn", "experiments/training"),
@@ -319,11 +321,19 @@ MAY_IMPORT = {
     "experiments/lm/data": ("experiments/training",),
     "experiments/lm/model": ("experiments/lm", "experiments/training", *PUBLIC),
     _BENCHMARKS: (),
+    f"{_BENCHMARKS}/__main__.py": (_HARNESS, "experiments/measurements.py"),
+    _HARNESS: (
+        _HARNESS,
+        _INTERPRETER,
+        f"{_BENCHMARKS}/timing.py",
+        "experiments/measurements.py",
+        "experiments/training",
+    ),
     f"{_BENCHMARKS}/timing.py": ("experiments/training/clock.py",),
     f"{_BENCHMARKS}/calls": (
+        _HARNESS,
         f"{_BENCHMARKS}/timing.py",
         f"{_BENCHMARKS}/fresh_process.py",
-        "experiments/training",
         f"{_TRITON}/launcher.py",
         *PUBLIC,
     ),
