@@ -398,10 +398,11 @@ MAY_IMPORT = {
     f"{_BENCHMARKS}/layer": (_INTERPRETER, f"{_BENCHMARKS}/speed", f"{_BENCHMARKS}/timing.py", "experiments/training"),
     f"{_BENCHMARKS}/scores": (
         _FLEX,
+        _HARNESS,
         _INTERPRETER,
         f"{_BENCHMARKS}/timing.py",
         f"{_BENCHMARKS}/fresh_process.py",
-        "experiments/training",
+        "experiments/measurements.py",
         *PUBLIC,
     ),
     f"{_BENCHMARKS}/patterns": (
