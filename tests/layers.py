@@ -338,6 +338,7 @@ MAY_IMPORT = {
         *PUBLIC,
     ),
     f"{_BENCHMARKS}/speed": (
+        _HARNESS,
         f"{_BENCHMARKS}/speed",
         f"{_BENCHMARKS}/fresh_process.py",
         f"{_BENCHMARKS}/timing.py",
@@ -345,7 +346,7 @@ MAY_IMPORT = {
         "sparseflash/blockmask/arguments.py",
         *PUBLIC,
     ),
-    f"{_BENCHMARKS}/speed/peers": (f"{_BENCHMARKS}/speed", *PUBLIC),
+    f"{_BENCHMARKS}/speed/peers": (_HARNESS, f"{_BENCHMARKS}/speed", *PUBLIC),
     f"{_BENCHMARKS}/io": (f"{_BENCHMARKS}/timing.py", "experiments/training", *PUBLIC),
     _INTERPRETER: (),
     f"{_BENCHMARKS}/compile": (
@@ -382,20 +383,21 @@ MAY_IMPORT = {
         f"{_BACKENDS}/reference.py",
         *PUBLIC,
     ),
-    f"{_BENCHMARKS}/selection": (
-        f"{_BENCHMARKS}/speed",
-        f"{_BENCHMARKS}/timing.py",
-        "experiments/training",
-        *PUBLIC,
-    ),
-    f"{_BENCHMARKS}/decode": (f"{_BENCHMARKS}/speed", f"{_BENCHMARKS}/timing.py", "experiments/training", *PUBLIC),
+    f"{_BENCHMARKS}/selection.py": (_HARNESS, f"{_BENCHMARKS}/speed", f"{_BENCHMARKS}/timing.py", *PUBLIC),
+    f"{_BENCHMARKS}/decode.py": (_HARNESS, f"{_BENCHMARKS}/speed", *PUBLIC),
     f"{_BENCHMARKS}/huggingface": (
         f"{_BENCHMARKS}/timing.py",
         "experiments/training",
         "sparseflash/huggingface",
         *PUBLIC,
     ),
-    f"{_BENCHMARKS}/layer": (_INTERPRETER, f"{_BENCHMARKS}/speed", f"{_BENCHMARKS}/timing.py", "experiments/training"),
+    f"{_BENCHMARKS}/layer": (
+        _HARNESS,
+        _INTERPRETER,
+        f"{_BENCHMARKS}/speed",
+        f"{_BENCHMARKS}/timing.py",
+        "experiments/training",
+    ),
     f"{_BENCHMARKS}/scores": (
         _FLEX,
         _HARNESS,

@@ -16,9 +16,21 @@ May import `measurements`, `timing`, `interpreter` and `training`.
 
 from experiments.benchmarks.harness.bench import Bench
 from experiments.benchmarks.harness.options import Commit, Device, Out, Rounds, Seed, chosen
-from experiments.benchmarks.harness.ways import Unavailable, Way, difference, reason, slug
+from experiments.benchmarks.harness.ways import SAME_FUNCTION, Unavailable, Way, difference, failure_of, reason, slug
 
 __all__ = [
-    "Bench", "Commit", "Device", "Out", "Rounds", "Seed", "Unavailable", "Way", "chosen", "difference", "reason",
+    "SAME_FUNCTION",
+    "Bench",
+    "Commit",
+    "Device",
+    "Out",
+    "Rounds",
+    "Seed",
+    "Unavailable",
+    "Way",
+    "chosen",
+    "difference",
+    "failure_of",
+    "reason",
     "slug",
-]  # fmt: skip
+]

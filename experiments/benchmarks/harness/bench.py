@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import typer
 
 from experiments.benchmarks.harness import table
 from experiments.benchmarks.harness.ways import Way, failure_of, reason
 from experiments.benchmarks.interpreter import run_kernels_on
 from experiments.benchmarks.timing import Timed, Timing, in_turns, of_single_calls, recorded
 from experiments.measurements import Measurement, Run, current_run, write
+from experiments.training.distributed import find_device
 from experiments.training.environment import command_line
 
 
@@ -34,8 +36,11 @@ class Bench:
         helped: Iterable[str] = (), packages: Sequence[str] = (), **options: Any,
     ) -> Bench:  # fmt: skip
         """The run of `python -m experiments.benchmarks.name` on a device. It must exist, or be "cpu"."""
-        run_kernels_on(device)
-        place = torch.device(device)
+        run_kernels_on(device.partition(":")[0])
+        try:
+            place = find_device(device)
+        except ValueError as failure:
+            raise typer.BadParameter(str(failure)) from None
         command = command_line(f"experiments.benchmarks.{name}")
         run = current_run(place, command, commit=commit, seed=seed, helped=helped, packages=packages)
         print(table.about(run), flush=True)

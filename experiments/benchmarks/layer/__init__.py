@@ -3,5 +3,5 @@ kernel's gain is left where people train?
 
     python -m experiments.benchmarks.layer --out runs/layer
 
-May import `timing`, `interpreter`, the speed benchmark (its cases, peers and inputs) and `training`.
+May import `harness`, `timing`, `interpreter`, the speed benchmark (its cases, peers and inputs) and `training`.
 """

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from experiments.benchmarks import timing
+from experiments.benchmarks.harness import SAME_FUNCTION, difference
 from experiments.benchmarks.layer.model import Layer, compiled
-from experiments.benchmarks.speed import check
 from experiments.benchmarks.speed.candidate import verdict_of
 from experiments.benchmarks.speed.cases import Case
 from experiments.benchmarks.speed.inputs import Options, make_inputs
@@ -94,8 +94,8 @@ def run_case(case: Case, peers: Sequence[str], options: Options) -> list[Row]:
         if expected is None and name == OURS:
             expected = found
         if expected is not None:
-            row.difference = check.difference(found, expected)
-            if not row.difference <= check.SAME_FUNCTION[case.dtype]:
+            row.difference = difference(found, expected)
+            if not row.difference <= SAME_FUNCTION[case.dtype]:
                 row.status = DIFFERS
                 continue
         timed[name] = timing.Timed(step, nullcontext)

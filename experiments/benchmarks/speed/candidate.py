@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from experiments.benchmarks import timing
+from experiments.benchmarks.harness import SAME_FUNCTION, Unavailable, difference
 from experiments.benchmarks.speed import check, memory
 from experiments.benchmarks.speed.cases import BACKWARD, BOTH, CALL, FORWARD, MEMORY, Case
 from experiments.benchmarks.speed.patterns import Pattern
-from experiments.benchmarks.speed.peers.runner import Inputs, Peer, Runner, Unavailable
+from experiments.benchmarks.speed.peers.runner import Inputs, Peer, Runner
 from experiments.benchmarks.speed.rows import DIFFERS, FAILED, OK, SKIPPED, WRONG
 
 # The results that must be right for a pass to be timed: the output of a call without gradients, or output and gradients
@@ -165,9 +166,9 @@ def compare(candidate: Candidate, ours: Candidate, dtype: torch.dtype) -> None:
         if candidate.status(direction) != OK or ours.status(direction) != OK:
             continue
         names = RESULTS_OF_PASS[direction]
-        values = {name: check.difference(candidate.results[name], ours.results[name]) for name in names}
+        values = {name: difference(candidate.results[name], ours.results[name]) for name in names}
         name = _worst(values, names)
         candidate.differences[direction] = values[name]
-        if not values[name] <= check.SAME_FUNCTION[dtype]:
+        if not values[name] <= SAME_FUNCTION[dtype]:
             reason = f"{name} differs from ours by {values[name]:.2g}, relative"
             candidate.verdicts[direction] = (DIFFERS, reason)

@@ -3,7 +3,7 @@
 It takes the case, its pattern and the inputs of ours, and returns a `Runner`; it raises `Unavailable` with the reason
 where it cannot serve the case. Any other exception is reported as the peer's failure, and the run goes on.
 
-May import the library and `speed`.
+May import the library, `harness` and `speed`.
 """
 
 from __future__ import annotations

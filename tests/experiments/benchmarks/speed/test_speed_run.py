@@ -13,6 +13,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from experiments.benchmarks import timing
+from experiments.benchmarks.harness import Unavailable
 from experiments.benchmarks.speed import first_call
 from experiments.benchmarks.speed.cases import CASES, FIRST, GROUPS, MEMORY, Case
 from experiments.benchmarks.speed.cli import app
@@ -20,7 +21,6 @@ from experiments.benchmarks.speed.inputs import Options, make_inputs
 from experiments.benchmarks.speed.patterns import pattern
 from experiments.benchmarks.speed.peers import PEERS, ours
 from experiments.benchmarks.speed.peers.flashattention4 import load
-from experiments.benchmarks.speed.peers.runner import Unavailable
 from experiments.benchmarks.speed.precision import products_in_tf32
 from experiments.benchmarks.speed.rows import FAILED, NOT_RUN, OK, OURS, SKIPPED
 from experiments.benchmarks.speed.run import run_case, run_cases
