@@ -391,13 +391,7 @@ MAY_IMPORT = {
         "sparseflash/huggingface",
         *PUBLIC,
     ),
-    f"{_BENCHMARKS}/layer": (
-        _HARNESS,
-        _INTERPRETER,
-        f"{_BENCHMARKS}/speed",
-        f"{_BENCHMARKS}/timing.py",
-        "experiments/training",
-    ),
+    f"{_BENCHMARKS}/layer.py": (_HARNESS, f"{_BENCHMARKS}/speed"),
     f"{_BENCHMARKS}/scores": (
         _FLEX,
         _HARNESS,
