@@ -347,7 +347,7 @@ MAY_IMPORT = {
         *PUBLIC,
     ),
     f"{_BENCHMARKS}/speed/peers": (_HARNESS, f"{_BENCHMARKS}/speed", *PUBLIC),
-    f"{_BENCHMARKS}/io": (f"{_BENCHMARKS}/timing.py", "experiments/training", *PUBLIC),
+    f"{_BENCHMARKS}/io": (_HARNESS, "experiments/training", *PUBLIC),
     _INTERPRETER: (),
     f"{_BENCHMARKS}/compile": (
         _INTERPRETER,
