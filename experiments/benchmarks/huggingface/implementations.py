@@ -53,14 +53,6 @@ def _used(module: nn.Module, default: str) -> str:
     return used
 
 
-def reason(failure: Exception) -> str:
-    """A failure in a few words, for a row of a table."""
-    if isinstance(failure, torch.OutOfMemoryError):
-        return "out of memory"
-    lines = str(failure).strip().splitlines() or [""]
-    return f"{type(failure).__name__}: {lines[0]}"[:160]
-
-
 def release(device: torch.device) -> None:
     """Gives back the memory of what is no longer used, a failed call's among it."""
     gc.collect()
