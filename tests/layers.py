@@ -358,6 +358,7 @@ MAY_IMPORT = {
         *PUBLIC,
     ),
     f"{_BENCHMARKS}/tune": (
+        _HARNESS,
         _INTERPRETER,
         f"{_BENCHMARKS}/compile",
         f"{_BENCHMARKS}/speed",
@@ -367,9 +368,10 @@ MAY_IMPORT = {
         *PUBLIC,
     ),
     f"{_BENCHMARKS}/blocks": (
+        _HARNESS,
         _INTERPRETER,
+        "experiments/measurements.py",
         f"{_BENCHMARKS}/speed",
-        f"{_BENCHMARKS}/timing.py",
         f"{_BENCHMARKS}/tune",
         "experiments/training",
         _BACKENDS,
@@ -386,6 +388,8 @@ MAY_IMPORT = {
     f"{_BENCHMARKS}/selection.py": (_HARNESS, f"{_BENCHMARKS}/speed", f"{_BENCHMARKS}/timing.py", *PUBLIC),
     f"{_BENCHMARKS}/decode.py": (_HARNESS, f"{_BENCHMARKS}/speed", *PUBLIC),
     f"{_BENCHMARKS}/huggingface": (
+        _HARNESS,
+        "experiments/measurements.py",
         f"{_BENCHMARKS}/timing.py",
         "experiments/training",
         "sparseflash/huggingface",
