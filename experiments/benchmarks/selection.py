@@ -104,8 +104,8 @@ def live_scores(case: Case, index: Tensor) -> int:
 
 
 def ways_of(case: Case, device: torch.device) -> dict[str, Way]:
-    """The choice alone, attention of a choice made anew, and what to compare with: dense attention and, as "-known",
-    attention by ours and by peers of blocks that were given before.
+    """The choice alone, attention of a choice made anew, and what to compare with: dense attention and attention by ours
+    and by peers of blocks that are known.
     """
     index = index_of(case, device)
     group = case.heads // case.choices
@@ -131,21 +131,25 @@ def ways_of(case: Case, device: torch.device) -> dict[str, Way]:
     def dense() -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=case.causal, enable_gqa=group > 1)
 
-    def add(name: str, forward: Callable[[], Tensor], live: int, *, same: bool = True, peer: bool = False) -> None:
+    def add(
+        what: str, name: str, forward: Callable[[], Tensor], live: int, *, same: bool = True, peer: bool = False
+    ) -> None:
         backward = partial(lambda forward: torch.autograd.grad(forward(), wanted, dout), forward)
         # FLOPs of the two (forward) or seven products of live scores.
         for which, call, flops in (("forward", torch.no_grad()(forward), 4.0), ("both", backward, 14.0)):
             if which == "forward" or not name.startswith(FORWARD_ONLY):
-                like = f"{which}/sparseflash" if same else None
-                found[f"{which}/{name}"] = Way(call, settings={"flops": flops * case.dim * live}, like=like, peer=peer)
+                like = f"chosen/{which}/sparseflash" if same else None
+                found[f"{what}/{which}/{name}"] = Way(
+                    call, settings={"flops": flops * case.dim * live}, like=like, peer=peer
+                )
 
     live = live_scores(case, index)
-    add("sparseflash", chosen, live, same=False)
-    add("sdpa-dense", dense, case.heads * case.tokens**2 // (2 if case.causal else 1), same=False, peer=True)
+    add("chosen", "sparseflash", chosen, live, same=False)
+    add("dense", "sdpa", dense, case.heads * case.tokens**2 // (2 if case.causal else 1), same=False, peer=True)
     if case.peers and device.type == "cuda":
-        add("sparseflash-portable", partial(chosen, "triton"), live)
+        add("chosen", "sparseflash-portable", partial(chosen, "triton"), live)
         for name, plan in peers_of(case, choice(), q, k, v).items():
-            add(f"{name}-known", planned(plan), live, peer=True)
+            add("known", name, planned(plan), live, peer=True)
     return found
 
 
@@ -160,7 +164,7 @@ def peers_of(
         "sparseflash-portable": lambda: partial(attention, q, k, v, mask, backend="triton"),
         "flex": partial(_flex_attention, case, mask, q, k, v),
         "fa4": partial(_flash_attention_4, case, mask, q, k, v),
-        "flashinfer-by-head": by_head,
+        "flashinfer-a-mask-for-each-head": by_head,
         "flashinfer-heads-as-rows": as_rows,
     }
     if not case.causal:  # its kernels for Hopper, which it takes only if asked

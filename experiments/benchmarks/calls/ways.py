@@ -23,22 +23,24 @@ from sparseflash import masks
 
 # The calls, in the order of the table. All but the last four have a causal mask made before.
 INFERENCE = "inference"
-FORWARD = "forward"  # gradients are wanted: the graph of the backward is made, and dropped
-BOTH = "both"  # forward and `torch.autograd.grad` for q, k and v
-BOTH_HERE = "both-one-thread"  # the backward runs in the thread that calls it and not in one of autograd's
+FORWARD = "forward-gradients-wanted"  # the graph of the backward is made, and dropped
+BOTH = "forward-and-backward"  # forward and `torch.autograd.grad` for q, k and v
+BOTH_HERE = (
+    "forward-and-backward-one-thread"  # the backward runs in the thread that calls it and not in one of autograd's
+)
 # Ours: `mask.with_lengths(new)`; SDPA: a Boolean mask made of the lengths; FlexAttention: `create_block_mask` of a rule
 # that reads them.
-LENGTHS = "new-lengths"
-MASK = "new-causal-mask"  # ours: `masks.causal(n)`; SDPA: `is_causal=True`; FlexAttention: `create_block_mask(causal)`
+LENGTHS = "new-lengths-and-a-call"
+MASK = "new-causal-mask-and-a-call"  # ours: `masks.causal(n)`; SDPA: `is_causal=True`; FlexAttention: `create_block_mask(causal)`
 # The best blocks of every block row by given scores. Ours: `masks.top_k_blocks`; FlexAttention: `topk` and
 # `BlockMask.from_kv_blocks`, in blocks of 128, as all its masks are here; SDPA has no blocks.
-CHOICE = "top-k-blocks"
+CHOICE = "top-k-blocks-and-a-call"
 WAYS = (INFERENCE, FORWARD, BOTH, BOTH_HERE, LENGTHS, MASK, CHOICE)
 # Seconds of a new process: a forward and backward, the same of another head dim, and inference of a third.
-FIRST_CALLS = ("first", "first-of-another-dim", "first-inference")
+FIRST_CALLS = ("first-forward-and-backward", "the-same-of-another-head-dim", "inference-a-third-head-dim")
 
 OURS, SDPA, FLEX = "sparseflash", "sdpa", "flex"
-THROUGH_TRITON = "sparseflash-by-triton-launcher"  # only if it is asked for
+THROUGH_TRITON = "sparseflash-by-tritons-launcher"  # only if it is asked for
 FLEX_BLOCK = 128  # its kernels refuse smaller blocks unless their tile sizes are also reduced by hand
 
 

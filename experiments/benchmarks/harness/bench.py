@@ -32,16 +32,16 @@ class Bench:
 
     @classmethod
     def start(
-        cls, name: str, device: str, commit: str | None, out: Path, *, seed: int | None = None,
+        cls, name: str, device: str, commit: str | None, out: Path, *, module: str | None = None, seed: int | None = None,
         helped: Iterable[str] = (), packages: Sequence[str] = (), **options: Any,
     ) -> Bench:  # fmt: skip
-        """The run of `python -m experiments.benchmarks.name` on a device. It must exist, or be "cpu"."""
+        """The run of `python -m experiments.benchmarks.module`, by default of the name, on a device that must be there."""
         run_kernels_on(device.partition(":")[0])
         try:
             place = find_device(device)
         except ValueError as failure:
             raise typer.BadParameter(str(failure)) from None
-        command = command_line(f"experiments.benchmarks.{name}")
+        command = command_line(f"experiments.benchmarks.{module or name}")
         run = current_run(place, command, commit=commit, seed=seed, helped=helped, packages=packages)
         print(table.about(run), flush=True)
         return cls(name, run, out, place, **options)

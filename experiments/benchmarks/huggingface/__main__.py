@@ -54,7 +54,7 @@ def models(
     attention.
     """
     names = chosen("--model", model, [shape.name for shape in SHAPES])
-    bench = _start(device, commit, out, small, rounds)
+    bench = _start("huggingface", device, commit, out, small, rounds)
     options = Options(tokens, batch, compile, small, measure.deadline(minutes))
     for shape in SHAPES:
         if shape.name in names:
@@ -90,7 +90,7 @@ def generate(
 
     On one H100 an estimated three minutes; with --compile some more. Ends with 1 if the tokens are others.
     """
-    bench = _start(device, commit, out, small, rounds)
+    bench = _start("generate", device, commit, out, small, rounds)
     late = measure.deadline(minutes)
     shape = generating(layers, heads, kv_heads, dim, small=small)
     caches = [DYNAMIC, STATIC, *([COMPILED] if compile else [])]
@@ -119,7 +119,7 @@ def generate(
         raise typer.Exit(1)
 
 
-def _start(device: str, commit: str | None, out: Path, small: bool, rounds: int) -> Bench:
+def _start(name: str, device: str, commit: str | None, out: Path, small: bool, rounds: int) -> Bench:
     """A run, once Transformers is there."""
     try:
         import transformers
@@ -127,7 +127,8 @@ def _start(device: str, commit: str | None, out: Path, small: bool, rounds: int)
         raise typer.BadParameter("this needs Transformers: pip install -e '.[transformers]'") from error
     transformers.logging.set_verbosity_error()
     return Bench.start(
-        "huggingface", device, commit, out, rounds=rounds, round_ms=0.0 if small else 300.0, packages=("transformers",)
+        name, device, commit, out, module="huggingface", rounds=rounds, round_ms=0.0 if small else 300.0,
+        packages=("transformers",),
     )  # fmt: skip
 
 

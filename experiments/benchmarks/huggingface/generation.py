@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from experiments.benchmarks.harness import Bench, reason, slug
-from experiments.benchmarks.huggingface.implementations import release, with_attention
+from experiments.benchmarks.huggingface.implementations import recorded_as, release, with_attention
 from experiments.training.clock import synchronize
 from experiments.training.environment import peak_memory
 
@@ -35,7 +35,7 @@ class Way:
     @property
     def path(self) -> str:
         """In names of measurements."""
-        return f"{slug(self.cache)}/{self.implementation}"
+        return f"{slug(self.cache)}/{recorded_as(self.implementation)}"
 
     @property
     def options(self) -> dict[str, Any]:
@@ -123,9 +123,9 @@ def measure(
                 stamps = _Stamps(bench.device)
                 generated(models[way.implementation], ids, new, way, streamer=stamps)
                 if number == 0:  # in which all is compiled
-                    bench.add(f"{prompt}x{batch}/first-{way.path}", time.perf_counter() - begin, "s")
+                    bench.add(f"{batch}x{prompt}-first/{way.path}", time.perf_counter() - begin, "s")
                     if (peak := peak_memory(bench.device)) is not None:
-                        bench.add(f"{prompt}x{batch}/peak-{way.path}", peak / 2**30, "GiB")
+                        bench.add(f"{batch}x{prompt}-peak/{way.path}", peak / 2**30, "GiB")
                     continue
                 took = [1e3 * (after - before) for before, after in pairwise(stamps.seconds)]
                 rounds[way].append((took[0], median(took[1:])))
@@ -134,8 +134,8 @@ def measure(
             release(bench.device)
     for way, found in rounds.items():
         of_rounds = list(zip(*found, strict=True)) if way not in failures else [(), ()]
-        for what, times, items in zip(("prompt", "token"), of_rounds, (batch * prompt, batch), strict=True):
-            path = f"{prompt}x{batch}/{what}-{way.path}"
+        for what, times, items in zip(("-prompt", ""), of_rounds, (batch * prompt, batch), strict=True):
+            path = f"{batch}x{prompt}{what}/{way.path}"
             if way in failures:
                 bench.add(path, None, "ms", failure=failures[way])
             else:

@@ -26,6 +26,11 @@ def available() -> list[str]:
     return ["eager", "sdpa", "flex_attention", *(name for name, is_there in installed.items() if is_there()), OURS]
 
 
+def recorded_as(implementation: str) -> str:
+    """The implementation in names of measurements."""
+    return {"flex_attention": "flex", "flash_attention_4": "fa4"}.get(implementation, implementation)
+
+
 def with_attention(model: nn.Module, implementation: str) -> nn.Module:
     """The same model, with the same parameters and buffers, that computes its attention in this way.
 

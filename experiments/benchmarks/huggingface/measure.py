@@ -11,15 +11,16 @@ from torch import nn
 
 from experiments.benchmarks.harness import Bench, Way, reason
 from experiments.benchmarks.huggingface.exactness import Yardstick, worst
-from experiments.benchmarks.huggingface.implementations import OURS, release, with_attention
+from experiments.benchmarks.huggingface.implementations import OURS, recorded_as, release, with_attention
 from experiments.benchmarks.huggingface.shapes import Shape
 from experiments.benchmarks.timing import first_call
 from experiments.measurements import Measurement
 from experiments.training.environment import peak_memory
 
-ERROR, FORWARD, STEP = "error", "forward", "step"
+ERROR, FORWARD, STEP = "exactness", "forward", "training-step"
 CHECKED_TOKENS, CHECKED_BATCH = 150, 2
 GIB = 2**30
+ALLOWED = "of what is allowed"  # the unit of errors
 
 Late = Callable[[], bool]
 
@@ -53,16 +54,16 @@ def exactness(bench: Bench, shape: Shape, names: Sequence[str], options: Options
     except Exception as failure:
         failures = dict.fromkeys(names, f"eager: {reason(failure)}")
     for name in (name for name in names if name != "eager"):
-        path = f"{shape.name}/{ERROR}/{name}"
+        path = f"{shape.name}/{ERROR}/{recorded_as(name)}"
         failed = failures.get(name) or shape.without.get(name) or ("out of time" if options.late() else "")
         if not failed:
             try:
                 what, ratio = worst(yardstick.compare(with_attention(model, name)))
-                bench.add(path, ratio, "1", largest=what)
+                bench.add(path, ratio, ALLOWED, largest=what)
             except Exception as failure:
                 failed = reason(failure)
         if failed:
-            bench.add(path, None, "1", failure=failed)
+            bench.add(path, None, ALLOWED, failure=failed)
 
 
 def speed(bench: Bench, shape: Shape, names: Sequence[str], options: Options, dtype: torch.dtype) -> None:
@@ -83,12 +84,12 @@ def speed(bench: Bench, shape: Shape, names: Sequence[str], options: Options, dt
             failed = made if isinstance(made, str) else "out of time" if options.late() else ""
             if not failed and not isinstance(made, str):
                 call = call_of(made, inputs)
-                failed = _first_calls(bench, f"{shape.name}/{{}}-{what}/{name}", call, model)
+                failed = _first_calls(bench, f"{shape.name}/{{}}-{what}/{recorded_as(name)}", call, model)
             if failed:
-                bench.add(f"{shape.name}/{what}/{name}", None, "ms", failure=failed)
+                bench.add(f"{shape.name}/{what}/{recorded_as(name)}", None, "ms", failure=failed)
             else:
                 settings = {"items": shape.count(inputs), "of": shape.unit, "batch": batch, "tokens": tokens}
-                ways[f"{what}/{name}"] = Way(call, settings=settings, peer=True)
+                ways[f"{what}/{recorded_as(name)}"] = Way(call, settings=settings, peer=True)
     bench.time(shape.name, ways)
 
 

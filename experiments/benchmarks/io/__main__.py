@@ -43,7 +43,7 @@ def table(
     out: Out = Path("runs/io/table.jsonl"),
 ) -> None:
     """Standard attention, ours dense and ours butterfly at every density, at one shape, by default the paper's."""
-    run([_case(batch, heads, length, dim, block, dtype)], counters, device, commit, out)
+    run("paper", [_case(batch, heads, length, dim, block, dtype)], counters, device, commit, out)
 
 
 @app.command()
@@ -63,7 +63,7 @@ def theorem(
 ) -> None:
     """Bytes over density and head dim beside those of the IO theorem, at a size that the cache cannot hold."""
     shapes = [_case(batch, heads, length, each, block, dtype) for each in dim or (32, 64, 128)]
-    run(shapes, counters, device, commit, out)
+    run("theorem", shapes, counters, device, commit, out)
 
 
 @app.command(hidden=True, context_settings={"ignore_unknown_options": True})
@@ -89,17 +89,17 @@ def _case(batch: int, heads: int, length: int, dim: int, block: int, dtype: str)
     return Case(DENSE, None, batch, heads, length, dim, block, getattr(torch, dtype))
 
 
-def run(shapes: list[Case], counters: bool, device: str, commit: str | None, out: Path) -> None:
+def run(name: str, shapes: list[Case], counters: bool, device: str, commit: str | None, out: Path) -> None:
     """Records each shape at every density: first how far ours is from standard attention."""
     bench = Bench.start("io", device, commit, out)
     for shape in shapes:
-        bench.add(f"{shape.shape}/largest-difference/sparseflash-dense", largest_difference(shape, bench.device), "1")
+        path = f"{name}/{shape.shape}"
+        bench.add(f"{path}/largest-difference/dense", largest_difference(shape, bench.device), "1")
         cases = every_density(shape)
-        if counters and bench.device.type == "cuda":
-            for case in cases:
-                count(bench, case)
+        for case in cases:
+            count(bench, path, case, counters=counters and bench.device.type == "cuda")
         for which in ("forward", "both"):
-            bench.time(f"{shape.shape}/{which}", {case.way: way_of(case, which, bench.device) for case in cases})
+            bench.time(f"{path}/time/{which}", {case.way: way_of(case, which, bench.device) for case in cases})
     bench.finish()
 
 
@@ -113,21 +113,24 @@ def way_of(case: Case, which: str, device: torch.device) -> Way:
         made[0]()
 
     found = cost(case)
-    flops, moved = (found.flops, found.bytes) if which == "both" else (found.forward_flops, found.forward_bytes)
+    flops = found.flops if which == "both" else found.forward_flops
     # That standard attention runs out of memory is a result.
-    return Way(call, settings={"flops": flops, "bytes": moved, "density": case.mask().density}, peer=True)
+    return Way(call, settings={"flops": flops, "live": case.mask().density}, peer=True)
 
 
-def count(bench: Bench, case: Case) -> None:
-    """GB that the counters see, from HBM and from the L2 cache, beside the model's."""
-    for which in ("forward", "both"):
+def count(bench: Bench, path: str, case: Case, *, counters: bool) -> None:
+    """GB by the model and, if `counters`, as the GPU counts them: from HBM and from the L2 cache."""
+    model = cost(case)
+    bench.add(f"{path}/modelled-bytes/forward/{case.way}", model.forward_bytes / 1e9, "GB")
+    bench.add(f"{path}/modelled-bytes/both/{case.way}", model.bytes / 1e9, "GB")
+    for which in ("forward", "both") if counters else ():
         try:
             found = counted(case, which)
         except NoCountersError as failure:
-            bench.add(f"{case.shape}/{which}-hbm/{case.way}", None, "GB", failure=str(failure))
+            bench.add(f"{path}/hbm-bytes/{which}/{case.way}", None, "GB", failure=str(failure))
             return
-        bench.add(f"{case.shape}/{which}-hbm/{case.way}", found.hbm / 1e9, "GB")
-        bench.add(f"{case.shape}/{which}-l2/{case.way}", found.l2 / 1e9, "GB")
+        bench.add(f"{path}/hbm-bytes/{which}/{case.way}", found.hbm / 1e9, "GB")
+        bench.add(f"{path}/l2-bytes/{which}/{case.way}", found.l2 / 1e9, "GB")
 
 
 if __name__ == "__main__":

@@ -30,14 +30,14 @@ class Case:
     @property
     def way(self) -> str:
         """The implementation, in names of measurements."""
-        if self.kind == STANDARD:
+        if self.factors is None:
             return self.kind
-        return f"sparseflash-{self.kind}{'' if self.factors is None else f'-{self.factors}'}"
+        return f"{self.kind}-{self.factors}-factor{'s' * (self.factors != 1)}"
 
     @property
     def shape(self) -> str:
         """In names of measurements."""
-        return f"{self.batch}x{self.heads}x{self.length}x{self.head_dim}"
+        return f"{self.batch}x{self.length}-heads{self.heads}-d{self.head_dim}"
 
     def mask(self) -> BlockMask:
         """The live scores, on the CPU."""

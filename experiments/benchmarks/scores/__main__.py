@@ -52,7 +52,7 @@ def main(
             for library in libraries:
                 _first_use(bench, name, library, sizes)
     else:
-        _times(bench, names, libraries, Ways(sizes), {"backend": backend, "head_dim": dim, "tokens": length})
+        _times(bench, names, libraries, Ways(sizes), {"heads": heads, "tokens": length})
     bench.finish()
     for line in over_plain(bench):
         print(line)
@@ -63,22 +63,23 @@ def _times(bench: Bench, names: list[str], libraries: tuple[str, ...], ways: Way
     groups = {PLAIN: plain} if len(libraries) > 1 else {}
     for each in ways.cases(names):
         changed = {library: way for library in libraries if (way := ways.changed(each, library)) is not None}
-        groups[each.name] = {**changed, f"{OURS}-{PLAIN}": plain[OURS]}
+        groups[each.name] = changed | {f"{ways.ours}-{PLAIN}": plain[OURS]}
     for name, group in groups.items():
         timed = {
-            f"{what}/{library}": Way(call, settings=settings, peer=library == FLEX)
+            f"{what}/{ways.ours if library == OURS else library}": Way(call, settings=settings, peer=library == FLEX)
             for library, way in group.items()
             for what, call in calls(way.run, way.wanted, ways.dout).items()
         }
-        bench.time(name, timed)
+        bench.time(f"{ways.dim}/{name}", timed)
 
 
 def _first_use(bench: Bench, name: str, library: str, sizes: Sizes) -> None:
     try:
         for what, seconds in seconds_of(name, library, sizes).items():
-            bench.add(f"{name}/first-{what}", seconds, "s")
+            if f"scores/first-use/{what}" not in [each.name for each in bench.measurements]:  # plain, of another case
+                bench.add(f"first-use/{what}", seconds, "s")
     except RuntimeError as failure:  # the others are worth having
-        bench.add(f"{name}/first-forward/{library}", None, "s", failure=str(failure))
+        bench.add(f"first-use/{name}-forward/{library}", None, "s", failure=str(failure))
     bench.save()
 
 
@@ -86,8 +87,8 @@ def over_plain(bench: Bench) -> list[str]:
     """For each case and pass: the time over that of plain attention in the same turns, and the aim."""
     lines = []
     for each in bench.measurements:
-        _, case, what, way = each.name.split("/")
-        if way == f"{OURS}-{PLAIN}" and each.unit == "ms":
+        _, _, case, what = each.name.split("/")[:4]
+        if each.way.endswith(f"-{PLAIN}"):
             times = ratio(bench.measurements, each.name.removesuffix(f"-{PLAIN}"), each.name)
             aim = f", wanted {TARGETS[case]:.2f}" if case in TARGETS else ""
             lines.append(f"{case}, {what}: {times.value:.3f} over plain (spread {times.spread:.3f}){aim}")

@@ -35,9 +35,9 @@ def main(question: str) -> None:
     (case,) = ways.cases([name])
     seconds = {}
     changed = ways.changed(case, library)
-    for label, way in ((f"-{PLAIN}", ways.plain(library)), ("", changed)) if changed is not None else ():
+    for label, way in ((PLAIN, ways.plain(library)), (name, changed)) if changed is not None else ():
         for what, call in calls(way.run, way.wanted, ways.dout).items():
-            seconds[f"{what}/{library}{label}"], _ = first_call(call, ways.place)
+            seconds[f"{label}-{what}/{library}"], _ = first_call(call, ways.place)
     print_answer(seconds)
 
 

@@ -65,8 +65,11 @@ class Case:
 
     @property
     def path(self) -> str:
-        """The case in names of measurements: mask and head dim at 16,384 tokens, otherwise group and name."""
-        return f"{self.kind}/{self.head_dim}" if self.group in ("masks", "windows") else f"{self.group}/{self.name}"
+        """The case in names of measurements, with what is not as in most: other groups have names of their own."""
+        if self.group in ("masks", "windows"):
+            return f"{self.kind}/{self.head_dim}"
+        name = f"blocks-of-{self.block}/{self.kind}" if self.group == "blocks" else self.name
+        return f"{name}/{self.head_dim}"
 
     @property
     def settings(self) -> dict[str, object]:

@@ -139,7 +139,7 @@ def test_a_training_step_without_memory_leaves_the_forward(monkeypatch, bench):
 
 def test_what_would_damage_the_others_does_not_run(bench):
     measure.measure(bench, BY_NAME["t5"], ["eager", "flex_attention"], SMALL, torch.float32)
-    found = {what: why for (name, what), why in failures(bench).items() if name == "flex_attention"}
+    found = {what: why for (name, what), why in failures(bench).items() if name == "flex"}
     assert found.keys() == {ERROR, FORWARD, STEP} and all("to other memory" in each for each in found.values())
 
 
@@ -155,7 +155,7 @@ def test_nothing_begins_after_the_time_is_over(bench):
 
 
 def test_an_inexact_model_is_named():
-    errors = {f"llama/error/{OURS}": 1.5, f"bert/error/{OURS}": 0.5, "t5/error/sdpa": 9.0}
+    errors = {f"llama/{ERROR}/{OURS}": 1.5, f"bert/{ERROR}/{OURS}": 0.5, f"t5/{ERROR}/sdpa": 9.0}
     assert measure.inexact([Measurement(f"huggingface/{name}", x, None, "1") for name, x in errors.items()]) == [
         "llama"
     ]
@@ -187,7 +187,7 @@ def test_the_command_measures_models(tmp_path):
     assert [name for name in names if "first-" not in name] == [
         f"{model}/{what}"
         for model in ("llama", "swin")
-        for what in (f"error/{OURS}", "forward/eager", "step/eager", f"forward/{OURS}", f"step/{OURS}")
+        for what in (f"{ERROR}/{OURS}", f"{FORWARD}/eager", f"{STEP}/eager", f"{FORWARD}/{OURS}", f"{STEP}/{OURS}")
     ]
 
 
@@ -208,10 +208,10 @@ def test_the_command_generates(tmp_path):
     options = ["--small", "--device", "cpu", "--prompt", "40", "--batch", "2", "--new", "4", "--rounds", "1"]
     found = CliRunner().invoke(app, ["generate", *options, "--out", str(tmp_path)])
     assert found.exit_code == 0, found.output
-    measurements = read(tmp_path / "huggingface.jsonl")[1]
+    measurements = read(tmp_path / "generate.jsonl")[1]
     caches = [f"{cache}/{name}" for cache in ("dynamic-cache", "static-cache") for name in ("sdpa", OURS)]
-    units = {"same-tokens/": "tokens", "40x2/first-": "s", "40x2/prompt-": "ms", "40x2/token-": "ms"}
-    assert {each.name.removeprefix("huggingface/"): each.unit for each in measurements} == {
+    units = {"same-tokens/": "tokens", "2x40-first/": "s", "2x40-prompt/": "ms", "2x40/": "ms"}
+    assert {each.name.removeprefix("generate/"): each.unit for each in measurements} == {
         f"{what}{way}": unit for what, unit in units.items() for way in caches
     }
     assert all(each.value > 0 for each in measurements)
@@ -223,7 +223,7 @@ def test_what_cannot_generate_is_recorded_with_its_reason(bench):
     huggingface.register(masks.local(41, window=9, causal=True, block=16), name="short")  # than prompt and new tokens
     ways.append(Way("short", DYNAMIC))
     generation.measure(bench, model, ways, 40, 1, new=3, late=lambda: False)
-    found = {each.name.removeprefix("huggingface/40x1/token-"): each.failure for each in bench.measurements}
+    found = {each.name.removeprefix("huggingface/1x40/"): each.failure for each in bench.measurements}
     assert [bool(found[way.path]) for way in ways] == [True, False, False, True]
     assert "as long as a row of the batch" in found[ways[3].path]
     bench.measurements.clear()

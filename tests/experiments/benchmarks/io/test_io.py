@@ -107,17 +107,21 @@ def bench(tmp_path):
 
 def test_without_ncu_the_record_says_so(monkeypatch, bench):
     monkeypatch.setattr(counters.shutil, "which", lambda name: None)
-    command.count(bench, SMALL)
-    (found,) = bench.measurements
-    assert (found.name, found.failure) == ("io/2x3x64x16/forward-hbm/sparseflash-dense", "ncu is not installed")
+    command.count(bench, "small", SMALL, counters=True)
+    *_, found = bench.measurements
+    assert (found.name, found.failure) == ("io/small/hbm-bytes/forward/dense", "ncu is not installed")
 
 
 def test_counted_bytes_are_recorded(monkeypatch, bench):
     monkeypatch.setattr(command, "counted", lambda case, which: counters.Counted(2e9, 3e9))
-    command.count(bench, SMALL)
-    assert [(each.name.split("/")[2], each.value, each.unit) for each in bench.measurements] == [
-        ("forward-hbm", 2.0, "GB"), ("forward-l2", 3.0, "GB"), ("both-hbm", 2.0, "GB"), ("both-l2", 3.0, "GB")
-    ]  # fmt: skip
+    command.count(bench, "small", SMALL, counters=True)
+    found = {each.name.removeprefix("io/small/"): (each.value, each.unit) for each in bench.measurements}
+    assert found == {
+        "modelled-bytes/forward/dense": (cost(SMALL).forward_bytes / 1e9, "GB"),
+        "modelled-bytes/both/dense": (cost(SMALL).bytes / 1e9, "GB"),
+        **{f"{what}/{which}/dense": (gb, "GB") for what, gb in (("hbm-bytes", 2.0), ("l2-bytes", 3.0))
+           for which in ("forward", "both")},
+    }  # fmt: skip
 
 
 def test_a_case_that_fails_is_recorded_with_its_reason(monkeypatch, bench):
@@ -133,7 +137,7 @@ def test_a_case_that_fails_is_recorded_with_its_reason(monkeypatch, bench):
     bench.time("small/both", {case.way: command.way_of(case, "both", CPU) for case in cases})
     failed, fine = bench.measurements
     assert failed.failure == "out of memory" and fine.value > 0
-    assert fine.settings == {"flops": cost(SMALL).flops, "bytes": cost(SMALL).bytes, "density": 1.0}
+    assert fine.settings == {"flops": cost(SMALL).flops, "live": 1.0}
 
 
 def test_the_command(tmp_path):
@@ -144,10 +148,12 @@ def test_the_command(tmp_path):
         )
     assert done.exit_code == 0, done.output
     found = read(tmp_path / "a.jsonl")[1]
-    ways = ["standard", "sparseflash-dense", *(f"sparseflash-butterfly-{factors}" for factors in (2, 1, 0))]
-    assert [each.name for each in found] == [
-        "io/1x1x64x16/largest-difference/sparseflash-dense",
-        *(f"io/1x1x64x16/{which}/{way}" for which in ("forward", "both") for way in ways),
+    ways = ["standard", "dense", "butterfly-2-factors", "butterfly-1-factor", "butterfly-0-factors"]
+    names = [each.name.removeprefix("io/paper/1x64-heads1-d16/") for each in found]
+    assert names == [
+        "largest-difference/dense",
+        *(f"modelled-bytes/{which}/{way}" for way in ways for which in ("forward", "both")),
+        *(f"time/{which}/{way}" for which in ("forward", "both") for way in ways),
     ]
     assert all(each.value > 0 for each in found)
 

@@ -33,7 +33,7 @@ def test_the_command_times_all_cases_and_writes_a_table(tmp_path):
     assert done.exit_code == 0, done.output
     assert "sink, both: " in done.output and "over plain" in done.output and "wanted 1.05" in done.output
     assert {(each.name, each.unit) for each in read(tmp_path / "scores.jsonl")[1]} == {
-        (f"scores/{case}/{part}/{way}", "ms")
+        (f"scores/16/{case}/{part}/{way}", "ms")
         for case in ("sink", "alibi")
         for part in ("forward", "both")
         for way in ("sparseflash", "sparseflash-plain")
@@ -46,7 +46,7 @@ def test_first_uses_are_timed_in_new_processes(tmp_path):
     # FlexAttention has no sinks.
     found = read(tmp_path / "scores.jsonl")[1]
     assert [each.name for each in found] == [
-        f"scores/sink/first-{part}/sparseflash{plain}" for plain in ("-plain", "") for part in ("forward", "both")
+        f"scores/first-use/{case}-{part}/sparseflash" for case in ("plain", "sink") for part in ("forward", "both")
     ]
     assert all(each.value > 0 and each.unit == "s" for each in found)
 
