@@ -104,8 +104,8 @@ def live_scores(case: Case, index: Tensor) -> int:
 
 
 def ways_of(case: Case, device: torch.device) -> dict[str, Way]:
-    """The choice alone, attention of a choice made anew, and what to compare with: dense attention and attention by ours
-    and by peers of blocks that are known.
+    """The choice alone, attention of a choice made anew, and what to compare with: dense attention, and
+    attention by ours and by peers of blocks that are known.
     """
     index = index_of(case, device)
     group = case.heads // case.choices

@@ -25,13 +25,13 @@ from sparseflash import masks
 INFERENCE = "inference"
 FORWARD = "forward-gradients-wanted"  # the graph of the backward is made, and dropped
 BOTH = "forward-and-backward"  # forward and `torch.autograd.grad` for q, k and v
-BOTH_HERE = (
-    "forward-and-backward-one-thread"  # the backward runs in the thread that calls it and not in one of autograd's
-)
+# The backward runs in the thread that calls it and not in one of autograd's.
+BOTH_HERE = "forward-and-backward-one-thread"
 # Ours: `mask.with_lengths(new)`; SDPA: a Boolean mask made of the lengths; FlexAttention: `create_block_mask` of a rule
 # that reads them.
 LENGTHS = "new-lengths-and-a-call"
-MASK = "new-causal-mask-and-a-call"  # ours: `masks.causal(n)`; SDPA: `is_causal=True`; FlexAttention: `create_block_mask(causal)`
+# Ours: `masks.causal(n)`; SDPA: `is_causal=True`; FlexAttention: `create_block_mask(causal)`.
+MASK = "new-causal-mask-and-a-call"
 # The best blocks of every block row by given scores. Ours: `masks.top_k_blocks`; FlexAttention: `topk` and
 # `BlockMask.from_kv_blocks`, in blocks of 128, as all its masks are here; SDPA has no blocks.
 CHOICE = "top-k-blocks-and-a-call"

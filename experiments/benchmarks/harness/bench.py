@@ -32,10 +32,10 @@ class Bench:
 
     @classmethod
     def start(
-        cls, name: str, device: str, commit: str | None, out: Path, *, module: str | None = None, seed: int | None = None,
-        helped: Iterable[str] = (), packages: Sequence[str] = (), **options: Any,
+        cls, name: str, device: str, commit: str | None, out: Path, *, module: str | None = None,
+        seed: int | None = None, helped: Iterable[str] = (), packages: Sequence[str] = (), **options: Any,
     ) -> Bench:  # fmt: skip
-        """The run of `python -m experiments.benchmarks.module`, by default of the name, on a device that must be there."""
+        """The run of `python -m experiments.benchmarks.module` on a device that must be there. module: by default name."""
         run_kernels_on(device.partition(":")[0])
         try:
             place = find_device(device)
