@@ -338,11 +338,11 @@ MAY_IMPORT = {
         *PUBLIC,
     ),
     f"{_BENCHMARKS}/speed": (
-        _HARNESS,
         f"{_BENCHMARKS}/speed",
+        _HARNESS,
         f"{_BENCHMARKS}/fresh_process.py",
         f"{_BENCHMARKS}/timing.py",
-        "experiments/training",
+        "experiments/measurements.py",
         "sparseflash/blockmask/arguments.py",
         *PUBLIC,
     ),

@@ -87,7 +87,7 @@ def test_what_is_wrong_with_a_command_is_found():
     assert wrong_with("experiments.lra", "trian --preset lra") == "experiments.lra has no command trian"
     assert wrong_with("experiments.lra", "train --prest lra") == "experiments.lra train has no option --prest"
     assert wrong_with("experiments.lara", "train") == "there is no experiments.lara to run"
-    assert wrong_with("experiments.benchmarks.speed", "--group memory report a.csv --device cpu") == (
-        "experiments.benchmarks.speed report has no option --device"
+    assert wrong_with("experiments.benchmarks.io", "table --dim 64 --group memory") == (
+        "experiments.benchmarks.io table has no option --group"
     )
     assert wrong_with("sparseflash", "show 'causal(64)' --casual") == "sparseflash show has no option --casual"

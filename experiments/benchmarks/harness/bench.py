@@ -35,7 +35,7 @@ class Bench:
         cls, name: str, device: str, commit: str | None, out: Path, *, module: str | None = None,
         seed: int | None = None, helped: Iterable[str] = (), packages: Sequence[str] = (), **options: Any,
     ) -> Bench:  # fmt: skip
-        """The run of `python -m experiments.benchmarks.module` on a device that must be there. module: by default name."""
+        """The run of `python -m experiments.benchmarks.module`, by default `name`, on a device that must be there."""
         run_kernels_on(device.partition(":")[0])
         try:
             place = find_device(device)

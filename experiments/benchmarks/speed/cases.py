@@ -68,8 +68,10 @@ class Case:
         """The case in names of measurements, with what is not as in most: other groups have names of their own."""
         if self.group in ("masks", "windows"):
             return f"{self.kind}/{self.head_dim}"
-        name = f"blocks-of-{self.block}/{self.kind}" if self.group == "blocks" else self.name
-        return f"{name}/{self.head_dim}"
+        if self.group == "blocks":
+            block = self.name.partition("-")[0].removeprefix("block")  # which a shrunk case keeps
+            return f"blocks-of-{block}/{self.kind}/{self.head_dim}"
+        return f"{self.name}/{self.head_dim}"
 
     @property
     def settings(self) -> dict[str, object]:

@@ -27,8 +27,8 @@ PEERS: dict[str, Peer] = {
     "sdpa-cudnn": sdpa_cudnn,
     "cudnn-sparse": cudnn_sparse,
     "sdpa": sdpa,
-    "ours-hopper": partial(ours, backend="hopper"),
-    "ours-portable": partial(ours, backend="triton"),
+    "sparseflash-hopper": partial(ours, backend="hopper"),
+    "sparseflash-portable": partial(ours, backend="triton"),
     "reference": reference,
 }
 DEFAULT_PEERS = {
