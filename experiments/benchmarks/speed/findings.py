@@ -77,6 +77,6 @@ def _memory(timed: Sequence[Measurement]) -> Iterator[str]:
         growth = token[-1] / token[0]
         verdict = "linear" if growth <= LINEAR else "not linear"
         yield (
-            f"{lengths[-1].name}: {floors[-1]:.2f} times q, k, v, output and gradients; {verdict} (x{growth:.2f} a token "
-            f"from {lengths[0].settings['tokens']:,} tokens to {lengths[-1].settings['tokens']:,})"
+            f"{lengths[-1].name}: {floors[-1]:.2f} times q, k, v, output and gradients; {verdict} (x{growth:.2f} "
+            f"a token from {lengths[0].settings['tokens']:,} tokens to {lengths[-1].settings['tokens']:,})"
         )
