@@ -5,6 +5,7 @@ from functools import partial
 from matplotlib.figure import Figure
 
 from docs.figures.store import Stored, stored
+from experiments.lm.flops import PEAKS
 from experiments.measurements import Measurement
 
 # Runs, newest first; times of different runs are never compared.
@@ -19,8 +20,7 @@ PEERS = {  # colours that colour-blind readers can tell apart (Okabe and Ito)
     "sdpa-cudnn": ("cuDNN", "#CC79A7", "P", ""),
     "sdpa-fa2": ("FlashAttention-2", "#009E73", "v", ""),
 }
-# What the tensor cores of an H100 and an H200 (SXM) can do in dense bf16 products, by NVIDIA's data sheets.
-PEAK = 989  # TFLOP/s
+PEAK = round(PEAKS["H200"] / 1e12)  # TFLOP/s of dense bf16 products, an H100's as well
 MASKS = ("butterfly", "local", "bigbird", "random12", "causal", "dense")
 
 
