@@ -61,6 +61,28 @@ def families() -> Figure:
     )
 
 
+def six() -> Figure:
+    """Six masks, for README.md and the first page."""
+    tokens, block = 1024, 32
+    order = masks.order.tiles((32, 32), (4, 8))
+    figure = drawn(
+        {
+            "causal window": masks.local(tokens, window=192, causal=True, block=block),
+            "butterfly": masks.butterfly(tokens, block=block),
+            "BigBird": masks.bigbird(tokens, block=block),
+            "packed documents": masks.documents([300, 84, 512, 128], causal=True, block=block),
+            "an image in tiles": masks.neighborhood((32, 32), window=9, order=order, block=block),
+            "a rule of your own": BlockMask.from_function(
+                lambda q, k: ((q - k).abs() < 64) | ((q + k - tokens).abs() < 64), tokens, block=block
+            ),
+        },
+        columns=6,
+        elements=True,
+    )  # fmt: skip
+    figure.set_size_inches(10.2, 2.1)
+    return figure
+
+
 def reach() -> Figure:
     """Who has influenced whom after one, two, ... layers of a window and of a butterfly."""
     tokens, block = 2048, 64
@@ -73,6 +95,7 @@ def reach() -> Figure:
 
 
 FIGURES: dict[str, Callable[[], Figure]] = {
+    "masks.png": six,
     "pattern-dilated.png": dilated,
     "pattern-combined.png": combined,
     "pattern-families.png": families,

@@ -1,29 +1,31 @@
-"""The calls of a step that chooses its blocks, and how long they take."""
+"""`python -m experiments.benchmarks.selection`: what a choice of blocks at every step costs the host and the GPU, eager
+and recorded, beside dense attention and peers that are given the blocks.
+"""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from statistics import median
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
+import typer
 from torch import Tensor
 from torch.nn import functional as F
 
-from experiments.benchmarks.speed import check
-from experiments.benchmarks.speed.named_calls import timed_rows
+from experiments.benchmarks.harness import Bench, Commit, Device, Out, Unavailable, Way
 from experiments.benchmarks.speed.peers import flashattention4, flashinfer
 from experiments.benchmarks.speed.peers.flexattention import compiled, mask_mod, small_tiles
-from experiments.benchmarks.speed.peers.runner import Unavailable, planned
-from experiments.benchmarks.timing import Timing, recorded
-from experiments.training.clock import synchronize
+from experiments.benchmarks.speed.peers.runner import planned
+from experiments.benchmarks.timing import host_microseconds
 from sparseflash import BlockMask, attention
 from sparseflash.attention import Backend
 from sparseflash.grouped import selected_attention
 from sparseflash.interop import to_flex
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @dataclass(frozen=True)
@@ -48,14 +50,13 @@ class Case:
 
     @property
     def name(self) -> str:
-        """For the table."""
+        """In names of measurements."""
         kind = "causal" if self.causal else "all"
-        rows = "a query" if self.by_query else "a block"
-        heads = f"{self.heads}:{self.choices} heads"
-        return f"{self.tokens:,} tokens, {heads}, {self.chosen} of blocks of {self.block} {rows}, {kind}"
+        rows = "query" if self.by_query else "block"
+        return f"{self.tokens}-heads{self.heads}of{self.choices}-{kind}-{self.chosen}x{self.block}-a-{rows}"
 
 
-FORWARD_ONLY = "FlashInfer"  # begins the names of peers without a backward
+FORWARD_ONLY = "flashinfer"  # begins the names of peers without a backward
 CASES = (
     Case(65_536, 64, 64, 16, attends=False),
     Case(65_536, 64, 128, 16, kv_heads=4, peers=True),
@@ -67,17 +68,11 @@ CASES = (
 )
 
 
-@dataclass(frozen=True)
-class Call:
-    """A call to time. flops: of its two (forward) or seven products of live scores, 0 where nothing is computed.
-
-    like: the call that must have the same results.
-    """
-
-    run: Callable[[], Any]
-    flops: float = 0.0
-    is_peer: bool = False
-    like: str | None = None
+SMALL = (
+    Case(256, 2, 32, 2, attends=False),
+    Case(256, 4, 32, 2, kv_heads=2, dim=16),
+    Case(256, 4, 32, 2, kv_heads=2, dim=16, by_query=True),
+)
 
 
 def index_of(case: Case, device: torch.device) -> Tensor:
@@ -108,15 +103,17 @@ def live_scores(case: Case, index: Tensor) -> int:
     return int(live * (case.heads // case.choices))
 
 
-def calls_of(case: Case, device: torch.device) -> dict[str, Call]:
-    """By name: the choice alone, attention of a choice made anew, and dense attention to compare with."""
+def ways_of(case: Case, device: torch.device) -> dict[str, Way]:
+    """The choice alone, attention of a choice made anew, and what to compare with: dense attention, and
+    attention by ours and by peers of blocks that are known.
+    """
     index = index_of(case, device)
     group = case.heads // case.choices
 
     def choice() -> BlockMask:
         return BlockMask.from_block_index(index, block=case.block, q_len=case.tokens, causal=case.causal, group=group)
 
-    found = {} if case.by_query else {"choice": Call(choice)}
+    found = {} if case.by_query else {"choice/sparseflash": Way(choice)}
     if not case.attends:
         return found
     generator = torch.Generator(device).manual_seed(1)
@@ -134,21 +131,25 @@ def calls_of(case: Case, device: torch.device) -> dict[str, Call]:
     def dense() -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=case.causal, enable_gqa=group > 1)
 
-    def add(name: str, forward: Callable[[], Tensor], live: int, *, like: str | None = None, **given: Any) -> None:
+    def add(
+        what: str, name: str, forward: Callable[[], Tensor], live: int, *, same: bool = True, peer: bool = False
+    ) -> None:
         backward = partial(lambda forward: torch.autograd.grad(forward(), wanted, dout), forward)
-        passes = {"forward": (torch.no_grad()(forward), 4.0), "forward + backward": (backward, 14.0)}
-        for which, (run, flops) in passes.items():
+        # FLOPs of the two (forward) or seven products of live scores.
+        for which, call, flops in (("forward", torch.no_grad()(forward), 4.0), ("both", backward, 14.0)):
             if which == "forward" or not name.startswith(FORWARD_ONLY):
-                pair = f"{like}, {which}" if like else None
-                found[f"{name}, {which}"] = Call(run, flops * case.dim * live, like=pair, **given)
+                like = f"chosen/{which}/sparseflash" if same else None
+                found[f"{what}/{which}/{name}"] = Way(
+                    call, settings={"flops": flops * case.dim * live}, like=like, peer=peer
+                )
 
-    ours, live = "choice + attention", live_scores(case, index)
-    add(ours, chosen, live)
-    add("SDPA, dense", dense, case.heads * case.tokens**2 // (2 if case.causal else 1), is_peer=True)
+    live = live_scores(case, index)
+    add("chosen", "sparseflash", chosen, live, same=False)
+    add("dense", "sdpa", dense, case.heads * case.tokens**2 // (2 if case.causal else 1), same=False, peer=True)
     if case.peers and device.type == "cuda":
-        add(f"{ours}, portable kernels", partial(chosen, "triton"), live, like=ours)
+        add("chosen", "sparseflash-portable", partial(chosen, "triton"), live)
         for name, plan in peers_of(case, choice(), q, k, v).items():
-            add(f"{name}, blocks known", planned(plan), live, like=ours, is_peer=True)
+            add("known", name, planned(plan), live, peer=True)
     return found
 
 
@@ -160,14 +161,14 @@ def peers_of(
     as_rows = partial(flashinfer.heads_as_rows, *by_head.args, **by_head.keywords)
     found: dict[str, Callable[[], Callable[[], Tensor]]] = {
         "sparseflash": lambda: partial(attention, q, k, v, mask),
-        "sparseflash, portable kernels": lambda: partial(attention, q, k, v, mask, backend="triton"),
-        "FlexAttention": partial(_flex_attention, case, mask, q, k, v),
-        "FlashAttention-4": partial(_flash_attention_4, case, mask, q, k, v),
-        "FlashInfer, a mask for each head": by_head,
-        "FlashInfer, heads as rows": as_rows,
+        "sparseflash-portable": lambda: partial(attention, q, k, v, mask, backend="triton"),
+        "flex": partial(_flex_attention, case, mask, q, k, v),
+        "fa4": partial(_flash_attention_4, case, mask, q, k, v),
+        "flashinfer-a-mask-for-each-head": by_head,
+        "flashinfer-heads-as-rows": as_rows,
     }
     if not case.causal:  # its kernels for Hopper, which it takes only if asked
-        found["FlashInfer, cake"] = partial(by_head, backend="cake")
+        found["flashinfer-cake"] = partial(by_head, backend="cake")
     return found
 
 
@@ -197,38 +198,37 @@ def _flash_attention_4(case: Case, mask: BlockMask, q: Tensor, k: Tensor, v: Ten
     return run
 
 
-def host_microseconds(call: Callable[[], object], device: torch.device, *, count: int = 20, rounds: int = 5) -> float:
-    """The median over rounds of the host's time for a call, without waiting for the device."""
-    found = []
-    for _ in range(rounds):
-        synchronize(device)
-        begin = time.perf_counter()
-        for _ in range(count):
-            call()
-        found.append((time.perf_counter() - begin) / count * 1e6)
-        synchronize(device)
-    return median(found)
+@app.command()
+def selection(
+    out: Out = Path("runs/selection-cost"),
+    device: Device = "cuda",
+    small: Annotated[bool, typer.Option("--small", help="Three small cases, to try it.")] = False,
+    commit: Commit = None,
+) -> None:
+    """Measure the choice of blocks, its plan and attention, eager and recorded, and peers with the same blocks.
+
+    On a GPU, microseconds of the host are measured, too.
+    """
+    bench = Bench.start(
+        "selection", device, commit, out, round_ms=0.0 if small else 60.0, packages=("flashinfer-python",)
+    )  # fmt: skip
+    for case in SMALL if small else CASES:
+        measure(bench, case, host_calls=1 if small else 5)
+    bench.finish()
 
 
-def measure(case: Case, device: torch.device, *, round_ms: float = 60.0, host_calls: int = 5) -> list[dict[str, Any]]:
-    """A row for each call: milliseconds of the device and useful TFLOP/s, microseconds of the host; ours eager and
-    recorded. A peer that fails has its error instead."""
-    calls = calls_of(case, device)
-    runs: dict[str, Call] = {}
-    failures: dict[str, Exception] = {}
-    for name, call in calls.items():
-        runs[name] = call
-        if call.like is not None and (failure := check.failure_of(call.run, calls[call.like].run)):
-            failures[name] = failure
-        elif not call.is_peer:
-            call.run(), call.run()  # compiles
-            if device.type == "cuda":
-                runs[f"{name}, recorded"] = replace(call, run=recorded(call.run))
-    peers = {name for name, call in calls.items() if call.is_peer}
+def measure(bench: Bench, case: Case, *, host_calls: int) -> None:
+    """Every way, ours also recorded; then the host's time of those that can run."""
+    ways = ways_of(case, bench.device)
+    if bench.device.type == "cuda":
+        ways |= {f"{name}-recorded": replace(way, recorded=True) for name, way in ways.items() if not way.peer}
+    timings = bench.time(case.name, ways)
+    for name, timing in timings.items():
+        if timing.failure is None and not ways[name].recorded:
+            host = host_microseconds(ways[name].call, bench.device, count=host_calls)
+            bench.add(f"{case.name}/host-{name}", host, "us")
+    bench.save()
 
-    def numbers(name: str, timing: Timing) -> dict[str, float]:
-        host = host_microseconds(runs[name].run, device, count=host_calls)
-        return {"tflops": runs[name].flops / timing.ms / 1e9, "host_us": host}
 
-    by_name = {name: call.run for name, call in runs.items()}
-    return timed_rows(case.name, by_name, failures, peers, numbers, device, round_ms=round_ms)
+if __name__ == "__main__":
+    app()
