@@ -377,7 +377,7 @@ MAY_IMPORT = {
         _BACKENDS,
         *PUBLIC,
     ),
-    f"{_BENCHMARKS}/distributed": (f"{_BENCHMARKS}/distributed", "experiments/training", *PUBLIC),
+    f"{_BENCHMARKS}/distributed": (f"{_BENCHMARKS}/distributed", _HARNESS, "experiments/training", *PUBLIC),
     f"{_BENCHMARKS}/exactness": (
         _INTERPRETER,
         f"{_BENCHMARKS}/timing.py",

@@ -5,6 +5,7 @@ from functools import partial
 from matplotlib.figure import Figure
 
 from docs.figures.store import Stored, stored
+from experiments.lm.flops import PEAKS
 from experiments.measurements import Measurement
 
 # Runs, newest first; times of different runs are never compared.
@@ -19,6 +20,7 @@ PEERS = {  # colours that colour-blind readers can tell apart (Okabe and Ito)
     "sdpa-cudnn": ("cuDNN", "#CC79A7", "P", ""),
     "sdpa-fa2": ("FlashAttention-2", "#009E73", "v", ""),
 }
+PEAK = round(PEAKS["H200"] / 1e12)  # TFLOP/s of dense bf16 products, an H100's as well
 MASKS = ("butterfly", "local", "bigbird", "random12", "causal", "dense")
 
 
@@ -50,13 +52,14 @@ def speed_over_density(head_dim: int) -> Figure:
                     )  # fmt: skip
             axis.set_xticks(range(len(masks)), [f"{mask}\n{100 * live[mask]:.3g} %" for mask in masks])
             axis.tick_params(labelsize=8)
+            handles["peak of the tensor cores"] = axis.axhline(PEAK, color="#555555", linestyle=":", linewidth=1.2)
             axis.set_ylim(bottom=0)
             axis.grid(axis="y", alpha=0.3)
             axis.set_title(f"{direction}: {ours}", fontsize=8.5)
         line[0].set_ylabel(f"{run.run.device.split()[1]}: useful TFLOP/s", fontsize=9)
-    names = [name for name, *_ in PEERS.values() if name in handles]
+    names = [*(name for name, *_ in PEERS.values() if name in handles), "peak of the tensor cores"]
     figure.legend(
-        [handles[name] for name in names], names, loc="outside lower center", ncols=5, fontsize=9, frameon=False
+        [handles[name] for name in names], names, loc="outside lower center", ncols=6, fontsize=8, frameon=False
     )
     heads = 2048 // head_dim
     figure.suptitle(

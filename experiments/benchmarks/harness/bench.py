@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ class Bench:
     @classmethod
     def start(
         cls, name: str, device: str, commit: str | None, out: Path, *, module: str | None = None,
-        seed: int | None = None, helped: Iterable[str] = (), packages: Sequence[str] = (), **options: Any,
+        program: Sequence[str] = ("python",), seed: int | None = None, packages: Sequence[str] = (), **options: Any,
     ) -> Bench:  # fmt: skip
         """The run of `python -m experiments.benchmarks.module`, by default `name`, on a device that must be there."""
         run_kernels_on(device.partition(":")[0])
@@ -41,9 +42,10 @@ class Bench:
             place = find_device(device)
         except ValueError as failure:
             raise typer.BadParameter(str(failure)) from None
-        command = command_line(f"experiments.benchmarks.{module or name}")
-        run = current_run(place, command, commit=commit, seed=seed, helped=helped, packages=packages)
-        print(table.about(run), flush=True)
+        command = command_line(f"experiments.benchmarks.{module or name}", program=program)
+        run = current_run(place, command, commit=commit, seed=seed, packages=packages)
+        if os.environ.get("RANK", "0") == "0":  # of the processes that torchrun started, the first reports
+            print(table.about(run), flush=True)
         return cls(name, run, out, place, **options)
 
     def add(
@@ -91,7 +93,7 @@ class Bench:
         """Writes what has been measured so far."""
         write(self.path, self.run, self.measurements)
 
-    def finish(self) -> None:
-        """Writes the record and prints its table."""
+    def finish(self, over: str = table.OURS) -> None:
+        """Writes the record and prints its table. over: the way whose values others are compared with."""
         self.save()
-        print(f"\n{table.markdown(self.measurements)}\n\nWritten: {self.path}", flush=True)
+        print(f"\n{table.markdown(self.measurements, over)}\n\nWritten: {self.path}", flush=True)

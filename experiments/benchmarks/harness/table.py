@@ -20,26 +20,26 @@ def about(run: Run) -> str:
     return f"{run.device}, driver {run.driver}, {versions}; {run.commit}, {run.date}{helped}; {run.command}"
 
 
-def markdown(measurements: Sequence[Measurement]) -> str:
+def markdown(measurements: Sequence[Measurement], over: str = OURS) -> str:
     """A row for each case and pass, a column for each way; a row for each way if the ways are many.
 
-    In brackets: rates, and the time over that of `sparseflash` in the same row, above 1 sparseflash is faster. It is in
-    bold where it is above 1 by more than the spread of both.
+    In brackets: rates, and the value over that of the way `over` in the same row: of times, above 1 that way is faster.
+    It is in bold where it is above 1 by more than the spread of both.
     """
     rows: dict[str, dict[str, Measurement]] = {}
     for each in measurements:
         rows.setdefault(each.name.rpartition("/")[0], {})[each.way] = each
     ways = list(dict.fromkeys(each.way for each in measurements))
     if len(ways) <= MOST_COLUMNS:
-        lines = [["", *ways]] + [[row, *(cell(found, way) for way in ways)] for row, found in rows.items()]
+        lines = [["", *ways]] + [[row, *(cell(found, way, over) for way in ways)] for row, found in rows.items()]
     else:
-        lines = [["", "way", ""]] + [[row, way, cell(found, way)] for row, found in rows.items() for way in found]
+        lines = [["", "way", ""]] + [[row, way, cell(found, way, over)] for row, found in rows.items() for way in found]
     rule = ["---", *("---:" for _ in lines[0][1:])]
     text = "\n".join(f"| {' | '.join(line)} |" for line in (lines[0], rule, *lines[1:]))
     return "\n".join([text, *failures(measurements)])
 
 
-def cell(row: dict[str, Measurement], way: str) -> str:
+def cell(row: dict[str, Measurement], way: str, over: str) -> str:
     """A way's value in its row, with its rates and its ratio to ours."""
     found = row.get(way)
     if found is None:
@@ -50,7 +50,7 @@ def cell(row: dict[str, Measurement], way: str) -> str:
     for name, (unit, amount) in _RATES.items():
         if name in found.settings and found.unit in _SECONDS:
             parts.append(f"{found.settings[name] / (found.value * _SECONDS[found.unit]) / amount:,.4g} {unit}")
-    ours = row.get(OURS)
+    ours = row.get(over)
     if ours is not None and ours is not found and ours.value and ours.unit == found.unit:
         times = ratio((found, ours), found.name, ours.name)
         text = f"x{times.value:.2f}"
