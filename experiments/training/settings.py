@@ -1,4 +1,4 @@
-"""Settings of runs as fields of a dataclass with their help texts, and the settings that all trainers have."""
+"""Settings of runs as dataclass fields with help texts, and the settings of all trainers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ PRECISIONS = ("fp32", "bf16")
 
 
 def setting(default: Any, text: str, shown: str | None = None) -> Any:
-    """A field with its help text for the command line, and the words shown there for the default."""
+    """A field with its help text for the command line, and the default as shown there."""
     return field(default=default, metadata={"help": text, "shown": shown or str(default)})
 
 
 def changed(settings: type, name: str, *, default: Any = ..., text: str | None = None) -> Any:
-    """A field of a class of settings, changed in its default or its help text, for a derived class."""
+    """A field of a class of settings with another default or help text, for a derived class."""
     (known,) = (each for each in fields(settings) if each.name == name)
     if default is ...:
         return setting(known.default, text or known.metadata["help"], known.metadata["shown"])
@@ -23,7 +23,7 @@ def changed(settings: type, name: str, *, default: Any = ..., text: str | None =
 
 
 def help_texts(settings: type) -> dict[str, str]:
-    """The help texts of a class by field; a field that is not a `setting` has none."""
+    """The help texts of a class by field; None for fields without `setting`."""
     return {each.name: each.metadata["help"] for each in fields(settings) if each.metadata}
 
 
@@ -43,7 +43,7 @@ def check_fractions(settings: object, names: Sequence[str]) -> None:
 
 
 def check_one_of(name: str, value: object, allowed: Collection[object]) -> None:
-    """Raises ValueError if a value is not one of those allowed."""
+    """Raises ValueError if a value is not allowed."""
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}; got {value!r}")
 
