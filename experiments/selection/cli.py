@@ -22,7 +22,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def compare(
     preset: Annotated[str, typer.Option(help=f"Sizes and steps: {', '.join(PRESETS)}.")] = "cpu",
-    way: Annotated[list[str] | None, typer.Option(help=f"What to train, all by default: {', '.join(WAYS)}.")] = None,
+    way: Annotated[list[str] | None, typer.Option(help=f"Models to train, by default all: {', '.join(WAYS)}.")] = None,
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("runs/selection"),
     device: Annotated[
         str | None, typer.Option(help="cpu or cuda.", show_default="cuda for the preset gpu, else cpu")

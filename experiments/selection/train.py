@@ -47,7 +47,7 @@ def train(
     seed: int = 0,
     report: Callable[[dict[str, Any]], None] = lambda measured: None,
 ) -> dict[str, Any]:
-    """Accuracy, share of right blocks and tokens a second of one model, with its curve. `report` receives its points."""
+    """Accuracy, share of right blocks and tokens a second of one model, with its curve. `report` receives points."""
     torch.manual_seed(seed)
     model = RecallModel(settings.task, settings.sizes, way, alike=settings.alike).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=0.0)

@@ -26,12 +26,14 @@ def option(settings: type, name: str) -> Any:
 
 Device = Annotated[str, option(RunSettings, "device")]
 Resume = Annotated[
-    bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out, with the run's settings.")
+    bool, typer.Option("--resume", help="Resume from the newest checkpoint in --out, with the run's settings.")
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a run that --out already holds.")]
 PauseAfter = Annotated[
     float | None,
-    typer.Option(help="Save and stop after this many minutes of this session; --resume goes on.", show_default="never"),
+    typer.Option(
+        help="Save and stop after this many minutes of this session; continue with --resume.", show_default="never"
+    ),
 ]
 TensorBoard = Annotated[
     bool, typer.Option("--tensorboard", help="Write the log for TensorBoard too, into a run's folder tensorboard.")

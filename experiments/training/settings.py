@@ -60,23 +60,24 @@ class RunSettings:
     dropout: float = setting(0.0, "Chance that a feature is dropped (embedding, attention output, MLP).")
 
     initial: str | None = setting(
-        None, "Weights to begin with: model.safetensors of a run of the same sizes.", "random weights"
+        None, "Initial weights: model.safetensors of a run of the same sizes.", "random weights"
     )
     weight_decay: float = setting(0.0, "AdamW weight decay of the matrices.")
-    clip: float = setting(1.0, "Largest norm of all gradients together; 0 clips nothing.")
+    clip: float = setting(1.0, "Maximum norm of all gradients; 0: no clipping.")
     average: float = setting(
-        0.0, "Decay of an average of the weights, 0.999 say, which is then validated, tested and kept; 0: no average."
+        0.0,
+        "Decay of an average of the weights (such as 0.999), which is validated, tested and kept; 0: no average.",
     )
     seed: int = setting(0, "Seed of the weights, of the examples' order or drawing, and of the dropout.")
 
     device: str = setting("auto", "cpu, cuda, cuda:1, ...; auto takes a GPU if PyTorch sees one.")
     precision: str = setting("fp32", "fp32, or bf16: matrix products in bfloat16, weights in float32.")
-    compiled: bool = setting(False, "Let torch.compile fuse what surrounds attention.")
+    compiled: bool = setting(False, "Compile the code around attention with torch.compile.")
     recorded: bool = setting(
-        True, "On one GPU, record steps as CUDA graphs, one for each shape of a batch: they need not wait for the host."
+        True, "On one GPU, record steps as CUDA graphs, one for each batch shape, to save host time."
     )
-    checkpoint_every: int = setting(500, "Most steps between checkpoints; only the newest is kept.")
-    log_every: int = setting(10, "Steps between lines of the log, each the mean over these steps.")
+    checkpoint_every: int = setting(500, "Maximum steps between checkpoints; only the newest is kept.")
+    log_every: int = setting(10, "Steps between log lines; each line is the mean over these steps.")
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, ("block", "width", "heads", "head_dim", "mlp", "checkpoint_every", "log_every"))
