@@ -46,7 +46,7 @@ def print_result(console: Console, metrics: dict[str, Any], path: Path) -> None:
 
 
 def print_evaluated(console: Console, found: dict[str, Any], path: Path) -> None:
-    """Print a finished run's accuracy on some data, and what its answers depend on."""
+    """Print a finished run's accuracy on some data, and its accuracies by subset."""
     source = "generated data" if found["generated_data"] else "released data"
     table = Table(title=f"{found['task']} ({source}), {found['test_examples']:,} test examples")
     for column in ("", "accuracy", "loss (nats)"):
@@ -70,7 +70,7 @@ def print_evaluated(console: Console, found: dict[str, Any], path: Path) -> None
 
 
 def print_summary(console: Console, summary: dict[str, Any], path: Path) -> None:
-    """Print the test accuracy of every seed, their mean and standard deviation, beside the baselines."""
+    """Print the test accuracy of every seed, mean and standard deviation, and the baselines."""
     source = "generated data" if summary["generated_data"] else "released data"
     title = f"{summary['task']} ({source}), {summary['test_examples']} test examples, {summary['mask']} mask"
     title += supervision(summary)
@@ -102,7 +102,7 @@ def print_table(console: Console, lines: list[list[str]]) -> None:
 
 
 def supervision(metrics: dict[str, Any]) -> str:
-    """What training used in addition to the answers, as part of a title; empty if nothing."""
+    """Training labels beside the answers, as part of a title; empty if none."""
     return ", pixel labels in training" if metrics.get("pixel_labels") else ""
 
 

@@ -42,7 +42,7 @@ ACCURACIES = (
 
 @dataclass
 class Results:
-    """Everything that the table shows."""
+    """The contents of the table."""
 
     facts: dict[str, str] = field(default_factory=dict)  # device, versions, command of the times
     times: list[Row] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Results:
 
 
 def compared(times: Sequence[Row]) -> dict[tuple[str, str], Row]:
-    """By task and variant, the row of the largest batch for which standard attention has a time, or the last row."""
+    """By task and variant, the row of the largest batch with a time for standard attention, or the last row."""
     chosen: dict[tuple[str, str], Row] = {}
     for row in times:
         known = chosen.get((row.task, row.variant))
@@ -60,19 +60,19 @@ def compared(times: Sequence[Row]) -> dict[tuple[str, str], Row]:
 
 
 def mean_speedup(times: Sequence[Row], variant: str) -> tuple[float, int] | None:
-    """The geometric mean of a variant's speed-ups, and the number of tasks; None if there are none."""
+    """The geometric mean of a variant's speed-ups, and the number of tasks; None without speed-ups."""
     found = [row.speedup for (_, name), row in compared(times).items() if name == variant and row.speedup is not None]
     return (statistics.geometric_mean(found), len(found)) if found else None
 
 
 def matching(accuracies: Sequence[Accuracy], task: str, variant: str) -> list[Accuracy]:
-    """The settings of a task that could give a variant's accuracy; those on released data if there are any."""
+    """The settings of a task that match a variant; only those on released data if any exist."""
     found = [each for each in accuracies if (each.task, each.variant) == (task, variant)]
     return [each for each in found if each.data == "released"] or found
 
 
 def summary(results: Results) -> list[list[str]]:
-    """The paper's table, with one line for each variant and the speed-up and accuracy of each task."""
+    """The paper's table: one line for each variant, with speed-up and accuracy of each task."""
     tasks = [task for task in FIVE if any(task == row.task for row in [*results.times, *results.accuracies])]
     chosen = compared(results.times)
     table = [["", *tasks, "geometric mean"]]
@@ -97,7 +97,7 @@ def _speed(row: Row | None) -> str:
 def _accuracy(accuracies: Sequence[Accuracy], task: str, variant: str) -> str:
     found = matching(accuracies, task, variant)
     if len(found) > 1:
-        return f"{len(found)} settings below"  # a program cannot decide which one counts
+        return f"{len(found)} settings below"  # no rule selects one
     return percent(found[0]) if found else ""
 
 
@@ -112,7 +112,7 @@ def _percent(value: float | None) -> str:
 
 
 def times_table(times: Sequence[Row]) -> list[list[str]]:
-    """All that was measured."""
+    """All measurements."""
     table = [["task", "tokens", "batch", "", "ms a step", "tokens/s", "memory, GB", "speed-up", "error", "remark"]]
     for row in times:
         table.append(
@@ -211,7 +211,7 @@ def _write_csv(lines: list[dict[str, Any]], path: Path) -> None:
 
 
 def read_times(out: Path) -> Results:
-    """The results of an earlier command; raises FileNotFoundError if there are none."""
+    """The results of an earlier command; raises FileNotFoundError if they are missing."""
     path = out / "table.json"
     if not path.is_file():
         raise FileNotFoundError(f"there are no times to keep in {out}: table.json is missing")
@@ -221,5 +221,5 @@ def read_times(out: Path) -> Results:
 
 
 def all_right(times: Sequence[Row]) -> bool:
-    """Whether neither ours nor standard attention was wrong or failed; running out of memory is not a failure."""
+    """Whether sparseflash and standard attention had no errors or failures; running out of memory is no failure."""
     return not any(row.status in (WRONG, FAILED) for row in times if row.variant != "sdpa")
