@@ -1,4 +1,4 @@
-"""The tables of the command line as Markdown, with everything that is needed to judge and repeat them."""
+"""The tables of the command line as Markdown, with all facts needed to judge and repeat them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def deviation(ours: Estimate, theirs: Estimate | None) -> str:
 def shortcuts_report(
     found: Sequence[tuple[Parameters, list[Shortcut]]], compared: Sequence[tuple[Parameters, int, list[Shortcut]]]
 ) -> str:
-    """found: parameters and shortcuts of many images; compared: of several sets as large as the original's."""
+    """found: parameters and shortcuts of many images. compared: of several sets as large as the original's."""
     rows = []
     for parameters, shortcuts in found:
         for shortcut in shortcuts:

@@ -1,4 +1,4 @@
-"""The results of networks as Markdown, beside the rules that trace nothing."""
+"""The results of networks as Markdown, beside rules that trace nothing."""
 
 from __future__ import annotations
 
@@ -59,5 +59,5 @@ def made_with(figure: Figure) -> str:
 
 
 def percent(part: Any) -> str:
-    """A share in per cent; "-" for None."""
+    """A share in percent; "-" for None."""
     return "-" if part is None else f"{100 * part:.1f}"
