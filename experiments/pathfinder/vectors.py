@@ -31,11 +31,11 @@ class Vectors:
     labels    uint8  [n]          1 if the markers are at the two ends of one target snake, 0 if they are on both
     marked    uint8  [n]          the target snake, 0 or 1, whose first end is marked
     margins   uint8  [n]          half the gap between dashes, in pixels
-    attempts  uint32 [n]          pairs of target snakes that were drawn until one succeeded
+    attempts  uint32 [n]          pairs of target snakes drawn until one succeeded
     starts    int64  [n + 1]      the dashes of image i are starts[i]:starts[i + 1]: target 0, target 1,
-                                  of one distractor after the other, each from its first end on
-    places    uint8 or uint16 [d, 2]  (y, x) of the end from which the dash is drawn, see tables.py
-    headings  uint16 [d]          what is drawn there, see tables.py
+                                  then each distractor, from its first end on
+    places    uint8 or uint16 [d, 2]  (y, x) of the end where the dash begins, see tables.py
+    headings  uint16 [d]          the dash's heading, see tables.py
     """
 
     parameters: Parameters

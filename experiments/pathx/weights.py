@@ -1,6 +1,6 @@
 """A trained model as one file, and beside it a file with its hash and its results.
 
-model.safetensors   the weights in fp32, with the settings that a model is built from
+model.safetensors   the weights in fp32, with the settings to build the model
 model.json          the SHA-256 of that file, the cost of training, and the results; see evaluate.py
 """
 
@@ -47,7 +47,7 @@ def build(config: Config) -> Model:
 
 
 def for_training(config: Config, device: torch.device) -> Model:
-    """The model on a device, with its layers compiled if the settings say so."""
+    """The model on a device, with compiled layers if the settings say so."""
     model = build(config).to(device)
     if config.compiled and isinstance(model, PathModel):  # the settings refuse a compiled U-Net
         model.compile_layers()
@@ -61,15 +61,15 @@ def save(path: Path, model: Model, config: Config, about: dict[str, Any]) -> Non
 
 
 def file_in(path: Path) -> Path:
-    """The file of weights: the path itself, or that in a run's folder."""
+    """The file of weights: the path itself, or the file in a run's folder."""
     return path / "model.safetensors" if path.is_dir() else path
 
 
 def load(path: Path, expected: str | None = None) -> tuple[Model, Config, dict[str, Any]]:
-    """The model in a file, its settings and its description, after the file's hash is checked.
+    """The model in a file, its settings and its description, after checking the file's hash.
 
-    expected: the SHA-256, by default that in the file beside it. Raises FileNotFoundError if there is none, and
-    ValueError if the hash differs.
+    expected: the SHA-256, by default from the file beside it. Raises FileNotFoundError if a file is missing, and
+        ValueError if the hash differs.
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
@@ -86,7 +86,7 @@ def load(path: Path, expected: str | None = None) -> tuple[Model, Config, dict[s
 
 
 def is_whole(path: Path) -> bool:
-    """Whether the file of weights and the one beside it exist and belong together."""
+    """Whether the file of weights and the file beside it exist and belong together."""
     return path.is_file() and path.with_suffix(".json").is_file() and sha256(path) == beside(path)["sha256"]
 
 
