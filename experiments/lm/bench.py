@@ -63,7 +63,6 @@ class Row:
 
     @property
     def seconds(self) -> float:
-        """The median of the rounds."""
         return median(self.rounds) if self.rounds else float("nan")
 
     @property

@@ -57,7 +57,6 @@ def over_sdpa(row: Row, rows: Sequence[Row]) -> float | None:
 
 
 def as_record(row: Row, rows: Sequence[Row]) -> dict[str, Any]:
-    """A row as plain values."""
     ratio = over_sdpa(row, rows)
     measured = bool(row.rounds)
     return {

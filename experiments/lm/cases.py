@@ -19,8 +19,6 @@ DEFAULT = (
 
 
 class Case(NamedTuple):
-    """One row of the table."""
-
     preset: str
     context: int
     pattern: str

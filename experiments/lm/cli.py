@@ -41,7 +41,6 @@ console = Console()
 
 
 def say(text: str) -> None:
-    """Print progress."""
     console.print(text, soft_wrap=True, highlight=False)
 
 
@@ -210,7 +209,6 @@ def train(
 
 
 def default_name(preset: str | None, config: Config) -> str:
-    """The default folder of a run."""
     return f"{preset or 'default'}-{compare.slug(config.pattern)}-{config.context}"
 
 

@@ -138,7 +138,6 @@ def _number(loss: float | None) -> str:
 
 
 def _cell(value: object) -> str:
-    """A value of a setting, with bars escaped."""
     return f"{value:,}" if isinstance(value, int) else str(value).replace("|", "\\|")
 
 

@@ -81,7 +81,6 @@ def losses(
 
 
 def write_positions(path: Path, found: Losses) -> None:
-    """Write the losses by position as CSV."""
     write_csv(
         path,
         [

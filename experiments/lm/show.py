@@ -35,7 +35,6 @@ class Finished(NamedTuple):
         return [record for record in self.records if record["kind"] == kind]
 
     def validations(self) -> list[Validation]:
-        """The validations in order."""
         last = self.of_kind("train")[-1]
         tokens_a_step = last["tokens"] // last["step"]
         return [Validation(each["step"] * tokens_a_step, each["seconds"], each["loss"]) for each in self.of_kind("val")]

@@ -196,7 +196,6 @@ class Run(Trainer[Batch]):
         )
 
     def _batches(self) -> Iterator[Batch]:
-        """The batches from the current step on."""
         step = self.state.step
         while True:
             numbers = self.packing.numbers(step)

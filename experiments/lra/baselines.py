@@ -31,7 +31,6 @@ def baselines(data: Data) -> list[Baseline]:
 
 
 def majority(data: Data) -> Baseline:
-    """The most frequent class."""
     return fit("majority class", groups_of(data.train, False), groups_of(data.test, False), data)
 
 

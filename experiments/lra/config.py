@@ -175,7 +175,6 @@ class Config(RunSettings):
 
     @property
     def data(self) -> Options:
-        """The settings of the task's data."""
         return Options(self.difficulty, self.split)
 
     @property

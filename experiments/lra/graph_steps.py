@@ -30,8 +30,6 @@ class BatchShape(NamedTuple):
 
 @dataclass(frozen=True)
 class StaticBatch:
-    """Static tensors for batches of one shape."""
-
     batch: Batch
     config: Config
 
@@ -53,7 +51,6 @@ class StaticBatch:
 
 
 def shape_of(batch: Batch) -> BatchShape:
-    """The graph key of a batch."""
     return BatchShape(tuple(batch.ids.shape), batch.live_tokens < batch.ids.numel())
 
 

@@ -15,7 +15,6 @@ from experiments.training.steps import Objective, Outcome, autocast
 
 
 def objective_of(config: Config, device: torch.device) -> Objective[Batch, Batch]:
-    """The objective that a run minimises."""
     return Objective(lambda batch: batch.to(device), partial(losses, config=config), config.clip)
 
 

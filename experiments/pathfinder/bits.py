@@ -31,7 +31,6 @@ class Scratch(NamedTuple):
 
 @compiled
 def scratch_for(size):
-    """The scratch memory of `snakes.choose_free`."""
     words = (size + 63) // 64
     whole = np.full(words, ALL)
     if size % 64:
@@ -89,7 +88,6 @@ def gather(bits, kernel, found):
 
 @compiled
 def ones(bits):
-    """The number of set bits."""
     bits -= (bits >> ONE) & np.uint64(0x5555555555555555)
     bits = (bits & np.uint64(0x3333333333333333)) + ((bits >> np.uint64(2)) & np.uint64(0x3333333333333333))
     bits = (bits + (bits >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)

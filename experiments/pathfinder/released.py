@@ -23,8 +23,6 @@ RELEASE = Path("lra_release")  # the folder in the arena's archive, which contai
 
 
 class Sample(NamedTuple):
-    """One line of the metadata."""
-
     image: Path
     label: int  # 1: the two dots are on one path
 

@@ -22,8 +22,6 @@ from experiments.pathfinder.vectors import Vectors
 
 
 class Parts(NamedTuple):
-    """The parts from which one image is drawn."""
-
     number: int  # index of the image among the vectors
     places: NDArray[np.unsignedinteger]  # positions and headings of its dashes
     headings: NDArray[np.uint16]
@@ -95,7 +93,6 @@ def draw_layers(lines, marks, places, headings, targets, stamps, centres, discs)
 
 @compiled
 def greatest(canvas):
-    """The greatest value of a canvas, int64."""
     found = np.int64(0)
     for y in range(len(canvas)):
         for x in range(len(canvas)):

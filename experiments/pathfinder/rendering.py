@@ -127,7 +127,6 @@ class Layers(NamedTuple):
 
 
 def layers(vectors: Vectors, index: int, overshoot: str = "kept") -> Layers:
-    """The layers of one image."""
     p = vectors.parameters
     (each,) = parts(vectors, index, index + 1)
     stamps, discs = each.stamps, markers(p.size, p.marker_radius)

@@ -16,7 +16,6 @@ from experiments.training.environment import command_line
 
 
 def about() -> str:
-    """The command, the versions and the machine."""
     versions = [f"{name} {version(name)}" for name in ("numpy", "numba", "pillow", "scikit-learn")]
     machine = f"{platform.machine()}, {os.cpu_count()} CPU cores"
     command = command_line("experiments.pathfinder")
@@ -94,6 +93,5 @@ def shortcuts_report(
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -45,7 +45,6 @@ def stream(seed, kind, index):
 
 @compiled
 def bits64(stream):
-    """The next 64 bits."""
     stream[0] += stream[1]
     return mix(stream[0])
 

@@ -86,7 +86,6 @@ def note(dashes, number, snake):
 
 @compiled
 def overwrite(mask, other):
-    """mask = other"""
     for y in range(mask.shape[0]):
         for x in range(mask.shape[1]):
             mask[y, x] = other[y, x]

@@ -32,7 +32,6 @@ class Estimate:
 
 
 def estimate(values: NDArray[np.generic]) -> Estimate:
-    """The mean of one value per image."""
     return Estimate(float(values.mean()), float(values.std()) / sqrt(len(values)))
 
 
@@ -50,7 +49,6 @@ COLUMNS = {
 
 
 def statistics(vectors: Vectors) -> dict[str, Estimate]:
-    """All columns, over all images."""
     pixels: dict[str, list[NDArray[np.float64]]] = {"mean": [], "deviation": [], "nonzero": [], "bright": []}
     for first in range(0, len(vectors), IMAGES_AT_ONCE):
         images = render(vectors, first, first + IMAGES_AT_ONCE)

@@ -34,7 +34,6 @@ def title(size: int, contour: int) -> str:
 
 
 def settings_of(size: int, contour: int) -> Settings:
-    """The settings of the file of a fold."""
     return Settings(parameters_of(size, contour), IMAGES, TEST_SEED)
 
 

@@ -80,7 +80,6 @@ class Vectors:
 
 
 def collect(parameters: Parameters, seed: int, drawings: Sequence[Drawing]) -> Vectors:
-    """Drawings as vectors."""
     dashes = np.concatenate([np.empty((0, 3), np.int64), *(drawing.dashes for drawing in drawings)])
     return Vectors(
         parameters,
@@ -163,7 +162,6 @@ def load(path: Path) -> Vectors:
 
 
 def array_types(parameters: Parameters) -> dict[str, type[np.generic]]:
-    """The arrays of a file."""
     return {
         "labels": np.uint8,
         "marked": np.uint8,

@@ -94,7 +94,6 @@ def draw_map(
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """The analysis as tables."""
     lines = ["# Analysis", "", "Accuracy, and by quarters of the markers' distance, near to far.", ""]
     lines += ["| task | images | accuracy | quarters | borders (px) |", "|---|---|---|---|---|"]
     for fold in found["folds"]:

@@ -60,7 +60,6 @@ console = Console()
 
 
 def say(text: str) -> None:
-    """Print plain text."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 

@@ -61,7 +61,6 @@ class Stage:
 
     @property
     def name(self) -> str:
-        """The name of the stage in results."""
         lengths = "+".join(map(str, self.contours))
         return f"{self.size}/cl{lengths}{'/all pixels' if self.background == 'keep' else ''}"
 

@@ -134,7 +134,6 @@ def baselines(stage: Stage) -> str:
 
 
 def key_of(stage: Stage) -> str:
-    """The key of a stored result."""
     return f"{stage.size}-{stage.contour}-{stage.background}"
 
 

@@ -83,7 +83,6 @@ def write(found: dict[str, Any], folder: Path) -> None:
 
 
 def line(row: Row) -> str:
-    """A row of the table."""
     return (
         f"| {row['rendering']} | {row['right']:,} | {row['images']:,} | {100 * row['accuracy']:.1f} ± "
         f"{100 * row['error']:.1f} % | {row['said_connected']:,}, {row['connected']:,} are |"
@@ -91,7 +90,6 @@ def line(row: Row) -> str:
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """The table as a page."""
     text = [
         "# Renderings",
         "",

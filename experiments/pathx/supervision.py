@@ -20,7 +20,6 @@ def of_run(config: Config, before: dict[str, Any] | None) -> Supervision:
 
 
 def of_model(about: dict[str, Any]) -> Supervision:
-    """The supervision of a model, from its description."""
     if "helped" in about:
         found: Supervision = about["helped"]
         return found

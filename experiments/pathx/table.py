@@ -156,7 +156,6 @@ def orders(layers: str) -> str:
 
 
 def markdown(lines: list[list[str]]) -> str:
-    """The table, after an introduction."""
     text = [
         "# Path-X, Path-256 and Path-512",
         "",

@@ -26,8 +26,6 @@ BATCHES = 2  # used in turns, so that consecutive steps have different masks
 
 @dataclass(frozen=True)
 class Case:
-    """A case to time."""
-
     size: int
     contour: int
     layers: str

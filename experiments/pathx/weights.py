@@ -55,7 +55,6 @@ def for_training(config: Config, device: torch.device) -> Model:
 
 
 def save(path: Path, model: Model, config: Config, about: dict[str, Any]) -> None:
-    """Write the weights and the file beside them."""
     tensor_files.write(path, model, {"kind": KIND, "config": as_dict(config), **about})
     write_json(path.with_suffix(".json"), {"sha256": sha256(path), **about, "results": {}})
 
@@ -91,7 +90,6 @@ def is_whole(path: Path) -> bool:
 
 
 def beside(path: Path) -> dict[str, Any]:
-    """The values of the file beside the weights."""
     note = path.with_suffix(".json")
     if not note.is_file():
         raise FileNotFoundError(f"{path} is not loaded without its SHA-256, which {note} would hold; pass --sha256")

@@ -48,6 +48,5 @@ def compare(
 
 
 def _report(measured: dict[str, Any]) -> None:
-    """Print a line of progress."""
     step, loss, right, found = (measured[name] for name in ("step", "loss", "accuracy", "found"))
     print(f"step {step}: loss {loss:.3f}, {right:.1%} right, {found:.1%} of blocks found", file=sys.stderr, flush=True)

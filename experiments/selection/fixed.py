@@ -11,8 +11,6 @@ from sparseflash import BlockMask, attention, masks
 
 
 class Fixed(nn.Module):
-    """Attention under one mask."""
-
     def __init__(self, sizes: Sizes, pattern: Callable[[Sizes], BlockMask]) -> None:
         super().__init__()
         self.mask = pattern(sizes)
@@ -24,7 +22,6 @@ class Fixed(nn.Module):
 
 
 def dense(sizes: Sizes) -> BlockMask:
-    """A causal mask."""
     return masks.causal(sizes.tokens, block=sizes.tile)
 
 

@@ -21,8 +21,8 @@ _CHUNK = 2048  # queries whose scores of all keys are in memory at once
 class SharedBlocks(nn.Module):
     """Attention to `chosen` blocks for each query and key head. Add `loss`, the indexer's loss, to the model's loss.
 
-    taught: the number of random queries a sequence, or all if fewer, from which the indexer learns in training. Dense
-        scores with gradients dominate the time, so not all queries are used.
+    taught: in training, the indexer learns from the dense attention of this many random queries in each sequence (or of
+        all, if fewer). Not from all, because dense scores with gradients dominate the time.
     """
 
     def __init__(self, sizes: Sizes, index_dim: int = 32, taught: int = 2048) -> None:

@@ -19,8 +19,6 @@ _TEST_SEED = 1 << 40  # disjoint from the training seeds
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a run, equal for all models."""
-
     task: Recall
     sizes: Sizes
     steps: int

@@ -38,7 +38,6 @@ class BestWeights:
         return {"step": self.step, "accuracy": self.accuracy, "offered": self.offered} if self.weights else None
 
     def load(self, state: dict[str, Any] | None, weights: Weights) -> None:
-        """Restore the state from a checkpoint."""
         if state is None:
             return
         self.step, self.accuracy, self.offered = state["step"], state["accuracy"], state["offered"]

@@ -35,8 +35,6 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come."""
-
     step: int  # steps done
     seconds: float  # of training, over all sessions
     details: dict[str, Any] = field(default_factory=dict)  # further plain values of the trainer
@@ -212,7 +210,6 @@ def part_name(number: int, count: int) -> str:
 
 
 def remove(run: Path) -> None:
-    """Delete all checkpoints of a run."""
     for checkpoint in folders(run):
         shutil.rmtree(checkpoint)
 

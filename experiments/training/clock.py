@@ -25,7 +25,6 @@ class Clock:
         return time.perf_counter() - self.started
 
     def leave_out(self, seconds: float) -> None:
-        """Subtract this many seconds."""
         self.started += seconds
 
     def finish(self) -> float:

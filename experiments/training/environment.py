@@ -105,7 +105,6 @@ def triton_version(missing: str = NOT_INSTALLED) -> str:
 
 
 def installed_version(package: str, missing: str = NOT_INSTALLED) -> str:
-    """The version of a package, or `missing`."""
     try:
         return version(package)
     except PackageNotFoundError:

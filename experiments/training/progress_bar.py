@@ -42,7 +42,6 @@ class TrainingBar:
         self._bar.stop()
 
     def show(self, record: Record) -> None:
-        """Update the bar with one record."""
         numbers = f"loss {record['loss']:.3f}"
         if "accuracy" in record:
             numbers += f" acc {record['accuracy']:.3f}"

@@ -43,7 +43,6 @@ def check_fractions(settings: object, names: Sequence[str]) -> None:
 
 
 def check_one_of(name: str, value: object, allowed: Collection[object]) -> None:
-    """Raises ValueError if a value is not allowed."""
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}; got {value!r}")
 

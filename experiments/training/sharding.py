@@ -24,7 +24,6 @@ def shard(model: nn.Module, parts: Iterable[nn.Module], dtype: torch.dtype) -> N
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether a model is sharded."""
     return isinstance(model, FSDPModule)
 
 

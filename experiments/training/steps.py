@@ -16,8 +16,6 @@ NO_LABEL = -100  # the label of padding; F.cross_entropy ignores it by default
 
 
 class BatchSize(NamedTuple):
-    """The size of a batch."""
-
     answers: int  # labels
     tokens: int  # without padding
     places: int  # with padding

@@ -33,7 +33,6 @@ Pause = Callable[[int], bool]  # called after every step with the number of fini
 
 
 def never(step: int) -> bool:
-    """Never pause a run."""
     return False
 
 
@@ -303,7 +302,6 @@ class Trainer(ABC, Generic[Batch]):
         return self.average.in_place() if self.average is not None else nullcontext()
 
     def save(self) -> None:
-        """Replace the last checkpoint by a new one."""
         random = self.ranks.gather(checkpoint.random_state(self.device))
         saved = self.model, self.optimizer, self.average, random
         tensors = checkpoint.collected(*saved, self.best) if is_sharded(self.model) else None

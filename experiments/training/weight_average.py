@@ -34,13 +34,11 @@ class WeightAverage:
             yield
 
     def load(self, weights: Weights) -> None:
-        """Restore a saved average."""
         for name, average in self.weights.items():
             average.copy_(weights[name])
 
 
 def copied(model: nn.Module) -> Weights:
-    """A copy of a model's parameters."""
     return {name: weights.detach().clone() for name, weights in model.named_parameters()}
 
 

@@ -36,7 +36,6 @@ class Document:
         return sum(path.stat().st_size for path in self.paths)
 
     def texts(self) -> list[str]:
-        """The text of each file."""
         return [text_of(path.read_bytes()) or "" for path in self.paths]
 
 

@@ -45,8 +45,6 @@ class Part:
 
 @dataclass(frozen=True)
 class Store:
-    """A folder of tokens."""
-
     folder: Path
     train: Part
     val: Part

@@ -46,8 +46,6 @@ class Bytes:
 
 
 class BytePairs:
-    """A byte-pair vocabulary of the package tokenizers."""
-
     def __init__(self, made: Any) -> None:
         self._made = made
         self._made.encode_special_tokens = True  # END inside a text becomes letters, not the token

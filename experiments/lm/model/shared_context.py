@@ -50,7 +50,6 @@ class SharedContext:
         return self.layout.gather(x, -1)
 
     def attention(self, mask: BlockMask) -> Attention:
-        """The attention of a layer."""
         return partial(self._attention, mask=mask)
 
     def attention_once(self, mask: BlockMask) -> Attention:

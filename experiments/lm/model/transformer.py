@@ -32,8 +32,6 @@ _GRAPHS = 64  # of each half, in one process
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a model."""
-
     depth: int
     width: int
     head_dim: int

@@ -45,5 +45,4 @@ class Turning:
         return random.choice(WAYS[self.setting], self.batch)[self.share]
 
     def __call__(self, step: int, images: Sequence[Image]) -> list[Image]:
-        """The images of a step, turned."""
         return [turned(image, self.side, way) for image, way in zip(images, self.ways(step).tolist(), strict=True)]

@@ -72,7 +72,6 @@ class Batch:
         return BatchSize(len(self.labels), self.live_tokens, self.ids.numel())
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The batch's tensors by name."""
         found = {name: getattr(self, name) for name in _TENSORS}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 

@@ -48,7 +48,6 @@ class Examples:
         return self.begins.shape[1]
 
     def sequence(self, index: int, tower: int = 0) -> NDArray[np.uint8]:
-        """The symbols of one sequence."""
         return self.symbols[self.begins[index, tower] : self.ends[index, tower]]
 
     @property

@@ -59,7 +59,6 @@ class Accuracy:
 
     @property
     def variant(self) -> str:
-        """The variant's name in the table of times."""
         return self.mask if self.attention == "sparseflash" else self.attention
 
 

@@ -42,8 +42,6 @@ ACCURACIES = (
 
 @dataclass
 class Results:
-    """The contents of the table."""
-
     facts: dict[str, str] = field(default_factory=dict)  # device, versions, command of the times
     times: list[Row] = field(default_factory=list)
     accuracies: list[Accuracy] = field(default_factory=list)
@@ -112,7 +110,6 @@ def _percent(value: float | None) -> str:
 
 
 def times_table(times: Sequence[Row]) -> list[list[str]]:
-    """All measurements."""
     table = [["task", "tokens", "batch", "", "ms a step", "tokens/s", "memory, GB", "speed-up", "error", "remark"]]
     for row in times:
         table.append(
@@ -175,7 +172,6 @@ def markdown(table: Sequence[Sequence[str]]) -> str:
 
 
 def page(results: Results) -> str:
-    """table.md."""
     parts = ["# Long Range Arena: accuracy and speed of training"]
     if results.facts:
         parts.append("\n".join(f"- {name}: {value}" for name, value in results.facts.items()))
@@ -190,7 +186,6 @@ def page(results: Results) -> str:
 
 
 def write(results: Results, out: Path) -> None:
-    """All files but the plot."""
     out.mkdir(parents=True, exist_ok=True)
     rows = {"times": [asdict(row) for row in results.times], "accuracies": [asdict(a) for a in results.accuracies]}
     write_json(out / "table.json", {"facts": results.facts, **rows})

@@ -52,7 +52,6 @@ def ragged_batch(config: Config) -> Batch:
 
 
 def without_dropout(config: Config) -> Config:
-    """The same model without randomness."""
     return replace(config, dropout=0.0, attention_dropout=0.0)
 
 

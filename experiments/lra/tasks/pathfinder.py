@@ -169,13 +169,11 @@ def image_rows(vectors: Vectors, arrays: Callable[[Vectors, int, int], NDArray[n
 
 
 def split(everything: Examples, options: Options, place: Path) -> tuple[Examples, Examples, Examples]:
-    """The three splits of all images."""
     train, val, test = map(everything.take, dealt_out(len(everything), options, place))
     return train, val, test
 
 
 def dealt_out(images: int, options: Options, place: Path) -> tuple[NDArray[np.int64], ...]:
-    """The image indices of each split."""
     if images < 10:
         raise ValueError(f"{place} must hold at least 10 images, for three splits; it has {images}")
     return split_rows(images, shuffled=options.split == "shuffled")

@@ -43,8 +43,6 @@ class Kinds:
 
 @dataclass(frozen=True)
 class Data:
-    """The three splits of a task."""
-
     task: Task
     folder: Path
     origin: str  # the source of the examples, for any number and split

@@ -41,7 +41,6 @@ def fresh(
 
 
 def drawn_for(parameters: Parameters, seed: int, step: int, size: int) -> Vectors:
-    """The images of a step."""
     places = range(size)
     return collect(parameters, seed, [draw(parameters, seed, image_index(0, step, place)) for place in places])
 

@@ -13,7 +13,6 @@ COST = ["images of", "weights", "trained on", "images seen", "minutes", "images/
 
 
 def report(figures: Sequence[Figure]) -> str:
-    """The page for some results."""
     answered = [row for figure in figures for row in rows(figure)]
     commands = "\n".join(f"- {figure['images_of']}: `{figure['command']}`\n  {made_with(figure)}" for figure in figures)
     return (
@@ -29,7 +28,6 @@ def report(figures: Sequence[Figure]) -> str:
 
 
 def rows(figure: Figure) -> list[list[str]]:
-    """The rules, and the network."""
     quarters = figure["by_distance"]
     borders = " ".join(f"{border:.0f}" for border in quarters["borders_px"])
     answered = [*quarters["rules"], as_rule(figure)]
@@ -41,7 +39,6 @@ def rows(figure: Figure) -> list[list[str]]:
 
 
 def cost(figure: Figure) -> list[str]:
-    """The cost of a network."""
     spent = figure["cost"]
     seen = f"{spent['images']:,}"
     if spent["different_images"] < spent["images"]:
@@ -53,7 +50,6 @@ def cost(figure: Figure) -> list[str]:
 
 
 def made_with(figure: Figure) -> str:
-    """The versions and the machine."""
     versions = ", ".join(f"{name} {version}" for name, version in figure["versions"].items())
     return f"({versions}; {figure['device']}, {figure['cores']} CPU cores)"
 

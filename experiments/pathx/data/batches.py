@@ -67,7 +67,6 @@ def recipe_of(config: Config, number: int, earlier: int = 0) -> Recipe:
 
 
 def most_images(recipe: Recipe) -> int:
-    """The maximum number of images in a batch."""
     if recipe.background == "keep":
         least = blocks_of_whole(recipe)
     else:
@@ -89,7 +88,6 @@ def blocks_of_whole(recipe: Recipe) -> int:
 
 
 def drawn(size: int, contour: int, seed: int, index: int) -> Vectors:
-    """One image, as vectors."""
     parameters = parameters_of(size, contour)
     return collect(parameters, seed, [draw(parameters, seed, index)])
 

@@ -60,7 +60,6 @@ class StaticPacking:
             copy_into(self.tensors[name][: len(array)], torch.from_numpy(np.ascontiguousarray(array)))
 
     def on_device(self) -> Batch:
-        """The batch of the tensors, with its masks."""
         block, side, tokens, images = self.packed_like
         return batch_of(self.tensors, self.layers, block, self.registers, side=side, tokens=tokens, images=images)
 

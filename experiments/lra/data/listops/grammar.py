@@ -55,7 +55,6 @@ def draw(rng: random.Random, longer_than: int, shorter_than: int) -> list[int] |
 
 
 def evaluate(tokens: list[int]) -> int:
-    """The value of an expression, 0..9."""
     open_lists: list[list[int]] = [[]]
     operators: list[int] = []
     for token in tokens:
