@@ -114,8 +114,8 @@ def markdown(found: dict[str, Any]) -> str:
         return "\n".join(lines) + "\n"
     lines += [
         "",
-        "Masks on the first image, background dropped. Tiles: the part of dense attention's that is computed; the last "
-        "one is padded.",
+        "Masks on the first image, background dropped. Tiles: the computed part of dense attention; the last tile is "
+        "padded.",
         "",
     ]
     lines += ["| layer | mask | order | live scores | tiles | reached so far | alone reaches all after |"]

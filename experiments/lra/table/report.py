@@ -25,18 +25,17 @@ TITLES = {
     "local": "sparseflash, local",
 }
 LEGEND = (
-    "Times are of one training step (forward, backward, clipping, optimiser) by the host's clock, medians of rounds in "
-    "turns, on batches of the tasks' full length. The model is the preset's, the same for all. Standard attention is "
-    "the leanest plain form: scale on q, mask in place, softmax in the model's precision. Every variant's logits and "
-    "gradients were compared with fp64 first; an error of 1 is what is allowed, twice that of standard attention. "
-    "Memory is that of a step that the host starts."
+    "Times are medians of one training step (forward, backward, clipping, optimiser) by the host's clock. Variants "
+    "take turns, on batches of the tasks' full length, with the preset's model. Standard attention is the leanest "
+    "plain form: scale on q, mask in place, softmax in the model's precision. Logits and gradients are first compared "
+    "with fp64; the allowed error of 1 is twice standard attention's. Memory is for a step launched by the host."
 )
 
 
 ACCURACIES = (
-    "Validation: of the tested weights, else the last of a run. Training: the mean of the log's last 20 lines. "
-    "The best rule is the best of those that avoid the task. Tested: the weights of the last step, or of the best "
-    "validation, at that step. Minutes are those of training; runs: their folder."
+    "Validation: of the tested weights, or else a run's last. Training: the mean of the last 20 log lines. Best rule: "
+    "the best baseline that avoids the task. Tested: the step of the tested weights, the last or the best "
+    "validation's. Minutes: training time. Runs: their folder."
 )
 
 

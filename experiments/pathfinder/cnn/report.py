@@ -17,12 +17,12 @@ def report(figures: Sequence[Figure]) -> str:
     commands = "\n".join(f"- {figure['images_of']}: `{figure['command']}`\n  {made_with(figure)}" for figure in figures)
     return (
         "# A small 2-D CNN\n\n"
-        "With the parameters of the Long Range Arena; not the released images. Accuracy in percent, chance 50, with\n"
-        "its standard error, and in quarters of the marker distance, of residual networks of 3 x 3 convolutions, one\n"
-        "for each kind of images; above each the rules of [shortcuts.md](shortcuts.md), fitted to the same kind. What\n"
-        "a network reached in some minutes is no more than that: its kind may reach more.\n\n"
+        "Generated with the parameters of the Long Range Arena, not the released images. Accuracy in percent (chance:\n"
+        "50) with its standard error, and in quarters of the marker distance, of residual networks of 3 x 3\n"
+        "convolutions, one for each kind of images. Above each network are the rules of [shortcuts.md](shortcuts.md)\n"
+        "for the same kind. Longer training may reach more.\n\n"
         f"{markdown(HEAD, answered)}\n\n"
-        "What they cost. The training accuracy is that of the last steps, twenty at most.\n\n"
+        "Costs. The training accuracy is the mean of at most the last twenty steps.\n\n"
         f"{markdown(COST, map(cost, figures))}\n\n{commands}\n"
     )
 
