@@ -37,9 +37,9 @@ def print_result(console: Console, metrics: dict[str, Any], path: Path) -> None:
             f"{metrics['validation_accuracy']:.3f}"
         )
     if metrics["plateau_left_at"] is None:
-        console.print("[yellow]The loss never left that of guessing:[/yellow] more steps may help, or another seed.")
+        console.print("[yellow]The loss never fell below guessing:[/yellow] more steps may help, or another seed.")
     else:
-        console.print(f"The loss left that of guessing at step {metrics['plateau_left_at']}.")
+        console.print(f"The loss fell below guessing at step {metrics['plateau_left_at']}.")
     console.print(f"Metrics: {path}", soft_wrap=True)
     if denoises:
         console.print(f"Begin with these weights: train --initial {path.with_name(FILE)}", soft_wrap=True)

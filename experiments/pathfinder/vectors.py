@@ -187,11 +187,11 @@ def check_values(path: Path, vectors: Vectors) -> None:
     if (others < 0).any() or (others % p.distractor_length).any():
         raise ValueError(f"{path} is damaged: an image must have two whole targets and whole distractors")
     if (vectors.labels > 1).any() or (vectors.marked > 1).any() or not np.isin(vectors.margins, p.margins).all():
-        raise ValueError(f"{path} is damaged: it has labels, marked snakes or margins that there are not")
+        raise ValueError(f"{path} is damaged: it has impossible labels, marked snakes or margins")
     if len(places) and places.max() >= p.size:
         raise ValueError(f"{path} is damaged: it has dashes outside the image")
     # The number of headings depends on the margin.
     known = np.zeros(256, np.int64)
     known[list(p.margins)] = [len(tables(p, margin).step) for margin in p.margins]
     if (headings >= np.repeat(known[vectors.margins], np.diff(starts))).any():
-        raise ValueError(f"{path} is damaged: it has directions that there are not")
+        raise ValueError(f"{path} is damaged: it has impossible headings")

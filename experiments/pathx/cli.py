@@ -309,8 +309,8 @@ def probe(
         place = find_device(device)
         if place.type == "cpu" and device == "auto":
             raise ValueError(
-                "there is no CUDA device, and a step of so many tokens takes minutes on a CPU; --device cpu "
-                "--tokens 4096 runs the same on little"
+                "there is no CUDA device, and steps of this size take minutes on a CPU; for a small trial: "
+                "--device cpu --tokens 4096"
             )
         pairs = [(int(size), layers) for size in sizes.split(",") for layers in masks.split(";")]
         cases = [throughput.Case(size, contour, layers, background) for size, layers in pairs]

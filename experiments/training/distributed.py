@@ -68,7 +68,7 @@ class Ranks:
         """Raises ValueError if a run wants another number of processes for each sequence."""
         if wanted != self.context_parallel:
             raise ValueError(
-                f"context_parallel must be that of the processes that train, {self.context_parallel}; got {wanted}"
+                f"context_parallel must be {self.context_parallel}, as in the running processes; got {wanted}"
             )
 
     def check_batch(self, sequences: int, option: str) -> None:

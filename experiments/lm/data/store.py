@@ -105,7 +105,7 @@ def make(found: Found, target: Path, vocabulary: int, say: Progress, share: floa
     if not training or not validation:
         raise ValueError(
             f"there must be texts to train on and to validate on; got {len(training)} and {len(validation)}: "
-            f"give more files, of which about {share:.0%} validate, or a larger share: `corpus --validation 0.2`"
+            f"give more files (about {share:.0%} of them validate), or a larger share: `corpus --validation 0.2`"
         )
     unfinished = target.with_name(f"{target.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)

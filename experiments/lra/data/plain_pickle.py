@@ -148,5 +148,5 @@ def _built(value: Any, state: tuple[Any, ...]) -> Any:
         raise ValueError(f"it must have arrays of bytes, in rows; got the type {dtype.name[:60]}")
     # Check types first: a list's repr, or its product with a number, could fill the memory.
     if not all(type(n) is int and n >= 0 for n in _of_type(shape, tuple)) or math.prod(shape) != len(data):
-        raise ValueError(f"it is damaged: an array whose shape is not that of its {len(data)} bytes")
+        raise ValueError(f"it is damaged: the shape of an array does not fit its {len(data)} bytes")
     return np.frombuffer(data, np.uint8).reshape(shape)

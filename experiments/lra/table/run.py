@@ -64,8 +64,8 @@ def run(
         results.facts = environment(options.device, command, commit)
         recorded = options.recorded and options.device.type == "cuda"
         how = "as CUDA graphs" if recorded else "started by the host, kernel by kernel"
-        more = ", what surrounds attention compiled" if options.compiled else ""
-        results.facts["steps"] = f"{how}{more}, those of all variants alike"
+        more = ", code around attention compiled" if options.compiled else ""
+        results.facts["steps"] = f"{how}{more}, for all variants"
         if options.device.type == "cpu":
             results.facts["note"] = "everything is shrunk: a test of the command, and no measurement"
         say(in_a_line(results.facts))
