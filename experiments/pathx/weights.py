@@ -2,6 +2,9 @@
 
 model.safetensors   the weights in fp32, with the settings to build the model
 model.json          the SHA-256 of that file, the cost of training, and the results; see evaluate.py
+
+The weights in `experiments/results` are rounded to fp16. In model.json `stored` has the hash of the rounded file, and
+`sha256` the hash of the trained and tested weights, which later runs cite.
 """
 
 from __future__ import annotations
@@ -73,7 +76,7 @@ def load(path: Path, expected: str | None = None) -> tuple[Model, Config, dict[s
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     if expected is None:
-        expected = beside(path)["sha256"]
+        expected = hash_of(beside(path))
     found = sha256(path)
     if found != expected:
         raise ValueError(f"{path} must have the SHA-256 {expected}; got {found}: it is another file, or damaged")
@@ -86,7 +89,12 @@ def load(path: Path, expected: str | None = None) -> tuple[Model, Config, dict[s
 
 def is_whole(path: Path) -> bool:
     """Whether the file of weights and the file beside it exist and belong together."""
-    return path.is_file() and path.with_suffix(".json").is_file() and sha256(path) == beside(path)["sha256"]
+    return path.is_file() and path.with_suffix(".json").is_file() and sha256(path) == hash_of(beside(path))
+
+
+def hash_of(note: dict[str, Any]) -> str:
+    """The SHA-256 of the file of weights beside a note."""
+    return str(note.get("stored", note)["sha256"])
 
 
 def beside(path: Path) -> dict[str, Any]:
