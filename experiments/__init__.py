@@ -1,6 +1,5 @@
-"""Training runs and measurements with sparseflash; nothing in the library imports them.
+"""Training runs and measurements with sparseflash; the library imports nothing from here.
 
-`training` is what all trainers share; `lra`, `pathx`, `pathfinder` and `selection` are each a task with its trainer;
-`benchmarks` are measurements of the library; `results` has what all of them have found. What a folder may import stands
-in its own docstring; lra and pathx may not import one another.
+`training` is shared by all trainers. `lm`, `lra`, `pathx`, `pathfinder` and `selection` are tasks with their trainers,
+`benchmarks` measures the library, and `results` stores the findings. Each folder's docstring says what it may import.
 """

@@ -26,6 +26,7 @@ PUBLIC = (
 _BACKENDS, _TRITON, _BENCHMARKS = "sparseflash/backends", "sparseflash/backends/triton", "experiments/benchmarks"
 _LIMITS = "sparseflash/limits.py"
 _FLEX, _INTERPRETER = f"{_BENCHMARKS}/speed/peers/flexattention.py", f"{_BENCHMARKS}/interpreter.py"
+_HARNESS = f"{_BENCHMARKS}/harness"
 
 # For each folder, the paths that its modules may import besides one another, and everything below these paths. Imports
 # inside functions and for types count. Every folder has a row, and some files have their own; a module belongs to the
@@ -282,6 +283,7 @@ MAY_IMPORT = {
         f"{_TRITON}/launcher.py",
     ),
     "experiments": (),
+    "experiments/measurements.py": ("experiments/training/environment.py", "sparseflash/__init__.py"),
     "experiments/training": PUBLIC,
     "experiments/training/layers": PUBLIC,
     "experiments/pathfinder": ("experiments/pathfinder/cnn", "experiments/training"),
@@ -319,24 +321,33 @@ MAY_IMPORT = {
     "experiments/lm/data": ("experiments/training",),
     "experiments/lm/model": ("experiments/lm", "experiments/training", *PUBLIC),
     _BENCHMARKS: (),
+    f"{_BENCHMARKS}/__main__.py": (_HARNESS, "experiments/measurements.py"),
+    _HARNESS: (
+        _HARNESS,
+        _INTERPRETER,
+        f"{_BENCHMARKS}/timing.py",
+        "experiments/measurements.py",
+        "experiments/training",
+    ),
     f"{_BENCHMARKS}/timing.py": ("experiments/training/clock.py",),
     f"{_BENCHMARKS}/calls": (
+        _HARNESS,
         f"{_BENCHMARKS}/timing.py",
         f"{_BENCHMARKS}/fresh_process.py",
-        "experiments/training",
         f"{_TRITON}/launcher.py",
         *PUBLIC,
     ),
     f"{_BENCHMARKS}/speed": (
         f"{_BENCHMARKS}/speed",
+        _HARNESS,
         f"{_BENCHMARKS}/fresh_process.py",
         f"{_BENCHMARKS}/timing.py",
-        "experiments/training",
+        "experiments/measurements.py",
         "sparseflash/blockmask/arguments.py",
         *PUBLIC,
     ),
-    f"{_BENCHMARKS}/speed/peers": (f"{_BENCHMARKS}/speed", *PUBLIC),
-    f"{_BENCHMARKS}/io": (f"{_BENCHMARKS}/timing.py", "experiments/training", *PUBLIC),
+    f"{_BENCHMARKS}/speed/peers": (_HARNESS, f"{_BENCHMARKS}/speed", *PUBLIC),
+    f"{_BENCHMARKS}/io": (_HARNESS, "experiments/training", *PUBLIC),
     _INTERPRETER: (),
     f"{_BENCHMARKS}/compile": (
         _INTERPRETER,
@@ -347,6 +358,7 @@ MAY_IMPORT = {
         *PUBLIC,
     ),
     f"{_BENCHMARKS}/tune": (
+        _HARNESS,
         _INTERPRETER,
         f"{_BENCHMARKS}/compile",
         f"{_BENCHMARKS}/speed",
@@ -356,15 +368,16 @@ MAY_IMPORT = {
         *PUBLIC,
     ),
     f"{_BENCHMARKS}/blocks": (
+        _HARNESS,
         _INTERPRETER,
+        "experiments/measurements.py",
         f"{_BENCHMARKS}/speed",
-        f"{_BENCHMARKS}/timing.py",
         f"{_BENCHMARKS}/tune",
         "experiments/training",
         _BACKENDS,
         *PUBLIC,
     ),
-    f"{_BENCHMARKS}/distributed": (f"{_BENCHMARKS}/distributed", "experiments/training", *PUBLIC),
+    f"{_BENCHMARKS}/distributed": (f"{_BENCHMARKS}/distributed", _HARNESS, "experiments/training", *PUBLIC),
     f"{_BENCHMARKS}/exactness": (
         _INTERPRETER,
         f"{_BENCHMARKS}/timing.py",
@@ -372,26 +385,24 @@ MAY_IMPORT = {
         f"{_BACKENDS}/reference.py",
         *PUBLIC,
     ),
-    f"{_BENCHMARKS}/selection": (
-        f"{_BENCHMARKS}/speed",
-        f"{_BENCHMARKS}/timing.py",
-        "experiments/training",
-        *PUBLIC,
-    ),
-    f"{_BENCHMARKS}/decode": (f"{_BENCHMARKS}/speed", f"{_BENCHMARKS}/timing.py", "experiments/training", *PUBLIC),
+    f"{_BENCHMARKS}/selection.py": (_HARNESS, f"{_BENCHMARKS}/speed", f"{_BENCHMARKS}/timing.py", *PUBLIC),
+    f"{_BENCHMARKS}/decode.py": (_HARNESS, f"{_BENCHMARKS}/speed", *PUBLIC),
     f"{_BENCHMARKS}/huggingface": (
+        _HARNESS,
+        "experiments/measurements.py",
         f"{_BENCHMARKS}/timing.py",
         "experiments/training",
         "sparseflash/huggingface",
         *PUBLIC,
     ),
-    f"{_BENCHMARKS}/layer": (_INTERPRETER, f"{_BENCHMARKS}/speed", f"{_BENCHMARKS}/timing.py", "experiments/training"),
+    f"{_BENCHMARKS}/layer.py": (_HARNESS, f"{_BENCHMARKS}/speed"),
     f"{_BENCHMARKS}/scores": (
         _FLEX,
+        _HARNESS,
         _INTERPRETER,
         f"{_BENCHMARKS}/timing.py",
         f"{_BENCHMARKS}/fresh_process.py",
-        "experiments/training",
+        "experiments/measurements.py",
         *PUBLIC,
     ),
     f"{_BENCHMARKS}/patterns": (

@@ -56,6 +56,9 @@ def program_of(name):
 
 
 def wrong_with(name, rest):
+    if name == "experiments.benchmarks":  # the one command for all benchmarks
+        word, _, rest = rest.strip().partition(" ")
+        return None if word == "show" else wrong_with(f"{name}.{word}", rest)
     command = program_of(name)
     if command is None:
         return f"there is no {name} to run"
@@ -85,7 +88,9 @@ def test_what_is_wrong_with_a_command_is_found():
     assert wrong_with("experiments.lra", "trian --preset lra") == "experiments.lra has no command trian"
     assert wrong_with("experiments.lra", "train --prest lra") == "experiments.lra train has no option --prest"
     assert wrong_with("experiments.lara", "train") == "there is no experiments.lara to run"
-    assert wrong_with("experiments.benchmarks.speed", "--group memory report a.csv --device cpu") == (
-        "experiments.benchmarks.speed report has no option --device"
+    assert wrong_with("experiments.benchmarks", " show a.jsonl") is None
+    assert wrong_with("experiments.benchmarks", " iou table") == "there is no experiments.benchmarks.iou to run"
+    assert wrong_with("experiments.benchmarks.io", "table --dim 64 --group memory") == (
+        "experiments.benchmarks.io table has no option --group"
     )
     assert wrong_with("sparseflash", "show 'causal(64)' --casual") == "sparseflash show has no option --casual"

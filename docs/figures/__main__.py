@@ -1,29 +1,77 @@
-"""Draws the pictures: `python -m docs.figures [NAME ...]`."""
+"""Writes the figures into the pages, or checks them: `python -m docs.figures [--check | --stale | --names PATTERN]`."""
 
+import argparse
 import sys
-from pathlib import Path
+from fnmatch import fnmatch
 
-from matplotlib.figure import Figure
-
-from docs.figures import kernels, patterns, speed
-
-IMAGES = Path(__file__).resolve().parents[1] / "pages" / "images"
-FIGURES = {**speed.FIGURES, **patterns.FIGURES, **kernels.FIGURES}
+from docs.figures.handwritten import handwritten
+from docs.figures.marks import Page, contradictions, filled, pages
+from docs.figures.stale import changes
+from docs.figures.store import number, stored
 
 
-def save(figure: Figure, path: Path) -> None:
-    """Writes a figure as a PNG; the same versions of everything write the same bytes."""
-    figure.savefig(path, dpi=120, metadata={"Software": None})
+def problems(checked: list[Page]) -> list[str]:
+    """What `--check` says: marks that cannot be filled in, contradictions, what is out of date or written by hand."""
+    found = [f"{page.name}: {error}" for page in checked for error in page.errors]
+    found += [f"two places must show one figure; {each}" for each in contradictions(checked)]
+    found += [f"{page.name} is out of date: run python -m docs.figures" for page in checked if not page.is_current()]
+    found += [f"{each} must say: run python -m docs.figures" for page in checked for each in page.unmarked]
+    return found + [
+        f"{each}: a measured number must come from the store, between marks"
+        for page in checked
+        if is_held(page)
+        for each in handwritten(page.path)
+    ]
 
 
-def main(names: list[str]) -> None:
-    """Draws the figures whose names begin with one of `names`, or all."""
-    IMAGES.mkdir(parents=True, exist_ok=True)
-    for name, draw in FIGURES.items():
-        if not names or name.startswith(tuple(names)):
-            save(draw(), IMAGES / name)
-            print(IMAGES / name)
+def is_held(page: Page) -> bool:
+    """Whether the page may have no measured number by hand. The catalogue of masks is written by its own benchmark."""
+    return page.path.suffix == ".md" and not page.name.startswith("masks/")
+
+
+def stale(checked: list[Page]) -> list[str]:
+    """A line for each run whose kernels have changed since, with the pages that cite it."""
+    lines = []
+    for key, file in stored().items():
+        count = changes(file)
+        if count:
+            cited = ", ".join(page.name for page in checked if key in page.cited)
+            lines.append(
+                f"{key}: {file.run.commit}, {count} commits to its kernels since; cited by {cited or 'no page'}"
+            )
+    return lines
+
+
+def main() -> int:
+    """Does what the command line asks for; the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m docs.figures", description=__doc__)
+    ways = parser.add_mutually_exclusive_group()
+    ways.add_argument("--check", action="store_true", help="change nothing; fail if anything is out of date or wrong")
+    ways.add_argument("--stale", action="store_true", help="list the runs that are older than their kernels")
+    ways.add_argument("--names", metavar="PATTERN", help="list the stored figures whose names match, * for anything")
+    asked = parser.parse_args()
+    if asked.names:
+        for key, file in stored().items():
+            for each in file.measurements:
+                if fnmatch(each.name, asked.names):
+                    value = "failed" if each.value is None else f"{number(each.value)} {each.unit}"
+                    print(f"{each.name} @ {key.partition('/')[2]}  {value}")
+        return 0
+    checked = [filled(path) for path in pages()]
+    if asked.stale:
+        print("\n".join(stale(checked)))
+        return 0
+    if asked.check:
+        print("\n".join(problems(checked)))
+        return bool(problems(checked))
+    for page in checked:
+        if not page.is_current():
+            page.path.write_text(page.after, encoding="utf-8")
+            print(page.name)
+    errors = [f"{page.name}: {error}" for page in checked for error in page.errors]
+    print("\n".join(errors), file=sys.stderr)
+    return bool(errors)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main())

@@ -1,6 +1,5 @@
-"""Measurements of the library, one folder each: calls, speed, io, tune, blocks, compile, exactness, patterns,
-selection, decode, layer, huggingface.
+"""Measurements of the library: `python -m experiments.benchmarks NAME`, or `show FILE` for a record as a table.
 
-A folder may import the library and `experiments.training`, and another measurement only where its docstring says so.
-Of benchmarks, other folders import `timing` alone.
+A folder may import the library, `harness` and `experiments.training`, and another measurement only where its docstring
+says so. Of benchmarks, other folders import `timing` alone.
 """

@@ -119,6 +119,19 @@ def _loop(call: Callable[[], object], count: int) -> None:
         call()
 
 
+def host_microseconds(call: Callable[[], object], device: torch.device, *, count: int = 20, rounds: int = 5) -> float:
+    """The median over rounds of the host's time for a call, without waiting for the device."""
+    found: list[float] = []
+    for _ in range(rounds):
+        synchronize(device)
+        begin = time.perf_counter()
+        for _ in range(count):
+            call()
+        found.append((time.perf_counter() - begin) / count * 1e6)
+        synchronize(device)
+    return median(found)
+
+
 def _by_turns(
     calls: Mapping[str, Timed], rounds: int, series: Callable[[Callable[[], object]], list[float]]
 ) -> dict[str, Timing]:

@@ -1,8 +1,7 @@
 """Tokens/s, MFU and memory of whole training steps: forward, backward, clipping and AdamW, in bf16.
 
-The rows of one model and one context share weights, optimiser and compiled code, and take turns: each runs a short
-series of steps, then the next one does, for some rounds, so that a change of clock rates affects all of them. Tokens
-are random, which no step notices; no corpus is needed.
+The rows of one model and one context share weights, optimiser and compiled code. They take turns in short series of
+steps, so that a change of clock rates affects all rows. Tokens are random; no corpus is needed.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from experiments.training.clock import synchronize
 from experiments.training.optimizer import adamw
 from experiments.training.profiling import KernelCost, costs_of
 
-LR = 1e-4  # of the measured steps, whose time does not depend on it
+LR = 1e-4  # does not affect the step time
 PROFILED_STEPS = 2
 
 Say = Callable[[str], None]
@@ -34,27 +33,27 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Options:
-    """How to measure. minutes: no row is begun, and no round, once they are over."""
+    """How to measure. minutes: no row and no round starts after this time."""
 
     minutes: float = 5.0
     tokens: int = 65_536
     rounds: int = 3
     round_seconds: float = 0.6
-    recorded: bool = False  # whether each case is measured once more, with steps as CUDA graphs
-    profiled: bool = False  # whether to list each row's kernels, in steps that are not timed
-    chosen: dict[str, object] = field(default_factory=dict)  # settings in place of the presets'
+    recorded: bool = False  # whether to measure each case again with CUDA graphs
+    profiled: bool = False  # whether to list each row's kernels, in untimed steps
+    chosen: dict[str, object] = field(default_factory=dict)  # settings that replace the preset's
 
 
 @dataclass
 class Row:
-    """A row of the table; `failure` says in a few words why a row has no numbers."""
+    """A row of the table; `failure` is a short reason for missing numbers."""
 
     case: Case
     parameters: int = 0
-    density: float = float("nan")  # live scores over those of the square, mean of the layers
+    density: float = float("nan")  # share of live scores, mean of the layers
     batch: int = 0
     part: int = 0
-    first_seconds: float = float("nan")  # of the first step, with compilation
+    first_seconds: float = float("nan")  # the first step, with compilation
     peak_bytes: int = 0
     flops_a_token: float = float("nan")
     rounds: list[float] = field(default_factory=list)  # seconds of a step
@@ -64,7 +63,6 @@ class Row:
 
     @property
     def seconds(self) -> float:
-        """The median of the rounds."""
         return median(self.rounds) if self.rounds else float("nan")
 
     @property
@@ -78,7 +76,7 @@ class Row:
 
 
 def measure(cases: Sequence[Case], options: Options, device: torch.device, say: Say) -> list[Row]:
-    """The rows of all cases, in their order."""
+    """The rows of all cases, in order."""
     deadline = time.monotonic() + 60 * options.minutes
     if options.recorded:
         check_recordable(device)
@@ -153,7 +151,7 @@ def _skip(rows: Sequence[Row]) -> None:
 
 
 def _prepare(row: Row, config: Config, device: torch.device) -> list[Attention] | None:
-    """The attention of every layer, made once for each mask; None if the implementation cannot have it."""
+    """The attention of each layer, one object for each mask; None if the implementation does not support the mask."""
     case, sizes = row.case, config.sizes
     masks = patterns.of_layers(
         case.pattern, sizes.depth, sizes.heads, case.context, window=config.window, block=config.block
@@ -175,7 +173,7 @@ def _prepare(row: Row, config: Config, device: torch.device) -> list[Attention] 
 def _first(
     row: Row, model: LanguageModel, attentions: list[Attention], steps: AccumulatingSteps, batch: Batch, say: Say
 ) -> bool:
-    """The first two steps, in which everything is compiled and memory is reserved. Returns whether they ran."""
+    """Run the first two steps, which compile and reserve memory. Returns whether they ran."""
     begin = time.perf_counter()
     _run(row, model, attentions, steps, batch, count=1)
     row.first_seconds = time.perf_counter() - begin
@@ -190,7 +188,7 @@ def _first(
 def _round(
     row: Row, model: LanguageModel, attentions: list[Attention], steps: AccumulatingSteps, batch: Batch, seconds: float
 ) -> None:
-    """A step to warm up, then as many as fill the round."""
+    """One warm-up step, then as many steps as fill the round."""
     once = _run(row, model, attentions, steps, batch, count=1)
     if row.failure:
         return
@@ -203,7 +201,7 @@ def _round(
 def _run(
     row: Row, model: LanguageModel, attentions: list[Attention], steps: AccumulatingSteps, batch: Batch, count: int
 ) -> float:
-    """The seconds of some steps; a failure is noted in the row."""
+    """The seconds of some steps; a failure is recorded in the row."""
     model.attentions = tuple(attentions)
     device = steps.device
     on_gpu = device.type == "cuda"
@@ -217,7 +215,7 @@ def _run(
         synchronize(device)
     except torch.OutOfMemoryError:
         row.failure = "out of memory"
-    except Exception as error:  # a peer's failure must not end the other rows
+    except Exception as error:  # another library's failure must not end the other rows
         row.failure = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     took = time.perf_counter() - begin
     if row.failure:

@@ -12,7 +12,7 @@ PANELS = (("tokens_per_s", "tokens/s", 1.0), ("mfu", "MFU, %", 100.0), ("peak_gb
 
 
 def lines(rows: list[dict[str, Any]], number: str) -> dict[str, tuple[list[int], list[float]]]:
-    """For each model, pattern and implementation, contexts and numbers, of the rows that have one.
+    """Contexts and numbers for each model, pattern and implementation, from the rows that have the number.
 
     >>> row = {"preset": "124M", "pattern": "dense", "attention": "sdpa", "context": 2048, "mfu": 0.25}
     >>> lines([row], "mfu")
@@ -30,7 +30,7 @@ def lines(rows: list[dict[str, Any]], number: str) -> dict[str, tuple[list[int],
 
 
 def plot(stored: Path, path: Path) -> None:
-    """Draw bench.json as a picture; what was measured nowhere, such as the memory of a CPU, has no panel."""
+    """Draw bench.json. A number that no row has, such as memory on a CPU, gets no panel."""
     import matplotlib
 
     matplotlib.use("Agg")

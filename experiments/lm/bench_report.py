@@ -16,7 +16,7 @@ PEER = "sdpa"
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """One line a row; "x" is its tokens/s over those of dense SDPA in the same model and context."""
+    """One line for each row; "x" is tokens/s divided by dense SDPA's in the same model and context."""
     made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("model", "context", "pattern", "attention"):
         made.add_column(name, no_wrap=True, overflow="fold")
@@ -40,7 +40,7 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def shortened(failure: str) -> str:
-    """What fits into a table; bench.json has all of it.
+    """A failure in a word or two, for the table; bench.json has the whole text.
 
     >>> shortened("NotImplementedError: FlexAttention does not support backward on CPU.")
     'failed'
@@ -49,7 +49,7 @@ def shortened(failure: str) -> str:
 
 
 def over_sdpa(row: Row, rows: Sequence[Row]) -> float | None:
-    """Tokens/s over those of dense SDPA with steps of the same kind; None if that was not measured."""
+    """Tokens/s divided by dense SDPA's with steps of the same kind; None if not measured."""
     for other in rows:
         if other.rounds and other.case == row.case._replace(pattern="dense", attention=PEER):
             return row.tokens_per_s / other.tokens_per_s
@@ -57,7 +57,6 @@ def over_sdpa(row: Row, rows: Sequence[Row]) -> float | None:
 
 
 def as_record(row: Row, rows: Sequence[Row]) -> dict[str, Any]:
-    """A row as plain values."""
     ratio = over_sdpa(row, rows)
     measured = bool(row.rounds)
     return {
@@ -80,7 +79,7 @@ def as_record(row: Row, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def write(folder: Path, rows: Sequence[Row], facts: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Write bench.csv, each line with the facts of the run, and bench.json; kernels.csv, if rows were profiled."""
+    """Write bench.csv, each line with the facts of the run, bench.json and, if profiled, kernels.csv."""
     folder.mkdir(parents=True, exist_ok=True)
     records = [as_record(row, rows) for row in rows]
     write_csv(folder / "bench.csv", [{**record, **facts} for record in records])

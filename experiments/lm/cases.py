@@ -8,7 +8,8 @@ from typing import NamedTuple
 from experiments.lm.model.attention import IMPLEMENTATIONS
 from experiments.lm.presets import settings_of
 
-# Dense attention beside PyTorch's two at the usual lengths, for all sizes; then where sparse patterns should pay.
+# Dense attention beside PyTorch's two implementations at the usual lengths, for all sizes; then long contexts, where
+# sparse patterns should pay.
 DEFAULT = (
     "124M:2K,8K:dense:sparseflash,sdpa,flex",
     "124M:16K,64K:dense:sparseflash,sdpa,flex",
@@ -18,8 +19,6 @@ DEFAULT = (
 
 
 class Case(NamedTuple):
-    """One row of the table."""
-
     preset: str
     context: int
     pattern: str
@@ -28,18 +27,18 @@ class Case(NamedTuple):
 
     @property
     def implementation(self) -> str:
-        """How attention and steps are run, in words."""
+        """The implementation of attention and steps, in words."""
         return f"{self.attention}, recorded" if self.recorded else self.attention
 
 
 def parsed(text: str) -> list[Case]:
-    """All combinations of "presets:contexts:patterns:implementations"; commas separate, K are 1,024 tokens.
+    """All combinations in "presets:contexts:patterns:implementations"; commas separate values, K means 1,024.
 
     >>> parsed("124M:2K,512:dense:sparseflash")
     [Case(preset='124M', context=2048, pattern='dense', attention='sparseflash', recorded=False),
      Case(preset='124M', context=512, pattern='dense', attention='sparseflash', recorded=False)]
 
-    Layers that differ are joined by + here, because commas separate patterns. Raises ValueError for anything else.
+    Here + joins alternating layers, because commas separate patterns. Raises ValueError for anything else.
     """
     parts = [part.split(",") for part in text.split(":")]
     if len(parts) != 4 or not all(all(part) for part in parts):
@@ -60,7 +59,7 @@ def parsed(text: str) -> list[Case]:
 
 
 def length(text: str) -> int:
-    """Tokens, with K for 1,024 of them.
+    """A number of tokens, with K for 1,024.
 
     >>> length("64K"), length("1000")
     (65536, 1000)

@@ -41,7 +41,6 @@ console = Console()
 
 
 def say(text: str) -> None:
-    """Progress of work that takes minutes."""
     console.print(text, soft_wrap=True, highlight=False)
 
 
@@ -61,27 +60,27 @@ def corpus(
         ),
     ] = None,
     suffix: Annotated[
-        list[str] | None, typer.Option(help="Take these files only: .py, .rst, ...; may be repeated.")
+        list[str] | None, typer.Option(help="Read only these files: .py, .rst, ...; may be repeated.")
     ] = None,
-    exclude: Annotated[list[str] | None, typer.Option(help="Leave out folders of this name; may be repeated.")] = None,
+    exclude: Annotated[list[str] | None, typer.Option(help="Skip folders of this name; may be repeated.")] = None,
     packages: Annotated[
         bool,
         typer.Option(
-            help="Join the files of each package, a folder inside --from, to one long document; whole packages "
-            "validate, chosen by the hash of their names."
+            help="Join the files of each package (a folder inside --from) into one document; whole packages validate, "
+            "chosen by the hash of their names."
         ),
     ] = False,
     vocabulary: Annotated[int, typer.Option(min=256, help=f"{HELP['vocabulary']} It is trained on the text.")] = 50_304,
-    megabytes: Annotated[float | None, typer.Option(help="Take so much text at most.", show_default="all")] = None,
+    megabytes: Annotated[float | None, typer.Option(help="Maximum size of the text.", show_default="all")] = None,
     validation: Annotated[
         float, typer.Option(help="The share of files or packages to validate on.")
     ] = VALIDATION_SHARE,
     out: Annotated[Path, typer.Option(help="Folder for the tokens, which is replaced.")] = Path("data/lm"),
 ) -> None:
-    """Make a corpus from text that the machine has: find files, leave out copies, divide, cut into tokens.
+    """Make a corpus from text on this machine: find files, drop copies, split, tokenise.
 
-    A text that occurs twice is taken once (exact copies; near ones are not found). Whole files are divided, by the hash
-    of their text, so no file and no copy is in both parts, and a file is in the same part of every corpus.
+    Each text is taken once; near copies are kept. The hash of a file's text decides whether it trains or validates. So
+    both parts share no file and no copy, and a file has the same role in every corpus.
     """
     with short_errors():
         if megabytes is not None and not 0 < megabytes < float("inf"):
@@ -107,7 +106,7 @@ def sample(
     prompt: Annotated[str, typer.Option(help="The text to continue.")] = "def ",
     tokens: Annotated[int, typer.Option(min=1, help="Tokens to add.")] = 200,
     temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token.")] = 0.8,
-    top: Annotated[int, typer.Option(min=0, help="Choose from so many of the likeliest; 0: from all.")] = 50,
+    top: Annotated[int, typer.Option(min=0, help="Sample from this many likeliest tokens; 0: from all.")] = 50,
     seed: Annotated[int, typer.Option(help="Seed of the choices.")] = 0,
     device: Device = "auto",
 ) -> None:
@@ -131,7 +130,7 @@ def show_command(
 ) -> None:
     """Compare runs: a table, and plots of loss over minutes and tokens, of speed, and of loss by position.
 
-    The folder of a measurement by `bench` instead: plots of tokens/s, MFU and memory over the context.
+    For the folder of a measurement by `bench`: plots of tokens/s, MFU and memory over the context.
     """
     with short_errors():
         if len(runs) == 1 and (runs[0] / "bench.json").is_file():
@@ -149,9 +148,7 @@ def show_command(
 def train(
     preset: Annotated[
         str | None,
-        typer.Option(
-            help=f"Sizes to start from, which other options change: {', '.join(PRESETS)}.", show_default="124M's"
-        ),
+        typer.Option(help=f"Preset sizes; other options change them: {', '.join(PRESETS)}.", show_default="124M's"),
     ] = None,
     *,
     chosen: dict[str, Any],
@@ -169,12 +166,12 @@ def train(
 ) -> None:
     """Train a language model on text, and write its validation loss. A preset changes the defaults below.
 
-    On several GPUs of one machine: torchrun --nproc-per-node=2 -m experiments.lm train ..., with --sharding fsdp if
-    weights and optimiser should be divided among them. With --context-parallel N, N processes share each sequence.
+    On several GPUs of one machine: torchrun --nproc-per-node=2 -m experiments.lm train ..., with --sharding fsdp to
+    shard weights and optimiser. With --context-parallel N, N processes share each sequence.
     """
     with short_errors():
         if tensorboard_files:
-            tensorboard.writer_class()  # raises an error, if any, before anything is written
+            tensorboard.writer_class()  # raises an error, if any, before any file is written
         if resume:
             saved = saved_run(folder_to_resume(out, preset=preset, overwrite=overwrite))
             config, data = resumed(saved.config, chosen), data or saved.data
@@ -212,7 +209,6 @@ def train(
 
 
 def default_name(preset: str | None, config: Config) -> str:
-    """The folder of a run that has no --out."""
     return f"{preset or 'default'}-{compare.slug(config.pattern)}-{config.context}"
 
 
@@ -230,10 +226,10 @@ def compare_command(
     pause_after: PauseAfter = None,
     commit: Annotated[str | None, typer.Option(help="The commit to note.", show_default="git's")] = None,
 ) -> None:
-    """Train runs that differ in their attention, one after the other, and compare their losses.
+    """Train runs with different attention, one after the other, and compare their losses.
 
-    The losses are compared after equal minutes of training, after equal tokens, and by position in the context. The
-    same command goes on with a comparison that was paused, and leaves its complete runs as they are.
+    Compares losses after equal minutes of training, after equal tokens, and by position in the context. The same
+    command resumes a paused comparison and keeps complete runs.
     """
     with short_errors():
         require_single_process("compare")
@@ -264,19 +260,17 @@ def bench_command(
     case: Annotated[
         list[str] | None,
         typer.Option(
-            help="presets:contexts:patterns:implementations, with commas between several, such as "
-            f"{DEFAULT[0]}; may be repeated. In a pattern, + joins layers that take turns.",
+            help="presets:contexts:patterns:implementations, each a comma-separated list, such as "
+            f"{DEFAULT[0]}; may be repeated. In a pattern, + joins alternating layers.",
             show_default="what the README's table shows",
         ),
     ] = None,
-    minutes: Annotated[float, typer.Option(min=0.01, help="Time limit; rows that did not begin say so.")] = 5.0,
+    minutes: Annotated[float, typer.Option(min=0.01, help="Time limit; rows that did not start are marked.")] = 5.0,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of a step, at least one sequence.")] = 65_536,
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each row.")] = 3,
-    recorded: Annotated[
-        bool, typer.Option("--recorded", help="Measure each row once more, with its steps recorded as CUDA graphs.")
-    ] = False,
+    recorded: Annotated[bool, typer.Option("--recorded", help="Measure each row again with CUDA graphs.")] = False,
     profile: Annotated[
-        bool, typer.Option("--profile", help="Then list the kernels of each row's step, in kernels.csv.")
+        bool, typer.Option("--profile", help="List the kernels of each row's step in kernels.csv.")
     ] = False,
     *,
     chosen: dict[str, Any],

@@ -1,10 +1,9 @@
-"""Train runs that differ in their attention, one after the other, for a comparison of their losses.
+"""Train runs with different attention, one after the other, to compare their losses.
 
 <out>/<run>/                  each run, with the files of train.py
 <out>/<run>/environment.json  the device, versions and commit of the session that completed it
 
-A comparison that was paused goes on with the same command: complete runs stay as they are. The tables are in
-compare_report.py.
+The same command resumes a paused comparison and keeps complete runs. compare_report.py makes the tables.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from experiments.training.distributed import SINGLE
 from experiments.training.trainer import Pause
 
 ENVIRONMENT = "environment.json"
-# Settings that a case has, and what needs several processes.
+# Settings given by a case, and settings for several processes.
 NOT_CHOSEN = ("context", "pattern", "attention", "context_parallel")
 
 
 def slug(pattern: str) -> str:
-    """A pattern as part of a file's name.
+    """A pattern as part of a file name.
 
     >>> slug("local|butterfly,dense")
     'local-or-butterfly-then-dense'
@@ -49,7 +48,7 @@ def name_of(case: Case) -> str:
 
 
 def config_of(case: Case, chosen: Mapping[str, Any]) -> Config:
-    """The settings of a case's run; `chosen` changes those of its preset."""
+    """The settings of a case's run: its preset, changed by `chosen`."""
     of_case = {"context": case.context, "pattern": case.pattern, "attention": case.attention}
     return configure(case.preset, {**chosen, **of_case})
 
@@ -57,9 +56,9 @@ def config_of(case: Case, chosen: Mapping[str, Any]) -> Config:
 def train_all(
     configs: Mapping[str, Config], store: Store, out: Path, pause: Pause, facts: Mapping[str, str], console: Console
 ) -> bool:
-    """Train those of the runs, by name, that are not complete. Returns whether all are; False if one was paused.
+    """Train the incomplete runs, by name. Returns whether all are complete; False if one was paused.
 
-    Raises ValueError, before anything is trained, if a folder holds a run with other settings or another text.
+    Raises ValueError, before training, if a folder holds a run with other settings or another text.
     """
     for name, config in configs.items():
         _check_same(out / name, config, store)
@@ -68,7 +67,7 @@ def train_all(
         folder = out / name
         if (folder / ENVIRONMENT).is_file():
             continue
-        if trained and pause(0):  # otherwise a session that is over would compile the next run for a single step
+        if trained and pause(0):  # otherwise a finished session would compile the next run for a single step
             return False
         metrics = session.train(
             config, store, folder, resume=run_folder.holds_run(folder), overwrite=False, pause=pause, ranks=SINGLE,

@@ -22,7 +22,7 @@ from experiments.lm.show import Finished, Validation
 from experiments.training.atomic_files import write_csv, write_json, write_text
 from experiments.training.reading import read_json
 
-# Of the shortest run; runs are compared there. With the schedule "trapezoid" no learning rate has fallen yet.
+# Shares of the shortest run. With the schedule "trapezoid" no learning rate has fallen yet.
 SHARES = (0.25, 0.5, 0.75)
 
 RESULTS = ("parameters", "steps", "tokens", "seconds", "tokens_per_s", "val_loss", "val_tokens", "mfu")
@@ -33,7 +33,7 @@ SHOWN = (
 
 
 def loss_at(found: Sequence[Validation], unit: str, amount: float) -> float | None:
-    """The loss after an amount of "tokens" or "seconds", between two validations on the line through both.
+    """The loss after an amount of "tokens" or "seconds", interpolated linearly between validations.
 
     >>> found = [Validation(10, 1.0, 4.0), Validation(20, 2.0, 3.0)]
     >>> loss_at(found, "tokens", 15), loss_at(found, "tokens", 20), loss_at(found, "tokens", 5)
@@ -49,7 +49,7 @@ def loss_at(found: Sequence[Validation], unit: str, amount: float) -> float | No
 
 
 def amounts(runs: Sequence[Finished], unit: str) -> list[float]:
-    """The tokens or seconds after which runs are compared: SHARES of the fewest that any of them has."""
+    """The tokens or seconds at which runs are compared: SHARES of the shortest run."""
     return [share * min(getattr(run.validations()[-1], unit) for run in runs) for share in SHARES]
 
 
@@ -76,7 +76,7 @@ def summary(runs: Sequence[Finished], environments: Sequence[Mapping[str, str]])
 
 
 def begun_with(initial: Mapping[str, Any] | None) -> str:
-    """The training that the weights come from which a run began with.
+    """The earlier training of a run's initial weights.
 
     >>> first = {"pattern": "dense", "context": 2048, "tokens": 150_000_000, "seconds": 300.0, "before": None}
     >>> begun_with({**first, "context": 16384, "before": first})
@@ -90,7 +90,7 @@ def begun_with(initial: Mapping[str, Any] | None) -> str:
 
 
 def markdown(records: Sequence[Mapping[str, Any]], corpus: Mapping[str, Any]) -> str:
-    """Tables of the results, of the losses by position, and of what the runs have been given."""
+    """Tables of results, of losses by position, and of the runs' inputs."""
     first = records[0]
     minutes = [f"{float(seconds) / 60:.3g} min" for seconds in first["at_seconds"]]
     tokens = [f"{float(count) / 1e6:.3g}M tokens" for count in first["at_tokens"]]
@@ -138,7 +138,6 @@ def _number(loss: float | None) -> str:
 
 
 def _cell(value: object) -> str:
-    """A value of a setting; a bar would end the cell."""
     return f"{value:,}" if isinstance(value, int) else str(value).replace("|", "\\|")
 
 
@@ -148,7 +147,7 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def write(out: Path, names: Sequence[str], store: Store) -> str:
-    """Write the comparison of the complete runs of these names in a folder; returns its tables as Markdown."""
+    """Write the comparison of the complete runs in a folder; returns the tables as Markdown."""
     runs = [show.read(out / name) for name in names]
     records = summary(runs, [read_json(out / name / ENVIRONMENT, "the environment of a run") for name in names])
     nested = "at_seconds", "at_tokens", "by_position"

@@ -28,61 +28,61 @@ class Config:
     head_dim: int = setting(128, "Features of each head; 64 is GPT-2's, 128 is faster.")
     context: int = setting(2048, "Tokens of a sequence.")
     positions: str = setting("rotary", "rotary or learned.")
-    vocabulary: int = setting(50_304, "Tokens that --data is cut into, at most; 256 are bytes.")
+    vocabulary: int = setting(50_304, "Maximum number of distinct tokens; 256: bytes.")
 
     pattern: str = setting(
         "dense",
-        "dense, local, butterfly, bigbird; with | for unions, / between groups of heads, commas between layers, which "
-        "take turns: 'local,dense' or 'local|butterfly'.",
+        "dense, local, butterfly or bigbird; | joins patterns, / separates groups of heads, commas separate "
+        "alternating layers: 'local,dense' or 'local|butterfly'.",
     )
-    window: int = setting(1024, "Tokens that local sees, its own included.")
-    block: int = setting(128, "Tokens along one side of a mask's tiles.")
+    window: int = setting(1024, "Tokens of the local window, the query included.")
+    block: int = setting(128, "Block size of the masks.")
     documents: str = setting(
-        "joined", "joined: a token sees earlier documents of its sequence; separate: its own only."
+        "joined", "joined: a token sees earlier documents of its sequence; separate: only its own."
     )
-    attention: str = setting("sparseflash", "sparseflash, or for comparison sdpa or flex.")
+    attention: str = setting("sparseflash", "sparseflash, sdpa or flex.")
 
     initial: str | None = setting(
         None,
-        "Weights to begin with: the folder of a finished run of the same sizes and vocabulary, such as one with a "
-        "shorter context.",
+        "Initial weights: the folder of a finished run of the same sizes and vocabulary, such as a run with a shorter "
+        "context.",
         "random weights",
     )
     batch_tokens: int = setting(524_288, "Tokens of a step, over all processes.")
-    micro_tokens: int = setting(65_536, "Tokens of one forward and backward in one process; a step adds up several.")
+    micro_tokens: int = setting(
+        65_536, "Tokens of one forward and backward in one process; a step accumulates several."
+    )
     lr: float = setting(6e-4, "Peak learning rate.")
     schedule: str = setting("cosine", f"{', '.join(SCHEDULES)}.")
     warmup: int = setting(100, "Steps until the peak.")
     weight_decay: float = setting(0.1, "AdamW weight decay of the matrices.")
     beta2: float = setting(0.95, "AdamW's decay of squared gradients.")
-    clip: float = setting(1.0, "Largest norm of all gradients together; 0 clips nothing.")
+    clip: float = setting(1.0, "Maximum norm of all gradients; 0: no clipping.")
     steps: int | None = setting(None, "Steps to train.", "no limit")
     minutes: float | None = setting(None, "Minutes to train, without validation and compilation.", "no limit")
     seed: int = setting(0, "Seed of the weights and of the sequences' order.")
 
     device: str = setting("auto", "cpu, cuda, cuda:1, ...; auto takes a GPU if PyTorch sees one.")
     precision: str = setting("bf16", "fp32, or bf16: matrix products in bfloat16, weights in float32.")
-    compiled: str = setting("block", "What torch.compile sees: none, block (each layer around attention) or model.")
-    recorded: bool = setting(
-        False, "On one GPU, record the forward and backward as a CUDA graph, which need not wait for the host."
-    )
+    compiled: str = setting("block", "What torch.compile compiles: none, block (each layer around attention) or model.")
+    recorded: bool = setting(False, "On one GPU, record forward and backward as a CUDA graph, to save host time.")
     sharding: str = setting(
-        "ddp", "With torchrun: ddp, weights in every process, or fsdp, weights and optimiser divided (FSDP2)."
+        "ddp", "With torchrun: ddp (weights in every process) or fsdp (sharded weights and optimiser, FSDP2)."
     )
     context_parallel: int = setting(
         1,
-        "Processes that share the tokens of each sequence, for contexts too long for one GPU; their number under "
-        "torchrun must be a multiple.",
+        "Processes that share the tokens of each sequence, for contexts too long for one GPU; the number of processes "
+        "must be a multiple.",
     )
     recompute: bool = setting(
         False,
-        "Keep the input of each layer alone, and compute the layer again in the backward pass: a fraction of the "
-        "memory for a third more work.",
+        "Keep only the input of each layer, and compute the layer again in the backward: a fraction of the memory for "
+        "a third more work.",
     )
     validate_every: int = setting(250, "Steps between validations.")
-    validation_tokens: int = setting(1_048_576, "Tokens of a validation, at most.")
-    checkpoint_every: int = setting(1000, "Most steps between checkpoints; only the newest is kept.")
-    log_every: int = setting(10, "Steps between lines of the log, each the mean over these steps.")
+    validation_tokens: int = setting(1_048_576, "Maximum tokens of a validation.")
+    checkpoint_every: int = setting(1000, "Maximum steps between checkpoints; only the newest is kept.")
+    log_every: int = setting(10, "Steps between log lines; each line is the mean over these steps.")
 
     def __post_init__(self) -> None:
         counts = (
@@ -135,14 +135,14 @@ class Config:
 
     @property
     def part(self) -> int:
-        """Sequences of one forward and backward, of which a process has all tokens or its share of them."""
+        """Sequences of one forward and backward. Processes that share sequences each hold a part of the tokens."""
         return max(1, self.micro_tokens * self.context_parallel // self.context)
 
 
 HELP = help_texts(Config)
 DEFAULTS: dict[str, Any] = {each.name: each.default for each in fields(Config)}
 
-# Settings that may change when a run is resumed: they do not affect the weights, or are meant to.
+# Settings that may change on resume: they do not affect the weights, or change the run's length.
 FREE_ON_RESUME = (
     "steps", "minutes", "device", "compiled", "recorded", "context_parallel", "recompute", "validate_every",
     "validation_tokens", "checkpoint_every", "log_every",
@@ -150,12 +150,12 @@ FREE_ON_RESUME = (
 
 
 def configure(preset: str | None, chosen: Mapping[str, Any]) -> Config:
-    """The defaults, changed by a preset and then by the user's choices."""
+    """The defaults, changed by a preset and by the user's choices."""
     return Config(**{**(settings_of(preset) if preset else {}), **chosen})
 
 
 def resumed(saved: Config, chosen: dict[str, Any]) -> Config:
-    """A saved run's settings with those chosen now; raises ValueError if they would change the run."""
+    """A saved run's settings with the settings chosen now; raises ValueError if they would change the run."""
     return run_folder.resumed(saved, chosen, FREE_ON_RESUME)
 
 

@@ -1,4 +1,4 @@
-"""Masks of packed sequences whose documents do not see each other: the layers' patterns, cut at the documents' ends."""
+"""Masks of packed sequences with separate documents: the layers' patterns, cut at document ends."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from sparseflash import BlockMask, masks
 
 
 class DocumentMasks:
-    """Makes the attentions of a batch. Its masks are made on the host, a fraction of a second for each batch.
+    """Makes the attentions of a batch. The host builds the masks, a fraction of a second for each batch.
 
-    layers: the mask of each layer, on the CPU; attention_of: makes the attention over such a mask.
+    layers: the mask of each layer, on the CPU.
+    attention_of: makes the attention over a mask.
     """
 
     def __init__(self, layers: Sequence[BlockMask], attention_of: Callable[[BlockMask], Attention]) -> None:
         self.layers, self.attention_of = tuple(layers), attention_of
 
     def masks(self, lengths: Sequence[Sequence[int]]) -> list[BlockMask]:
-        """The mask of each layer for sequences whose documents have these lengths."""
+        """The mask of each layer for sequences of documents with these lengths."""
         made: dict[int, BlockMask] = {}
         for layer in self.layers:
             if id(layer) not in made:
@@ -40,5 +41,5 @@ class DocumentMasks:
         return [made[id(mask)] for mask in layers]
 
     def of_parts(self, packing: Packing, numbers: np.ndarray, part: int) -> tuple[list[Attention], ...]:
-        """The same for each part of a batch."""
+        """The attentions for each part of a batch."""
         return tuple(self.attentions(packing, numbers[start : start + part]) for start in range(0, len(numbers), part))

@@ -17,12 +17,12 @@ from experiments.lm.document_masks import DocumentMasks
 from experiments.training.atomic_files import write_csv
 from experiments.training.distributed import Ranks
 
-BUCKETS = 32  # rows of positions.csv, at most
+BUCKETS = 32  # maximum rows of positions.csv
 
 
 @dataclass(frozen=True)
 class Losses:
-    """Sums of the losses, nats, at each position over `sequences` sequences."""
+    """Sums of the losses (nats) at each position over `sequences` sequences."""
 
     sums: np.ndarray  # [N]
     sequences: int
@@ -36,7 +36,7 @@ class Losses:
         return float(self.sums.sum() / self.tokens)
 
     def by_position(self) -> list[tuple[int, int, float]]:
-        """The mean loss from one position to before another; the ranges double in length, as what is new does.
+        """The mean loss over ranges of positions [first, end), whose lengths double.
 
         >>> [row[:2] for row in Losses(np.ones(100), 1).by_position()]
         [(0, 1), (1, 2), (2, 4), (4, 8), (8, 16), (16, 32), (32, 64), (64, 100)]
@@ -55,9 +55,9 @@ def losses(
     documents: DocumentMasks | None,
     together: int,
 ) -> Losses:
-    """The losses on the first sequences of a part, shared out to all processes as those of a batch are.
+    """The losses on the first sequences of a part, divided among all processes like a batch.
 
-    together: sequences of a forward. Raises ValueError if the text has not one sequence for each share.
+    together: sequences of a forward. Raises ValueError if the text has fewer sequences than shares.
     """
     count = min((len(part) - 1) // config.context, max(1, config.validation_tokens // config.context))
     shares = ranks.data_parallel_ranks
@@ -81,7 +81,6 @@ def losses(
 
 
 def write_positions(path: Path, found: Losses) -> None:
-    """Write the losses by position as CSV."""
     write_csv(
         path,
         [

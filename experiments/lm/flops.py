@@ -1,11 +1,11 @@
-"""What a training step computes, and the share of the device's peak that this is: one definition for all tables.
+"""The FLOPs of a training step and their share of the device's peak (MFU): one definition for all tables.
 
     FLOPs of a token = 6 * M + 12 * D * (live scores of all layers and heads) / context
 
-M: the weights of matrix products, that is of all linear layers and of the head, over the padded vocabulary. Embeddings
-that are looked up, norms and positions count nothing. A weight is used once forward and twice backward, each a product
-and a sum. A live score takes 4 D forward (q k^T and its product with v) and 8 D backward. Only live scores count, so
-dense causal attention counts half of the square; what is computed again, or computed and masked, counts nothing.
+M: the weights of all linear layers and of the head, with the padded vocabulary; embeddings, norms and positions do not
+    count. Each weight is multiplied and added once forward and twice backward. A live score takes 4 D forward (q k^T
+    and its product with v) and 8 D backward. Only live scores count, so dense causal attention counts half of the
+    square. Recomputation and masked scores do not count.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 
 from sparseflash import BlockMask
 
-# Dense bf16 products without sparsity, by their makers' data sheets.
+# Dense bf16 peaks, by the makers' data sheets.
 PEAKS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 
 
 def matrix_weights(depth: int, width: int, mlp: int, vocabulary: int) -> int:
-    """The weights of matrix products; `vocabulary` with its padding.
+    """The number of weights in matrix products; `vocabulary` includes its padding.
 
     >>> matrix_weights(12, 768, 4 * 768, 50_304)
     123568128
@@ -45,7 +45,7 @@ def of_token(weights: int, head_dim: int, live: float, context: int) -> float:
 
 
 def peak(device: torch.device) -> float | None:
-    """FLOP/s of the device in bf16; None if it is not known, and then no table has an MFU."""
+    """FLOP/s of the device in bf16; None if unknown (no MFU)."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

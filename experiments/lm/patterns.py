@@ -1,9 +1,9 @@
-"""Causal patterns by name, one for each layer, with another for some of the heads if wanted.
+"""Causal patterns by name, one for each layer, optionally different for groups of heads.
 
-dense                        every layer sees all tokens before
+dense                        every layer sees all earlier tokens
 local|butterfly              the union of two patterns
-local,local,dense            layers in turns: two with a window, one dense, and so on
-local/butterfly              heads in equal groups: the first half with a window, the others with a butterfly
+local,local,dense            alternating layers: two with a window, one dense, and so on
+local/butterfly              equal groups of heads: the first half with a window, the others with a butterfly
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ def build(name: str, length: int, *, window: int, block: int) -> BlockMask:
     >>> build("local", 512, window=128, block=64)
     BlockMask(512 x 512, blocks of 64, 21 tiles: 7 full + 14 partial (2 distinct), density 21.9 %)
 
-    `window` in tokens, the query's own included; one that is longer than the text is dense. Raises ValueError for any
-    other name.
+    window: in tokens, the query included; a window longer than the text is dense. Raises ValueError for other names.
     """
     if name == "dense" or (name == "local" and window >= length):
         return masks.causal(length, block=block)
@@ -38,7 +37,7 @@ def build(name: str, length: int, *, window: int, block: int) -> BlockMask:
 
 
 def of_layer(text: str, heads: int, length: int, *, window: int, block: int) -> BlockMask:
-    """The mask of one layer, such as "local|butterfly" or "local/dense"; of one head if all are equal."""
+    """The mask of one layer, such as "local|butterfly" or "local/dense"; with one head if all heads are equal."""
     groups = [
         reduce(or_, (build(name.strip(), length, window=window, block=block) for name in group.split("|")))
         for group in text.split("/")
@@ -54,7 +53,7 @@ def of_layer(text: str, heads: int, length: int, *, window: int, block: int) -> 
 
 
 def of_layers(text: str, depth: int, heads: int, length: int, *, window: int, block: int) -> list[BlockMask]:
-    """The masks of all layers. Layers with one pattern share one object, and so its plans.
+    """The masks of all layers. Layers with one pattern share one mask object and its plans.
 
     >>> first, second, third = of_layers("local,dense", 3, 4, 256, window=64, block=32)
     >>> first is third, second.density > first.density

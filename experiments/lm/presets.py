@@ -1,10 +1,10 @@
-"""Sizes of models by name: those that GPT-2 and GPT-3 made usual, and one for a CPU."""
+"""Model sizes by name: GPT-2's and GPT-3's, and one for a CPU."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# micro_tokens: tokens of a forward and a backward on one GPU, as many as leave room for the optimiser on 80 GB.
+# micro_tokens: tokens of a forward and a backward on one GPU, as many as fit beside the optimiser in 80 GB.
 PRESETS: dict[str, dict[str, Any]] = {
     "cpu": {
         "depth": 4, "width": 192, "head_dim": 48, "context": 256, "vocabulary": 2048, "batch_tokens": 2048,
@@ -19,7 +19,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def settings_of(name: str) -> dict[str, Any]:
-    """The settings of a preset; raises ValueError for a name that none has."""
+    """The settings of a preset; raises ValueError for an unknown name."""
     if name not in PRESETS:
         raise ValueError(f"the preset must be one of {', '.join(PRESETS)}; got {name!r}")
     return PRESETS[name]

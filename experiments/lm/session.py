@@ -1,4 +1,4 @@
-"""What `corpus` and `train` do, apart from reading options."""
+"""The work of `corpus` and `train`, apart from reading options."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from experiments.training.distributed import Ranks
 from experiments.training.session import train_shown
 from experiments.training.trainer import Pause
 
-# Folders of the standard library that hold other people's code.
+# Folders of the standard library with third-party code.
 INSTALLED = ("site-packages", "dist-packages")
 
 
 def standard_library() -> Path:
-    """Python's own: a few thousand files of code and comments that every machine with Python has."""
+    """The folder of Python's standard library: a few thousand files of code and comments."""
     return Path(sysconfig.get_path("stdlib"))
 
 
 def find_tokens(config: Config, data: Path, ranks: Ranks, console: Console) -> Store:
-    """The tokens of a folder, which the first process makes if need be."""
+    """The tokens of a folder; the first process makes them if they are missing."""
     return ranks.first_before_others(
         lambda: tokens_of(data, config.vocabulary, lambda text: console.print(text, soft_wrap=True, highlight=False))
     )

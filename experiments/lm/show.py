@@ -1,4 +1,4 @@
-"""Runs beside one another: a table of their results, and plots of loss, speed and loss by position."""
+"""Compares runs: a table of results, and plots of loss, speed and loss by position."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from experiments.training.run_log import Record
 
 
 class Validation(NamedTuple):
-    """The loss on held-out text, nats, after so many tokens and seconds of training."""
+    """The loss on held-out text (nats) after a number of tokens and seconds of training."""
 
     tokens: int
     seconds: float
@@ -24,7 +24,7 @@ class Validation(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """A run: its name, its log, its metrics if it is complete, and its losses by position."""
+    """A run: its name, its log, its metrics if complete, and its losses by position."""
 
     name: str
     records: list[Record]
@@ -35,7 +35,6 @@ class Finished(NamedTuple):
         return [record for record in self.records if record["kind"] == kind]
 
     def validations(self) -> list[Validation]:
-        """The validations in their order."""
         last = self.of_kind("train")[-1]
         tokens_a_step = last["tokens"] // last["step"]
         return [Validation(each["step"] * tokens_a_step, each["seconds"], each["loss"]) for each in self.of_kind("val")]
@@ -56,7 +55,7 @@ def read(folder: Path) -> Finished:
 
 
 def table(runs: Sequence[Finished]) -> Table:
-    """One line a run; the speed is that of its last lines."""
+    """One line for each run; the speed is taken from its last log lines."""
     made = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     made.add_column("run", overflow="fold")
     for name in ("steps", "tokens", "minutes", "tokens/s", "MFU", "train", "val"):

@@ -20,17 +20,17 @@ from experiments.training.steps import BatchSize, Objective, Outcome, Steps
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences [B, N + 1]: N tokens, and the one that follows each. It may lie on the host."""
+    """Sequences [B, N + 1]: N tokens, and the label of the last. It may lie on the host."""
 
     tokens: Tensor
-    attentions: tuple[Sequence[Attention], ...] = ()  # of each part, if documents do not see each other
+    attentions: tuple[Sequence[Attention], ...] = ()  # for each part, if documents are separate
 
     @property
     def size(self) -> BatchSize:
         return size_of(self.tokens)
 
     def on_device(self, device: torch.device) -> Tensor:
-        """The tokens as int64; the host does not wait for the copy."""
+        """The tokens as int64, copied without waiting on the host."""
         tokens = self.tokens
         if device.type == "cuda" and not tokens.is_cuda:
             tokens = tokens.pin_memory()
@@ -43,7 +43,7 @@ class Part:
 
     tokens: Tensor
     share: float  # b / B
-    adds: bool  # whether other parts have come before
+    adds: bool  # whether other parts came before
     attentions: Sequence[Attention] | None = None
 
     @property
@@ -53,7 +53,7 @@ class Part:
 
 @dataclass(frozen=True)
 class StaticPart:
-    """A part whose tokens are replaced by those of other parts, for CUDA graphs."""
+    """Static storage for a part's tokens, for CUDA graphs."""
 
     part: Part
 
@@ -62,11 +62,11 @@ class StaticPart:
         return cls(Part(part.tokens.clone(), part.share, part.adds))
 
     def fits(self, part: Part) -> bool:
-        """True: all parts of one graph have as many tokens."""
+        """True: all parts of one graph have the same number of tokens."""
         return True
 
     def fill(self, part: Part) -> None:
-        """Copy the tokens of another part; the host does not wait for it."""
+        """Copy the tokens of another part, without waiting on the host."""
         copy_into(self.part.tokens, part.tokens)
 
     def on_device(self) -> Part:
@@ -82,11 +82,11 @@ def size_of(tokens: Tensor) -> BatchSize:
 class AccumulatingSteps(Steps[Batch, Tensor]):
     """Training steps whose gradients are the mean over parts of a batch, `part` sequences each.
 
-    The gradients of several processes are exchanged once, after the last part.
+    Processes exchange gradients once, after the last part.
 
-    recorded: whether the forward and backward of a part are a CUDA graph, which `check_recordable` must allow. One
-        graph leaves the gradients of a step's first part, another adds those of the others to them. A last part that
-        is smaller has none.
+    recorded: whether forward and backward of a part are a CUDA graph (see `check_recordable`). One graph writes the
+        gradients of the first part of a step, another adds the gradients of later parts. A smaller last part runs
+        without a graph.
     """
 
     def __init__(
@@ -115,15 +115,15 @@ class AccumulatingSteps(Steps[Batch, Tensor]):
             self.full_parts = GraphSteps(model, optimizer, of_part, device, inputs, pool)
 
     def _prepare(self, batch: Batch) -> None:
-        """Compile and reserve memory; nothing changes but that the gradients are there, which a step replaces.
+        """Compile and reserve memory. Only gradients change, and the next step replaces them.
 
-        All processes do this together: their gradients are exchanged here, too.
+        All processes must call this together, because it exchanges their gradients.
         """
         self.gradients(batch)
         self.optimizer.zero_grad(set_to_none=True)
 
     def gradients(self, batch: Batch) -> Outcome:
-        # Not the model's, which are gathered weights where FSDP has left them so after a validation.
+        # Not the model's gradients: after a validation FSDP may have left gathered weights there.
         self.optimizer.zero_grad(set_to_none=True)
         parts = self.objective.on_device(batch).split(self.part)
         total = torch.zeros((), device=self.device)
@@ -149,7 +149,7 @@ def check_recordable(device: torch.device, processes: int = 1) -> None:
 
 
 def _losses(model: nn.Module, part: Part) -> tuple[Tensor, Outcome]:
-    """What a part adds to the mean loss of its batch."""
+    """A part's contribution to the mean loss of its batch."""
     loss = model(part.tokens[:, :-1], part.tokens[:, 1:], part.attentions) * part.share
     nothing = torch.zeros_like(loss)
     return loss, Outcome(loss.detach(), nothing, nothing)

@@ -1,6 +1,6 @@
-"""Train a language model, validate it, and write what it can do at each position of its context.
+"""Train a language model, validate it, and write its loss at each position of the context.
 
-It writes, in addition to the files of every run (experiments/training/run_folder.py):
+In addition to the files of every run (experiments/training/run_folder.py) it writes:
 
 <run>/metrics.json     the result, when the run is complete
 <run>/run.png          plots, if matplotlib is installed
@@ -49,7 +49,7 @@ class Run(Trainer[Batch]):
     """A training run in a folder, from its first step or from its newest checkpoint.
 
     Raises FileExistsError if the folder holds a run and neither `resume` nor `overwrite` is set; ValueError if the
-    processes cannot share the batch, or the text is too short for one.
+    processes cannot share the batch, or the text is too short.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Run(Trainer[Batch]):
         self.masks = patterns.of_layers(
             config.pattern, config.depth, config.sizes.heads, config.context, window=config.window, block=config.block
         )
-        # They hold no plan that keeps a process group, once `clear` is called.
+        # After `clear` they hold no plan with a process group.
         self.shared = shared = SharedContext(ranks, self.masks) if ranks.mesh is not None else None
 
         def attention_of(mask: BlockMask) -> Attention:
@@ -138,14 +138,14 @@ class Run(Trainer[Batch]):
             )
 
     def begin_from(self, path: Path) -> dict[str, Any]:
-        """The weights may be of a run with another pattern and, with rotary positions, another context."""
+        """The weights may come from a run with another pattern and, with rotary positions, another context."""
         found, about = tensor_files.read(path, KIND, "config", "steps")
         own = self.model.state_dict()
         with reading(path, f"a file of an {KIND} with its settings and its steps"):
             before = Config(**about["config"])
             tokens = int(about["steps"]) * before.batch * before.context
         alike = {name: tensor.shape for name, tensor in found.items()} == {name: x.shape for name, x in own.items()}
-        if not alike or before.head_dim != self.config.head_dim:  # which shapes do not show
+        if not alike or before.head_dim != self.config.head_dim:  # shapes do not reveal it
             raise ValueError(
                 f"{path} must hold a model of this run's depth, width, head_dim, vocabulary and positions; learned "
                 "ones of its context, too"
@@ -159,7 +159,7 @@ class Run(Trainer[Batch]):
             "pattern": before.pattern,
             "context": before.context,
             "tokens": tokens,
-            "seconds": about.get("seconds"),  # neither is in weights of before there was --initial
+            "seconds": about.get("seconds"),  # older weights lack both
             "before": about.get("initial"),
         }
 
@@ -169,7 +169,7 @@ class Run(Trainer[Batch]):
         return min(self.config.part, self.config.batch // self.ranks.data_parallel_ranks)
 
     def train(self, pause: Pause = never) -> dict[str, Any] | None:
-        """Train to the end, validate, and return the final metrics; None if the run was paused, after it was saved."""
+        """Train to the end, validate, and return the final metrics; None if the run was paused and saved."""
         with self.session():
             if not self.train_stage(self._batches(), self._steps(), pause):
                 return None
@@ -180,7 +180,7 @@ class Run(Trainer[Batch]):
         return self.ranks.on_first(lambda: self._write_result(losses, weights, peak))
 
     def _peak_memory(self) -> int | None:
-        """The most bytes that a GPU of any process has held in this session, in the first process; None on CPUs."""
+        """The peak bytes on any process's GPU in this session, in the first process; None on CPUs."""
         found = [each for each in self.ranks.gather(peak_memory(self.device)) if each is not None]
         return max(found, default=None)
 
@@ -196,7 +196,6 @@ class Run(Trainer[Batch]):
         )
 
     def _batches(self) -> Iterator[Batch]:
-        """The batches from the current step on."""
         step = self.state.step
         while True:
             numbers = self.packing.numbers(step)
@@ -218,7 +217,7 @@ class Run(Trainer[Batch]):
         self._validated()
 
     def _validated(self) -> evaluate.Losses:
-        """Losses on the validation text, which are logged once a step."""
+        """Losses on the validation text, logged once a step."""
         found = evaluate.losses(
             self.data_parallel, self.store.val, self.config, self.device, self.ranks, self.documents, self.part
         )
@@ -249,7 +248,7 @@ class Run(Trainer[Batch]):
             "mfu": trained[-1].get("mfu") if trained else None,
             "initial": self.before,
             "processes": self.ranks.count,
-            "peak_memory": peak,  # bytes, of the GPU that held the most in the last session
+            "peak_memory": peak,  # bytes, of the fullest GPU in the last session
             "device": device_name(self.device),
             "versions": versions(),
             "config": as_dict(config),
@@ -270,13 +269,13 @@ class Run(Trainer[Batch]):
 
 
 def _vocabulary(folder: Path) -> bytes | None:
-    """What the tokens of a run or of a text mean; None for bytes."""
+    """The meaning of the tokens of a run or text; None for bytes."""
     path = folder / FILE
     return path.read_bytes() if path.is_file() else None
 
 
 class Saved(NamedTuple):
-    """What a run has written down at its beginning: its settings, the tokens' folder and their SHA-256."""
+    """A run's initial record: its settings, the tokens' folder and their SHA-256."""
 
     config: Config
     data: Path
@@ -284,7 +283,7 @@ class Saved(NamedTuple):
 
 
 def saved_run(folder: Path) -> Saved:
-    """What the run in a folder was given; raises FileNotFoundError if there is none."""
+    """The settings and tokens of the run in a folder; raises FileNotFoundError if the folder holds no run."""
     return settings_as(
         folder / SETTINGS,
         lambda saved: Saved(Config(**saved["config"]), Path(saved["data"]["folder"]), saved["data"]["hash"]),

@@ -1,4 +1,4 @@
-"""Baselines that need no reasoning: a result means something only if it is above these."""
+"""Baselines without reasoning: only results above them are meaningful."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Baseline:
 
 
 def baselines(data: Data) -> list[Baseline]:
-    """The majority class; for ListOps the best answer given only the first token, the root operator; for generated
-    Pathfinder images, what the dots and the dashes below them say about the answer.
+    """The baselines of the data: the majority class; for ListOps the best answer given the root operator (the first
+    token); for generated Pathfinder the best answers given the dots and the dashes below them.
     """
     found = [majority(data)]
     if data.task.name == "listops":
@@ -31,17 +31,16 @@ def baselines(data: Data) -> list[Baseline]:
 
 
 def majority(data: Data) -> Baseline:
-    """The most frequent class."""
     return fit("majority class", groups_of(data.train, False), groups_of(data.test, False), data)
 
 
 def groups_of(examples: Examples, by_first_token: bool) -> NDArray[np.uint8]:
-    """What the rule may use of each example: its first token, or nothing."""
+    """The part of each example that the rule sees: its first token, or nothing."""
     return examples.first_symbols if by_first_token else np.zeros(len(examples), np.uint8)
 
 
 def fit(rule: str, train_groups: NDArray[np.uint8], test_groups: NDArray[np.uint8], data: Data) -> Baseline:
-    """The rule that answers with the most frequent class of the example's group."""
+    """A rule that answers with the most frequent class of the example's group."""
     counts = np.ones((data.task.vocabulary, data.task.classes))  # start from one, so that no class has probability 0
     np.add.at(counts, (train_groups, data.train.labels), 1)
     chances = counts / counts.sum(1, keepdims=True)

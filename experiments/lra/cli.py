@@ -1,6 +1,4 @@
-"""The command line: options only. The commands are implemented in session.py, evaluate.py, generator.py, demo.py,
-table/.
-"""
+"""The command line: options only. session.py, evaluate.py, generator.py, demo.py and table/ implement the commands."""
 
 from __future__ import annotations
 
@@ -53,7 +51,7 @@ console = Console()
 
 
 def count_option(name: str) -> Any:
-    """An option of `generate`, with the help text of the setting of `train` for the same data."""
+    """An option of `generate`, with the help text of the same setting of `train`."""
     return typer.Option(help=HELP[name].removeprefix("Generated data: ").capitalize())
 
 
@@ -63,7 +61,7 @@ def train(
     preset: Annotated[
         str | None,
         typer.Option(
-            help=f"Settings to start from, which other options change: {', '.join(PRESETS)}. "
+            help=f"Preset settings; other options change them: {', '.join(PRESETS)}. "
             "demo trains with four masks and compares them.",
             show_default="none",
         ),
@@ -73,9 +71,8 @@ def train(
     seeds: Annotated[
         str | None,
         typer.Option(
-            help="Instead of --seed: train with each of these, 0,1,2 say, one after the other, each in a folder of its "
-            "own in --out, and give mean and standard deviation of the test accuracy. --resume skips those that are "
-            "done.",
+            help="Instead of --seed: train with each of these seeds (such as 0,1,2), each in its own folder in --out, "
+            "and give mean and standard deviation of the test accuracy. --resume skips finished seeds.",
             show_default="one run",
         ),
     ] = None,
@@ -97,17 +94,16 @@ def train(
 ) -> None:
     """Train a classifier, test it, and write its metrics. A preset changes the defaults below.
 
-    On several GPUs of one machine: torchrun --nproc-per-node=2 -m experiments.lra train ..., where --batch stays the
-    number of examples of a step, which the processes share. With --context-parallel N, N processes share each sequence.
+    On several GPUs of one machine: torchrun --nproc-per-node=2 -m experiments.lra train .... --batch stays the number
+    of examples of a step, divided among the processes. With --context-parallel N, N processes share each sequence.
     """
     with short_errors():
         if tensorboard_files:
-            tensorboard.writer_class()  # raises an error, if any, before anything is written
+            tensorboard.writer_class()  # raises an error, if any, before any file is written
         if resume:
             saved, saved_data = saved_run(folder_to_resume(out, preset=preset, overwrite=overwrite))
             config = resumed(saved, chosen)
-            # The name of a folder of generated data determines its contents, so data that are gone can be generated
-            # again.
+            # The name of a folder of generated data determines its contents, so missing data can be generated again.
             if data is None and (saved_data.is_dir() or saved_data.name != config.generator.folder_name):
                 data = saved_data
         else:
@@ -153,15 +149,13 @@ def train(
 def test_command(
     weights: Annotated[Path, typer.Argument(help="Folder of a finished run, or its model.safetensors.")],
     data: Annotated[
-        Path, typer.Option(help="Folder with the task's files, released or generated; their test split is asked for.")
+        Path, typer.Option(help="Folder with the task's files, released or generated; the test split is used.")
     ],
     difficulty: Annotated[str | None, typer.Option(help=HELP["difficulty"], show_default="the run's")] = None,
     split: Annotated[str | None, typer.Option(help=HELP["split"], show_default="the run's")] = None,
     mask: Annotated[
         str | None,
-        typer.Option(
-            help="The run's mask if it is a function; the file's function runs only if it is named here, too."
-        ),
+        typer.Option(help="The run's mask if it is a function; the function runs only if it is named here."),
     ] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Examples at once.", show_default="the run's")] = None,
     device: Device = "auto",
@@ -169,10 +163,10 @@ def test_command(
         Path | None, typer.Option(help="JSON file to write.", show_default="<run>/tests/<name of the data>.json")
     ] = None,
 ) -> None:
-    """Test a finished run again: on more examples, on paths of other lengths, by what the answers depend on.
+    """Test a finished run again: on more examples, on paths of other lengths, by subset.
 
-    Generated Pathfinder images are grouped by the distance of their markers, ListOps by the root operator, beside rules
-    that know no more. Another split of the examples that the run was trained on is refused.
+    Generated Pathfinder images are grouped by the distance of their markers, ListOps by the root operator, beside the
+    baselines. Another split of the training data is refused.
     """
     with short_errors():
         require_single_process("test")
@@ -193,7 +187,7 @@ def test_command(
 
 @app.command("generate")
 def generate_command(
-    out: Annotated[Path, typer.Option(help="The data's own folder is made in this one.")] = DATA,
+    out: Annotated[Path, typer.Option(help="The data's folder is made inside this folder.")] = DATA,
     longer_than: Annotated[int, count_option("longer_than")] = Settings.longer_than,
     shorter_than: Annotated[int, count_option("shorter_than")] = Settings.shorter_than,
     train: Annotated[int, count_option("train_examples")] = Settings.train,
@@ -207,7 +201,7 @@ def generate_command(
 ) -> None:
     """Write ListOps data by the published generator, in the published format.
 
-    Lengths are in tokens, parentheses not counted.
+    Lengths are in tokens, without parentheses.
     """
     with short_errors():
         require_single_process("generate")
@@ -219,31 +213,27 @@ def generate_command(
 def table_command(
     tasks: Annotated[str, typer.Option(help="Tasks to measure, with commas between them.")] = ",".join(FIVE),
     variants: Annotated[
-        str, typer.Option(help="What to measure; standard is what the others are compared with.")
+        str, typer.Option(help="Variants to measure; standard is the reference of the others.")
     ] = ",".join(VARIANTS),
     preset: Annotated[str, typer.Option(help="The models: lra, the arena's own, nystromformer, or modern.")] = "lra",
     batch: Annotated[
         int | None,
         typer.Option(
-            help="Examples a step. Where standard attention does not fit, all is measured again with half of them.",
+            help="Examples a step. If standard attention does not fit, everything is measured again with half of them.",
             show_default="the preset's",
         ),
     ] = None,
-    block: Annotated[
-        int | None, typer.Option(help="Tokens along one side of the masks' tiles.", show_default="the preset's")
-    ] = None,
+    block: Annotated[int | None, typer.Option(help="Block size of the masks.", show_default="the preset's")] = None,
     rounds: Annotated[int, typer.Option(help="Rounds in which the variants take turns.")] = TableOptions.rounds,
-    steps: Annotated[int, typer.Option(help="Training steps that a variant is timed for in a round.")] = (
-        TableOptions.steps
-    ),
-    minutes: Annotated[float, typer.Option(help="No task begins later than this.")] = TableOptions.minutes,
+    steps: Annotated[int, typer.Option(help="Timed training steps of each variant in a round.")] = (TableOptions.steps),
+    minutes: Annotated[float, typer.Option(help="No task starts after this time.")] = TableOptions.minutes,
     compiled: Annotated[
         bool, typer.Option("--compiled/--no-compiled", help=f"Of all variants: {HELP['compiled']}")
     ] = TableOptions.compiled,
     recorded: Annotated[
         bool,
         typer.Option(
-            "--recorded/--no-recorded", help="Time steps as CUDA graphs, of all variants, or as the host starts them."
+            "--recorded/--no-recorded", help="Time the steps of all variants as CUDA graphs, or launched by the host."
         ),
     ] = TableOptions.recorded,
     keep_times: Annotated[
@@ -253,18 +243,16 @@ def table_command(
         Path | None,
         typer.Option(help="Accuracies are those of all finished runs below this folder.", show_default=str(RUNS)),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Where table.md, table.png and the numbers go.")] = RESULTS,
+    out: Annotated[Path, typer.Option(help="Folder for table.md, table.png and the numbers.")] = RESULTS,
     device: Annotated[
-        str, typer.Option(help="cuda, cuda:1, ...; or cpu: everything tiny, a test of the command and no measurement.")
+        str, typer.Option(help="cuda, cuda:1, ...; or cpu: everything tiny, to test the command.")
     ] = "cuda",
-    commit: Annotated[
-        str | None, typer.Option(help="What to call the code measured, where git cannot tell.", show_default="git's")
-    ] = None,
+    commit: Annotated[str | None, typer.Option(help="The commit to note.", show_default="git's")] = None,
 ) -> None:
-    """The paper's table: accuracy of the runs there are, and the speed of training beside standard attention.
+    """The paper's table: accuracies of finished runs, and training speed beside standard attention.
 
-    Measures the training step of the same model, at the shape of each of the five tasks, with standard attention,
-    PyTorch's own and ours, in turns. Every variant is compared with fp64 first; what is wrong is not timed.
+    Times the training step of one model at the shape of each of the five tasks, with standard attention, PyTorch's
+    attention and sparseflash, in turns. Variants that differ from fp64 are not timed.
     """
     with short_errors():
         require_single_process("table")
@@ -288,7 +276,7 @@ def table_command(
 
 
 def default_name(config: Config, *, series: bool = False) -> str:
-    """The name of the folder of a run, from its task, mask and seed, or of a series of runs with several seeds."""
+    """The folder name of a run (task, mask and seed), or of a series of runs with several seeds."""
     mask = "".join(letter if letter.isalnum() else "-" for letter in config.mask).strip("-")
     other = "" if config.attention == "sparseflash" else f"{config.attention}-"
     other += "" if config.objective == "classify" else f"{config.objective}-"

@@ -34,47 +34,46 @@ KEEPS = ("last", "best")
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunSettings):
-    """One training run. The settings, the code, the data and the device together determine the result."""
+    """One training run. Settings, code, data and device determine the result."""
 
     task: str = setting("listops", f"Task: {', '.join(TASKS)}.")
     mask: str = setting("butterfly", "Mask: dense, local, butterfly, module:function or file.py:function.")
     attention: str = setting(
         "sparseflash",
-        f"Who computes it: {', '.join(IMPLEMENTATIONS)} (PyTorch's scaled_dot_product_attention; all N x N scores in "
-        "memory).",
+        f"Implementation: {', '.join(IMPLEMENTATIONS)} (sdpa: PyTorch's; standard: all N x N scores in memory).",
     )
     window: int = setting(512, "Keys that a query of the local mask sees: |q - k| <= window / 2.")
 
     depth: int = setting(4, "Encoder layers.")
     dropout: float = changed(RunSettings, "dropout", default=0.1)
-    attention_dropout: float = setting(0.0, "Chance that an attention weight is dropped, in steps of 1/256.")
-    pool: str = setting("cls", f"What the head reads: {', '.join(POOLS)}; cls is a token of its own before all others.")
+    attention_dropout: float = setting(0.0, "Dropout of attention weights, in steps of 1/256.")
+    pool: str = setting("cls", f"Input of the head: {', '.join(POOLS)}; cls is an extra first token.")
     positions: str = setting(
         "learned",
-        f"Positions: {', '.join(POSITIONS)}; rotary ones rotate queries and keys; nested ones do, too, and say how "
-        "many brackets of an expression are open.",
+        f"Positions: {', '.join(POSITIONS)}; rotary rotates queries and keys; nested also embeds the number of open "
+        "brackets.",
     )
     qk_norm: bool = setting(False, "Normalise queries and keys (RMS, with learned gains), for stable training.")
     augment: str = setting(
-        "none", "Images, in training: none, mirror (left and right), or square (all turns and mirrors of a square)."
+        "none",
+        "Augmentation of training images: none, mirror (left and right), or square (all symmetries of a square).",
     )
-    background: str = setting("keep", "Images: keep, or drop black pixels, which then are no tokens.")
+    background: str = setting("keep", "Images: keep black pixels as tokens, or drop them.")
 
     objective: str = setting(
         "classify",
-        f"What is learned: {', '.join(OBJECTIVES)}; to denoise is to name hidden tokens of the task's inputs, "
-        "self-pretraining for a run that begins with its weights.",
+        f"Objective: {', '.join(OBJECTIVES)}; denoise predicts hidden tokens of the task's inputs (self-pretraining).",
     )
-    hidden: float = setting(0.15, "To denoise: the share of the tokens that is hidden.")
+    hidden: float = setting(0.15, "For denoise: the share of hidden tokens.")
     auxiliary: float = setting(
         0.0,
-        "Pathfinder, generated: weight of a second loss in training, how many markers the curve through each drawn "
-        "pixel has, which the generator knows. 0: the answers alone.",
+        "Generated Pathfinder: weight of a second training loss, the number of markers on each drawn pixel's curve. "
+        "0: answers only.",
     )
     initial: str | None = changed(
         RunSettings,
         "initial",
-        text="Weights to begin with: model.safetensors or the folder of a run of the same sizes.",
+        text="Initial weights: model.safetensors or the folder of a run of the same sizes.",
     )
 
     steps: int = setting(5000, "Training steps.")
@@ -84,25 +83,25 @@ class Config(RunSettings):
     batch: int = setting(32, "Examples a step.")
     context_parallel: int = setting(
         1,
-        "Processes that share the tokens of each sequence, for sequences too long for one GPU; their number under "
-        "torchrun must be a multiple.",
+        "Processes that share the tokens of each sequence, for sequences too long for one GPU; the number of processes "
+        "must be a multiple.",
     )
-    buckets: bool = setting(True, "Examples of about one length share a batch, which then has little padding.")
-    max_tokens: int | None = setting(None, "Tokens after which a sequence is cut.", "the task's own number")
+    buckets: bool = setting(True, "Put examples of similar length into a batch, to reduce padding.")
+    max_tokens: int | None = setting(None, "Tokens after which a sequence is cut.", "the task's number")
     lr: float = setting(5e-4, "Peak learning rate.")
     warmup: int = setting(500, "Steps over which the learning rate rises to its peak.")
     schedule: str = setting("cosine", f"Learning rate after the warm-up: {', '.join(SCHEDULES)}.")
     weight_decay: float = changed(RunSettings, "weight_decay", default=0.01)
     keep: str = setting(
         "last",
-        f"Weights that are tested and kept: {', '.join(KEEPS)}; best are those of the best validation.",
+        f"Weights to test and keep: {', '.join(KEEPS)}; best: from the best validation.",
     )
 
     eval_every: int = setting(500, "Steps between validations.")
     eval_examples: int = setting(2000, "Examples of a validation; the final test uses all.")
 
     difficulty: str = setting(Options.difficulty, f"Pathfinder: {', '.join(FOLDS)}.")
-    split: str = setting(Options.split, f"Pathfinder: {', '.join(SPLITS)}; shuffled is what S4 and most others do.")
+    split: str = setting(Options.split, f"Pathfinder: {', '.join(SPLITS)}; S4 and most others use shuffled.")
 
     longer_than: int = setting(Settings.longer_than, "Generated data: every expression has more tokens.")
     shorter_than: int = setting(Settings.shorter_than, "Generated data: every expression has fewer tokens.")
@@ -155,7 +154,7 @@ class Config(RunSettings):
             self._check_shared_sequences()
 
     def _check_shared_sequences(self) -> None:
-        """Raises ValueError for settings with which several processes cannot share a sequence."""
+        """Raises ValueError for settings that do not allow several processes to share a sequence."""
         check_shareable(
             processes=self.context_parallel, attention=self.attention, longest=self.shape.length, block=self.block,
             length_option="--max-tokens",
@@ -163,7 +162,7 @@ class Config(RunSettings):
 
     @property
     def shape(self) -> Shape:
-        """How the task's sequences become rows of a batch."""
+        """The form of the task's sequences as rows of a batch."""
         task = TASKS[self.task]
         return Shape(
             self.block,
@@ -176,12 +175,11 @@ class Config(RunSettings):
 
     @property
     def data(self) -> Options:
-        """The settings that concern the task's data."""
         return Options(self.difficulty, self.split)
 
     @property
     def generator(self) -> Settings:
-        """The generated data that this run uses if no data are given."""
+        """The generated data of this run if no data are given."""
         return Settings(
             self.longer_than,
             self.shorter_than,
@@ -198,7 +196,7 @@ DEFAULTS: dict[str, Any] = {each.name: each.default for each in fields(Config)}
 # Settings of the data to generate if none are given.
 GENERATOR = ("longer_than", "shorter_than", "train_examples", "val_examples", "test_examples", "data_seed")
 
-# Settings that may change when a run is resumed: they do not affect the weights, or are meant to.
+# Settings that may change on resume: they do not affect the weights, or change the run's length.
 FREE_ON_RESUME = (
     "steps",
     "minutes",
@@ -212,24 +210,24 @@ FREE_ON_RESUME = (
     "log_every",
 )
 
-# Settings that choose the weights of a run with keep=best, and do not affect those of other runs.
+# Settings that select the weights of a run with keep=best, and do not affect other runs.
 VALIDATION = ("eval_every", "eval_examples")
 
 
 def configure(preset: str | None, chosen: dict[str, Any]) -> Config:
-    """The defaults, changed by a preset for the task and then by the user's choices."""
+    """The defaults, changed by a preset for the task and by the user's choices."""
     named = settings_of(preset, chosen.get("task", DEFAULTS["task"])) if preset else {}
     return Config(**{**named, **chosen})
 
 
 def resumed(saved: Config, chosen: dict[str, Any]) -> Config:
-    """A saved run's settings with those chosen now; raises ValueError if they would change the run."""
+    """A saved run's settings with the settings chosen now; raises ValueError if they would change the run."""
     free = FREE_ON_RESUME if saved.keep != "best" else [name for name in FREE_ON_RESUME if name not in VALIDATION]
     return run_folder.resumed(saved, chosen, free)
 
 
 def from_saved(saved: dict[str, Any]) -> Config:
-    """The settings from what `as_dict` returned, also in versions with fewer settings."""
+    """The settings from the values of `as_dict`, also of older versions with fewer settings."""
     return Config(**{"buckets": False, **saved})  # older runs have no buckets
 
 

@@ -6,7 +6,7 @@ from sparseflash import BlockMask
 
 
 def beacons(q_len: int, *, block: int) -> BlockMask:
-    """Nearby tokens, and beacons at the start that see, and are seen by, every token.
+    """A local window, and beacons at the start that see, and are seen by, every token.
 
     A score is live iff |q - k| <= 48 or q < 16 or k < 16.
     """

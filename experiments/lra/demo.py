@@ -42,7 +42,7 @@ def run(config: Config, data: Data, out: Path, console: Console, *, names: tuple
     outcomes: list[Outcome] = []
     for name in names:
         outcomes.append(train_one(replace(config, mask=name), data, out, console))
-        write_json(results, [asdict(outcome) for outcome in outcomes])  # kept if Ctrl-C stops the next one
+        write_json(results, [asdict(outcome) for outcome in outcomes])  # kept if Ctrl-C stops the next mask
     console.print(table(outcomes, data))
     for line in verdicts(outcomes, data):
         console.print(line)
@@ -63,12 +63,12 @@ def train_one(config: Config, data: Data, out: Path, console: Console) -> Outcom
 
 
 def short(name: str) -> str:
-    """A mask's name for tables and folders; of module:function, the function."""
+    """A mask's name for tables and folders; for module:function, the function's name."""
     return name.rpartition(":")[2]
 
 
 def table(outcomes: list[Outcome], data: Data) -> Table:
-    """Masks and baselines, at most 80 characters wide."""
+    """A table of masks and baselines, at most 80 characters wide."""
     first = outcomes[0].metrics
     made = "generated" if data.generated else "released"
     steps = sorted(outcome.metrics["steps"] for outcome in outcomes)
@@ -107,7 +107,7 @@ def table(outcomes: list[Outcome], data: Data) -> Table:
 
 
 def verdicts(outcomes: list[Outcome], data: Data) -> list[str]:
-    """The claims of the demo, and whether they hold."""
+    """The demo's claims, and whether they hold."""
     inexact = [outcome.name for outcome in outcomes if not outcome.exactness.holds]
     prior = majority(data).loss
     unlearnt = [outcome.name for outcome in outcomes if outcome.metrics["test_loss"] >= prior]

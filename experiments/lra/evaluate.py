@@ -1,4 +1,4 @@
-"""Tests a finished run on the data that it was trained on, or on others, and reports what its answers depend on."""
+"""Tests a finished run on its own or other data, and reports accuracies by subset."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ from experiments.training.reading import reading
 def opened(path: Path, device: torch.device, mask: str | None = None) -> tuple[Classifier, Config, dict[str, Any]]:
     """The classifier of a finished run, its settings, and the description in its file.
 
-    path: the run's folder, or its model.safetensors. mask: the name of the run's mask. It must be given if the mask
-    is a function, because the file then names code to run. Raises ValueError for a file that holds something else.
+    path: the run's folder, or its model.safetensors.
+    mask: the name of the run's mask. Required if the mask is a function, because the file then names code to run.
+
+    Raises ValueError for a file with other contents.
     """
     found, about = tensor_files.read(path, weights.KIND, "config", "cost")
     with reading(path, f"a file of an {weights.KIND} with its settings and its cost"):
@@ -73,9 +75,10 @@ def evaluate(
 ) -> dict[str, Any]:
     """The accuracy of a model on the test split of some data, as plain values for a JSON file.
 
-    path, model, config, about: as `opened` takes and returns them; progress: called with the number of examples tested.
-    Losses are mean cross-entropies in nats. Raises ValueError for data that the model may have been
-    trained on.
+    path, model, config, about: from `opened`.
+    progress: called with the number of tested examples.
+
+    Losses are mean cross-entropies in nats. Raises ValueError for data that the model may have been trained on.
     """
     check_disjoint(path, about.get("seen"), fingerprint(data))
     device = next(model.parameters()).device
@@ -109,7 +112,7 @@ def evaluate(
 def answers(
     model: Classifier, examples: Examples, config: Config, device: torch.device, progress: Callable[[int], None]
 ) -> tuple[Tensor, float]:
-    """Which examples are answered correctly, bool [n] on the CPU; and the loss."""
+    """Whether each example is answered correctly, bool [n] on the CPU; and the loss."""
     check_images(examples, config.shape)
     model.eval()
     right, loss, tested = [], torch.zeros((), dtype=torch.float64, device=device), 0
@@ -124,7 +127,7 @@ def answers(
 
 
 def by_kind(kinds: Kinds, right: Tensor) -> dict[str, Any]:
-    """Accuracies in the groups that have examples, with those of rules."""
+    """Accuracies by group, with the rules' accuracies, for groups with examples."""
     groups = []
     for number, name in enumerate(kinds.names):
         chosen = right[torch.from_numpy(kinds.of_test == number)]

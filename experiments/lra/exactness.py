@@ -1,6 +1,6 @@
-"""Checks attention on a model's own tensors: forward and gradients are compared with dense attention in fp64.
+"""Checks attention on a model's tensors: output and gradients are compared with dense attention in fp64.
 
-The yardstick is the rounding error of a plain dense implementation in the tensors' own precision.
+The tolerance comes from the rounding error of a plain dense implementation in the tensors' dtype.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Exactness:
 
     ours: float
     plain: float
-    rounding: float  # of a single result, half a unit in the last place
-    within: bool = True  # each of the four within its own yardstick, by the library's comparison
+    rounding: float  # rounding of one result: half a unit in the last place
+    within: bool = True  # each of the four within its tolerance, by the library's comparison
 
     @property
     def holds(self) -> bool:
@@ -60,7 +60,7 @@ def check(model: Classifier, batch: Batch, config: Config) -> Exactness:
 
 
 def capture(model: Classifier, batch: Batch, config: Config) -> Captured:
-    """q, k, v and the output's gradient in the first layer (in the last, only pooled positions have a gradient)."""
+    """q, k, v and the output's gradient in the first layer (the last layer has gradients only at pooled positions)."""
     layer = model.layers[0]
     assert isinstance(layer, Layer)
     attention, calls = layer.attention, []
@@ -81,14 +81,14 @@ def capture(model: Classifier, batch: Batch, config: Config) -> Captured:
 
 
 def sparse(call: Captured) -> list[Tensor]:
-    """Output, dq, dk and dv of the library, called as in the model."""
+    """Output, dq, dk and dv of the library."""
     q, k, v = leaves = [x.detach().clone().requires_grad_() for x in (call.q, call.k, call.v)]
     out = block_sparse_attention(q, k, v, call.mask)
     return [out.detach(), *torch.autograd.grad(out, leaves, call.dout)]
 
 
 def dense(call: Captured, dtype: torch.dtype) -> list[Tensor]:
-    """The same by textbook attention without the library: all scores, and a softmax over the live ones."""
+    """Output, dq, dk and dv by textbook attention without the library: all scores, softmax over live scores."""
     q, k, v = leaves = [x.detach().to(dtype).requires_grad_() for x in (call.q, call.k, call.v)]
     live = call.mask.to_dense()  # bool [B, 1, N, N]
     scores = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5
@@ -99,5 +99,5 @@ def dense(call: Captured, dtype: torch.dtype) -> list[Tensor]:
 
 
 def error(x: Tensor, exact: Tensor) -> float:
-    """The largest deviation, relative to the largest exact value if that is not 0."""
+    """The largest deviation, relative to the largest exact value if it is not 0."""
     return largest_error(x, exact) / (exact.abs().max().item() or 1.0)

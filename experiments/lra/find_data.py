@@ -1,4 +1,4 @@
-"""The data of a command: those in the folder that the user has named, otherwise generated data."""
+"""The data of a command: from the user's folder, or generated."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DATA = Path("data/lra")
 
 
 def generated(settings: Settings, parent: Path, console: Console, workers: int | None = None) -> Path:
-    """The folder of generated data, which is written with a progress bar if it is missing."""
+    """The folder of generated data, written with a progress bar if missing."""
     if (parent / settings.folder_name / LABEL).exists():
         return parent / settings.folder_name
     name = f"Generating ListOps on {workers or available_cores()} cores"
@@ -26,9 +26,9 @@ def generated(settings: Settings, parent: Path, console: Console, workers: int |
 
 
 def find_data(config: Config, folder: Path | None, console: Console) -> Data:
-    """The data in the folder that the user named; without one, generated data, which are made if they are missing.
+    """The data in the user's folder; without a folder, generated data, made if missing.
 
-    Nothing is generated into a named folder, because a user who asks for the released files must not get others.
+    Nothing is generated into a user's folder, because a user who wants the released files must not receive others.
     """
     if folder is None and config.task != "listops":
         made = " (or a file that `python -m experiments.pathfinder generate` writes)" if "path" in config.task else ""

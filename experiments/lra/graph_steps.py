@@ -1,4 +1,4 @@
-"""The training steps of a run, as CUDA graphs where possible, with one graph for each shape of a batch."""
+"""The training steps of a run, as CUDA graphs where possible, with one graph for each batch shape."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from experiments.lra.losses import objective_of
 from experiments.training.cuda_graphs import GraphInputs, GraphSteps, copy_into
 from experiments.training.steps import NO_LABEL, Steps
 
-# At 4,096 tokens in blocks of 128, attention that works in whole blocks has this many shapes. With any length there are
-# hundreds, and the rarer ones are not worth a graph.
+# At 4,096 tokens in blocks of 128, attention in whole blocks has this many shapes. With free lengths there are
+# hundreds, and rare shapes are not worth a graph.
 MOST_SHAPES = 40
 
 
 class BatchShape(NamedTuple):
-    """The batches that share a graph. Sequences that fill the shape need no masking of padding."""
+    """The key of batches that share a graph. Sequences that fill the shape need no padding mask."""
 
     ids: tuple[int, ...]
     padded: bool
@@ -30,8 +30,6 @@ class BatchShape(NamedTuple):
 
 @dataclass(frozen=True)
 class StaticBatch:
-    """The tensors of a batch, into which other batches of its shape are copied."""
-
     batch: Batch
     config: Config
 
@@ -44,7 +42,7 @@ class StaticBatch:
         return True
 
     def fill(self, batch: Batch) -> None:
-        """Copy a batch of the same shape; the host does not wait for it."""
+        """Copy a batch of the same shape, without waiting on the host."""
         for name, tensor in with_most_labels(batch, self.config).tensors().items():
             copy_into(getattr(self.batch, name), tensor)
 
@@ -53,12 +51,11 @@ class StaticBatch:
 
 
 def shape_of(batch: Batch) -> BatchShape:
-    """The key of the graph that a batch needs."""
     return BatchShape(tuple(batch.ids.shape), batch.live_tokens < batch.ids.numel())
 
 
 def padded_to_longest(batch: Batch, shape: Shape) -> Batch:
-    """The batch in rows that can hold the task's longest sequence."""
+    """The batch in rows as long as the task's longest sequence."""
     length = shape.row(shape.max_tokens + shape.first)
     missing = length - batch.ids.shape[1]
     if missing <= 0:
@@ -72,7 +69,7 @@ def padded_to_longest(batch: Batch, shape: Shape) -> Batch:
 
 
 def with_most_labels(batch: Batch, config: Config) -> Batch:
-    """The batch with as many tokens to be named as any batch of its shape can have; the added ones have no label."""
+    """The batch with as many hidden tokens as any batch of its shape can have; added ones have no label."""
     if batch.asked is None:
         return batch
     most = max(1, round(config.hidden * batch.ids.numel()))
@@ -89,9 +86,9 @@ def steps_of(
     data_parallel: nn.Module | None = None,
     pool: Any = None,
 ) -> Steps[Batch, Batch]:
-    """The training steps of a run: as CUDA graphs if the settings say so and one process trains alone on a GPU.
+    """The training steps of a run: CUDA graphs if the settings allow and one process trains alone on a GPU.
 
-    pool: memory that the graphs share with others, by `torch.cuda.graph_pool_handle()`.
+    pool: memory shared with other graphs, from `torch.cuda.graph_pool_handle()`.
     """
     objective = objective_of(config, device)
     alone = data_parallel is None or data_parallel is model

@@ -1,4 +1,4 @@
-"""The losses of a batch: for its answers or hidden tokens, and for the classes of its pixels."""
+"""The losses of a batch: for answers or hidden tokens, and for pixel classes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from experiments.training.steps import Objective, Outcome, autocast
 
 
 def objective_of(config: Config, device: torch.device) -> Objective[Batch, Batch]:
-    """The objective that a run minimises."""
     return Objective(lambda batch: batch.to(device), partial(losses, config=config), config.clip)
 
 
 def losses(model: nn.Module, batch: Batch, config: Config) -> tuple[Tensor, Outcome]:
-    """The loss that is minimised, and what is logged about the step."""
+    """The loss to minimise, and the numbers to log."""
     logits, pixel_logits = outputs(model, batch, config)
     loss = F.cross_entropy(logits, batch.labels)
     auxiliary = torch.zeros((), device=logits.device)
@@ -36,7 +35,7 @@ def forward(model: nn.Module, batch: Batch, config: Config) -> Tensor:
 
 
 def outputs(model: nn.Module, batch: Batch, config: Config) -> tuple[Tensor, Tensor | None]:
-    """The logits and, of a model that trains with pixel labels, those of every token's class, in fp32."""
+    """The logits in fp32 and, for a model with pixel labels, the logits of every token's class."""
     asked = () if batch.asked is None else (batch.asked,)
     with autocast(batch.ids.device, config.precision):
         found = model(batch.ids, batch.lengths, batch.places, batch.live_tokens < batch.ids.numel(), *asked)

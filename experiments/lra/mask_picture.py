@@ -13,9 +13,9 @@ def draw(named_masks: Mapping[str, BlockMask], path: Path) -> Path:
     """Write one panel for each mask, queries down and keys across, in tokens, with full and partial tiles in different
     colours.
 
-    Every score is a point; of masks that are too long for that, every tile is one.
+    Each score is a point; in long masks each tile is a point.
     """
-    # Imported only here, because matplotlib takes a second to import and most runs draw nothing.
+    # Imported here, because matplotlib takes a second to import and most runs draw nothing.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.1 * len(named_masks), 5.0), layout="constrained")

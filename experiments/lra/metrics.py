@@ -1,4 +1,4 @@
-"""The result of a run, with everything that is needed to judge and repeat it."""
+"""The result of a run, with all facts needed to judge and repeat it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def final_metrics(run: Run) -> dict[str, Any]:
     denoises = run.config.objective == "denoise"
     guessing = frequency_baseline(run.data, run.shape) if denoises else majority(run.data)
     rules = [guessing] if denoises else baselines(run.data)
-    tenth = max(1, len(trained) // 10)  # because a single line of the log is noisy
+    tenth = max(1, len(trained) // 10)  # a single log line is noisy
     return {
         "task": run.data.task.name,
         "generated_data": run.data.generated,
@@ -42,8 +42,8 @@ def final_metrics(run: Run) -> dict[str, Any]:
         "first_loss": statistics.fmean(record["loss"] for record in trained[:tenth]),
         "last_loss": statistics.fmean(record["loss"] for record in trained[-tenth:]),
         "steps": run.state.step,
-        "tested_step": run.tested_step,  # of the weights that were tested
-        "validation_accuracy": validation_accuracy(run),  # of those weights; None if they were not validated
+        "tested_step": run.tested_step,  # of the tested weights
+        "validation_accuracy": validation_accuracy(run),  # of the tested weights; None if not validated
         "training_seconds": run.state.seconds,
         "startup_seconds": run.state.startup_seconds,  # not counted as training
         "tokens_per_s": statistics.median(record["tokens_per_s"] for record in trained),  # without padding
@@ -58,7 +58,7 @@ def final_metrics(run: Run) -> dict[str, Any]:
 
 
 def validation_accuracy(run: Run) -> float | None:
-    """The validation accuracy of the weights that were tested; None if they were not validated."""
+    """The validation accuracy of the tested weights; None if they were not validated."""
     if run.best is not None:
         return run.best.accuracy
     of_last = [record["accuracy"] for record in run.log.of_kind("val") if record["step"] == run.state.step]
@@ -66,11 +66,11 @@ def validation_accuracy(run: Run) -> float | None:
 
 
 def plateau_left_at(trained: list[Record], guessing: float) -> int | None:
-    """The first step from which the loss, averaged over ten lines of the log, stays below 97 % of the loss of guessing,
-    which uses only the class frequencies.
+    """The first step from which the loss, averaged over ten log lines, stays below 97 % of the loss of guessing by
+    class frequencies.
 
-    None: it never does. Many runs on Pathfinder stay at guessing for a long time, and some forever (Long Range Arena,
-    issue 37), so the metrics report when learning began.
+    None if the loss never does. Many Pathfinder runs stay at guessing for a long time, some forever (Long Range Arena,
+    issue 37).
     """
     losses = [record["loss"] for record in trained]
     left = None

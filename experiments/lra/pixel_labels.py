@@ -1,8 +1,8 @@
-"""A second loss in training, with a label for each drawn pixel of a Pathfinder image, which the generator knows.
+"""A second training loss, with a label for each drawn pixel of a generated Pathfinder image.
 
-The answer alone is one bit for an image of hundreds of pixels, and the loss can stay at that of guessing for a long
-time. Here every pixel has a label, the number of markers on its curve, which a model has to find by tracing. Only files
-written by `python -m experiments.pathfinder generate` have these labels, and results say that they were used.
+The answer is one bit for hundreds of pixels, and the loss can stay at guessing for a long time. The label of a pixel is
+the number of markers on its curve, which a model must find by tracing. Only files of `python -m experiments.pathfinder
+generate` have these labels, and results record their use.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from experiments.training.steps import NO_LABEL
 class PixelLabelClassifier(Classifier):
     """A classifier with a second head, which predicts every token's class during training.
 
-    pixel_classes: the number of classes; sizes: those of the classifier.
+    pixel_classes: the number of classes.
+    sizes: the classifier's.
     """
 
     def __init__(self, *arguments: Any, pixel_classes: int, width: int, **sizes: Any) -> None:
@@ -31,26 +32,27 @@ class PixelLabelClassifier(Classifier):
     def forward(  # type: ignore[override]
         self, ids: Tensor, lengths: Tensor, places: Tensor | None = None, padded: bool = True
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """The classifier's logits [B, C]; in training, also those of the tokens' classes [B, N, pixel_classes]."""
+        """The classifier's logits [B, C]; in training, also the logits of the tokens' classes [B, N, pixel_classes]."""
         x = self.encode(ids, lengths, places, padded)
         logits = self.answers(x, lengths)
         return (logits, self.tracer(x)) if self.training else logits
 
 
 def pixel_label_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """The mean cross-entropy, in nats, of the tokens that have a class.
-
-    logits: [B, N, classes]; labels: int64 [B, N], `NO_LABEL` for tokens without one.
+    """The mean cross-entropy, in nats, of the tokens with a class.
 
     >>> import torch
     >>> round(pixel_label_loss(torch.zeros(1, 2, 3), torch.tensor([[1, NO_LABEL]])).item(), 4)
     1.0986
+
+    logits: [B, N, classes].
+    labels: int64 [B, N], `NO_LABEL` for tokens without a class.
     """
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=NO_LABEL)
 
 
 def pixel_labels_of(data: Data) -> Examples:
-    """The classes of the training images' pixels; raises ValueError if the data do not have them."""
+    """The classes of the training images' pixels; raises ValueError if the data have none."""
     if data.pixel_labels is None:
         raise ValueError(
             f"auxiliary needs data that say which curve each pixel lies on, as a file that `python -m "

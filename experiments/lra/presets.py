@@ -1,4 +1,4 @@
-"""Named settings: the changes that each preset makes for each task."""
+"""Presets: settings for each task."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ Settings = dict[str, Any]
 
 
 def _epochs(count: int, examples: int, batch: int) -> Settings:
-    """`count` passes over the training examples, the first of which is the warm-up."""
+    """`count` passes over the training examples; the first is the warm-up."""
     return {"batch": batch, "steps": count * (examples // batch), "warmup": examples // batch}
 
 
 def _validated(every: int, examples: int) -> Settings:
-    """The settings that choose the tested weights: steps between validations, and examples in each."""
+    """The settings that select the tested weights: steps between validations, and examples in each."""
     return {"eval_every": every, "eval_examples": examples}
 
 
-# The sizes and schedules of the Long Range Arena's own transformer (lra_benchmarks/*/configs), in bf16. Its learning
-# rate of 0.05 / sqrt(step) has its peak at the end of the warm-up. ListOps: 9.0 million parameters, a checkpoint with
-# the optimiser takes 107 MB.
+# The sizes and schedules of the Long Range Arena's transformer (lra_benchmarks/*/configs), in bf16. Its learning rate
+# of 0.05 / sqrt(step) peaks at the end of the warm-up.
 _ARENA: Settings = {"attention_dropout": 0.1, "pool": "cls", "positions": "sinusoidal", "precision": "bf16"}
 _RSQRT: Settings = {"batch": 32, "schedule": "rsqrt", "weight_decay": 0.1, "clip": 0.0}
 _PIXELS: Settings = {"schedule": "cosine", "weight_decay": 0.0, "clip": 0.0, "lr": 1e-3}
@@ -46,9 +45,9 @@ _FLASH: Settings = {
     "lr": 1e-3, "schedule": "cosine", "weight_decay": 0.0, "precision": "bf16", **_epochs(200, 160000, 512),
 }  # fmt: skip
 
-# The Nystromformer authors' transformer (mlpen/Nystromformer, LRA/code/lra_config.py), which the FlashAttention paper
-# took settings from, too: one small model for all tasks, in bf16, tested with the weights of its best validation
-# (run_tasks.py), and trained on as many examples as theirs. Theirs treats black pixels of Pathfinder as padding.
+# The Nystromformer authors' transformer (mlpen/Nystromformer, LRA/code/lra_config.py), whose settings the
+# FlashAttention paper also used: one small model for all tasks, in bf16, trained on as many examples, and tested with
+# the weights of its best validation (run_tasks.py). The original treats black pixels of Pathfinder as padding.
 _NYSTROMFORMER: Settings = {
     "depth": 2, "width": 64, "heads": 2, "mlp": 128, "dropout": 0.1, "attention_dropout": 0.1, "pool": "mean",
     "positions": "learned", "lr": 1e-4, "schedule": "linear", "weight_decay": 0.0, "clip": 0.0, "precision": "bf16",
@@ -56,15 +55,14 @@ _NYSTROMFORMER: Settings = {
 }  # fmt: skip
 _NYSTROMFORMER_TASKS: dict[str, Settings] = {
     "listops": {"batch": 32, "steps": 5000, "warmup": 1000, **_validated(50, 2000)},
-    # The only validation split is the test split. They choose weights by it; we do not.
+    # Validation is the test split. The authors choose weights by it; this preset does not.
     "text": {"batch": 32, "steps": 20000, "warmup": 8000, "max_tokens": 4000, **_validated(500, 25000), "keep": "last"},
     "retrieval": {"batch": 32, "steps": 30000, "warmup": 800, **_validated(300, 18090)},
     "image": {"batch": 256, "steps": 35000, "warmup": 175, **_validated(175, 5000)},
     "pathfinder32": {"batch": 256, "steps": 62400, "warmup": 312, "background": "drop", **_validated(312, 20000)},
 }
 
-# For one GPU: 3.4 million parameters for ListOps, so that a checkpoint with the optimiser's state stays below 48 MB; at
-# most 4.8 million for the others.
+# For one GPU: at most 4.8 million parameters.
 _MODERN: Settings = {
     "depth": 6, "width": 256, "heads": 4, "mlp": 512, "steps": 20000, "batch": 64, "lr": 1e-3, "warmup": 1000,
     "weight_decay": 0.05, "precision": "bf16",
@@ -74,25 +72,24 @@ _PATHS: Settings = {
     "background": "drop", "weight_decay": 0.0, "average": 0.999,
 }  # fmt: skip
 _MODERN_TASKS: dict[str, Settings] = {
-    # The number of open brackets around a token shows which tokens are the root's own arguments. Models with learned or
-    # rotary positions and [CLS] did not get beyond what the root operator alone gives. With dropout they learn late, or
-    # forget again, and answer worse without dropout than with it, because the largest of 2,000 features is then another
-    # (results/README.md).
+    # The number of open brackets around a token identifies the root's arguments. Models with learned or rotary
+    # positions and [CLS] learned no more than the root operator gives. With dropout they learn late, and answer worse
+    # without dropout than with it, because it changes the largest of 2,000 features.
     "listops": {"positions": "nested", "pool": "mean+max", "qk_norm": True, "dropout": 0.0},
     "text": {"batch": 32, "dropout": 0.2, "attention_dropout": 0.1},
     "retrieval": {"batch": 16},
     "image": {"batch": 64, "dropout": 0.2, "pool": "mean", "augment": "mirror"},
-    # With relative positions in two dimensions and no background the loss falls at once; with learned positions and all
-    # pixels it stays at that of guessing for a long time, or forever. Turned images (augment="square") reduce
-    # overfitting, but are learned so much more slowly that it is not worth it (results/README.md).
+    # With two-dimensional relative positions and dropped background the loss falls at once; with learned positions and
+    # all pixels it stays at guessing for a long time, or forever. Augmentation reduces overfitting, but slows learning
+    # down too much.
     "pathfinder32": {**_PATHS, "batch": 128, "steps": 50000},
     "pathfinder64": {**_PATHS, "batch": 64, "steps": 50000, "max_tokens": 2048},
     "pathfinder128": {**_PATHS, "batch": 32, "steps": 100000, "max_tokens": 6144},
     "pathfinder256": {**_PATHS, "batch": 16, "steps": 100000, "max_tokens": 10240},
 }
 
-# Short expressions, a small model, and a head that reads the first token, the root operator: on two CPU cores half a
-# minute per mask is enough to learn what the operator says about the answer. [CLS] would have to find it first.
+# Short expressions, a small model, and a head that reads the first token, the root operator: half a minute on two CPU
+# cores is enough to learn the operator's typical answers. [CLS] would first have to find the operator.
 _DEMO: Settings = {
     "block": 64, "window": 128, "depth": 2, "width": 64, "heads": 2, "mlp": 128, "dropout": 0.0, "pool": "first",
     "steps": 120, "minutes": 0.4, "batch": 8, "max_tokens": 1024, "lr": 2e-3, "warmup": 20, "device": "cpu",
@@ -110,7 +107,7 @@ PRESETS: dict[str, dict[str, Settings]] = {
 
 
 def settings_of(preset: str, task: str) -> Settings:
-    """The changes of a preset for a task; raises ValueError if there is no such preset or it does not have the task."""
+    """The settings of a preset for a task; raises ValueError for an unknown preset or task."""
     if preset not in PRESETS:
         raise ValueError(f"the preset must be one of {', '.join(PRESETS)}; got {preset!r}")
     if task not in PRESETS[preset]:

@@ -37,16 +37,16 @@ def print_result(console: Console, metrics: dict[str, Any], path: Path) -> None:
             f"{metrics['validation_accuracy']:.3f}"
         )
     if metrics["plateau_left_at"] is None:
-        console.print("[yellow]The loss never left that of guessing:[/yellow] more steps may help, or another seed.")
+        console.print("[yellow]The loss never fell below guessing:[/yellow] more steps may help, or another seed.")
     else:
-        console.print(f"The loss left that of guessing at step {metrics['plateau_left_at']}.")
+        console.print(f"The loss fell below guessing at step {metrics['plateau_left_at']}.")
     console.print(f"Metrics: {path}", soft_wrap=True)
     if denoises:
         console.print(f"Begin with these weights: train --initial {path.with_name(FILE)}", soft_wrap=True)
 
 
 def print_evaluated(console: Console, found: dict[str, Any], path: Path) -> None:
-    """Print a finished run's accuracy on some data, and what its answers depend on."""
+    """Print a finished run's accuracy on some data, and its accuracies by subset."""
     source = "generated data" if found["generated_data"] else "released data"
     table = Table(title=f"{found['task']} ({source}), {found['test_examples']:,} test examples")
     for column in ("", "accuracy", "loss (nats)"):
@@ -70,7 +70,7 @@ def print_evaluated(console: Console, found: dict[str, Any], path: Path) -> None
 
 
 def print_summary(console: Console, summary: dict[str, Any], path: Path) -> None:
-    """Print the test accuracy of every seed, their mean and standard deviation, beside the baselines."""
+    """Print the test accuracy of every seed, mean and standard deviation, and the baselines."""
     source = "generated data" if summary["generated_data"] else "released data"
     title = f"{summary['task']} ({source}), {summary['test_examples']} test examples, {summary['mask']} mask"
     title += supervision(summary)
@@ -102,7 +102,7 @@ def print_table(console: Console, lines: list[list[str]]) -> None:
 
 
 def supervision(metrics: dict[str, Any]) -> str:
-    """What training used in addition to the answers, as part of a title; empty if nothing."""
+    """Training labels beside the answers, as part of a title; empty if none."""
     return ", pixel labels in training" if metrics.get("pixel_labels") else ""
 
 

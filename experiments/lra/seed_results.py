@@ -1,4 +1,4 @@
-"""Runs that differ in their seed: which of them are complete, and a summary of their results."""
+"""Runs that differ only in their seed: which runs are complete, and a summary."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from experiments.training.series import Metrics
 
 
 def settings(config: Config, data: Path) -> dict[str, Any]:
-    """The settings that all runs of a series share, as plain values. data: the folder of their data."""
+    """The settings shared by all runs of a series, as plain values. data: the folder of their data."""
     return {"config": as_dict(config), "data": {"folder": str(data)}}
 
 
 def state(config: Config, data: dict[str, Any], folder: Path) -> tuple[Metrics | None, bool]:
-    """The metrics of a complete run, None if it is incomplete or is now to be longer; and whether there is a run at
-    all.
+    """The metrics of a complete run (None if it is incomplete or must become longer), and whether a run exists.
 
-    data: as `fingerprint.described` returns it. Raises ValueError if the run has other settings or other data.
+    data: from `fingerprint.described`. Raises ValueError if the run has other settings or other data.
     """
     saved = folder / SETTINGS
     if not saved.exists():
@@ -41,9 +40,9 @@ def state(config: Config, data: dict[str, Any], folder: Path) -> tuple[Metrics |
 
 
 def summary(runs: Sequence[Metrics]) -> Metrics:
-    """A summary of runs with the same settings: what they share, and the spread of their results.
+    """A summary of runs with equal settings: shared values, and the spread of results.
 
-    The standard deviation is that of a sample (n - 1); None for one run.
+    The standard deviation is the sample's (n - 1); None for one run.
     """
     first = runs[0]
     same = (
@@ -51,7 +50,7 @@ def summary(runs: Sequence[Metrics]) -> Metrics:
         "parameters",
     )  # fmt: skip
     of_a_run = ("test_accuracy", "test_loss", "plateau_left_at", "steps", "training_seconds", "tokens_per_s", "device")
-    later = ("tested_step", "validation_accuracy")  # missing in the metrics of older runs
+    later = ("tested_step", "validation_accuracy")  # missing in older metrics
     accuracies = [metrics["test_accuracy"] for metrics in runs]
     return {
         **{name: first.get(name) for name in same},

@@ -1,4 +1,4 @@
-"""The training runs that one command starts: one, or one for each of several seeds."""
+"""The runs of one command: one, or one for each seed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from experiments.training.trainer import Pause
 
 @dataclass(frozen=True)
 class Session:
-    """What the runs started by one command share."""
+    """State shared by the runs of one command."""
 
     data: Data
     overwrite: bool

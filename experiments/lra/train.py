@@ -1,9 +1,9 @@
 """Train one model on a task, test it, and write its metrics.
 
-It writes, in addition to the files of every run (experiments/training/run_folder.py):
+In addition to the files of every run (experiments/training/run_folder.py) it writes:
 
 <run>/metrics.json        the result, when the run is complete
-<run>/model.safetensors   the weights that were tested, for another run's --initial; see weights.py
+<run>/model.safetensors   the tested weights, for another run's --initial; see weights.py
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from experiments.training.window import Means
 
 
 def check(config: Config) -> None:
-    """Raises ValueError for a mask or sizes that no run can have, as far as can be known before there are data."""
+    """Raises ValueError for a mask or sizes that no run can have, before data are read."""
     find_device(config.device)
     mask = mask_of(config)
     if config.context_parallel > 1 and max(mask.block_q, mask.block_k) > config.block:
@@ -59,7 +59,7 @@ class Run(Trainer[Batch]):
 
     ranks: the processes that train it together.
     Raises FileExistsError if the folder holds a run and neither `resume` nor `overwrite` is set; ValueError if the
-    processes cannot share the batch, or the best weights would be chosen by the test split.
+    processes cannot share the batch, or the test split would select the best weights.
     """
 
     def __init__(
@@ -122,20 +122,19 @@ class Run(Trainer[Batch]):
         return weights.begin_from(self.model, path, self.config, self.fingerprint)
 
     def train(self, pause: Pause = never) -> dict[str, Any] | None:
-        """Train to the end, test, and return the final metrics; None if the run was paused, after it was saved."""
+        """Train to the end, test, and return the final metrics; None if the run was paused and saved."""
         with self.session():
             steps = steps_of(self.model, self.optimizer, self.config, self.device, self.data_parallel)
             if not self.train_stage(self._batches(), steps, pause):
                 return None
             self.save()
-            # After the checkpoint, because a run that is extended later would not have stopped here to validate.
+            # After the checkpoint, because a run that is extended later would not have validated here.
             if self.best is not None and self.best.offered != self.state.step:
                 self.validate()
             self._test()
         return self.ranks.on_first(self._write_result)
 
     def _batches(self) -> Iterator[Batch]:
-        """The batches from the current step on."""
         config, side = self.config, self.data.task.side
         turning = None
         if config.augment != "none" and side is not None:
@@ -177,7 +176,7 @@ class Run(Trainer[Batch]):
         return score(self.model, batches, self.config, self.device, self.ranks)
 
     def _tested(self) -> AbstractContextManager[None]:
-        """Inside the context, the model has the weights that are the run's result: the last ones, or the best."""
+        """Inside the context, the model has the weights of the run's result: the last or the best."""
         return self.averaged() if self.best is None else self.best.in_place()
 
     @property
@@ -187,7 +186,7 @@ class Run(Trainer[Batch]):
 
     @property
     def has_seen_pixel_labels(self) -> bool:
-        """Whether pixel labels were used to train the weights, in this run or in one before it."""
+        """Whether this run or an earlier one used pixel labels to train the weights."""
         return self.config.auxiliary > 0 or bool((self.before or {}).get("pixel_labels"))
 
     def _write_result(self) -> dict[str, Any]:
@@ -207,16 +206,16 @@ class Run(Trainer[Batch]):
 
 
 def check_initial(config: Config, data: Data) -> None:
-    """Raises an error if a run cannot begin with its initial weights, before older runs are deleted for it."""
+    """Raises an error if a run cannot use its initial weights, before older runs are deleted."""
     if config.initial is not None:
         model = build_model(config, data.task, mask_of(config))
         weights.begin_from(model, Path(config.initial), config, fingerprint(data))
 
 
 def saved_run(folder: Path) -> tuple[Config, Path]:
-    """The settings and the data folder of the run in a folder, or of a series of runs.
+    """The settings and the data folder of the run, or of the series of runs, in a folder.
 
-    Raises FileNotFoundError if there is none.
+    Raises FileNotFoundError if the folder holds no run.
     """
     path = folder / (SERIES if (folder / SERIES).is_file() else SETTINGS)
     return settings_as(path, lambda saved: (from_saved(saved["config"]), Path(saved["data"]["folder"])))

@@ -1,4 +1,4 @@
-"""Settings that would have no effect in a run, which is an error if the user chose them."""
+"""Chosen settings without effect are an error."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from experiments.lra.config import GENERATOR, Config
 
 
 def check_used(config: Config, chosen: Collection[str], *, masks: Collection[str], given_data: bool) -> None:
-    """Raises ValueError for a chosen setting that has no effect in this run.
+    """Raises ValueError for a chosen setting without effect in this run.
 
-    masks: the names of the masks to train with; given_data: whether the data are given rather than generated.
+    masks: the names of the masks to train with.
+    given_data: whether the data are given rather than generated.
     """
     path = config.task.startswith("pathfinder")
     made = config.task == "listops" and not given_data

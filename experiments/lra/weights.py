@@ -1,4 +1,4 @@
-"""The weights that a run was tested with, in safetensors files below 15 MiB, and how other runs begin with them."""
+"""The tested weights of a run, in safetensors files below 15 MiB, and their use as initial weights."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from experiments.training.reading import reading
 
 FILE = "model.safetensors"
 KIND = "experiments.lra model"
-# The settings that determine the meaning of the encoder's weights where their shapes do not.
+# Settings that change the meaning of the encoder's weights but not their shapes.
 _MEANINGS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "heads": itemgetter("heads"),
     "head_dim": lambda config: config["head_dim"] or config["width"] // config["heads"],
     "positions": itemgetter("positions"),
     "qk_norm": itemgetter("qk_norm"),
-    # [CLS] shifts all places by one. Rotary positions depend on differences of places, which stay the same.
+    # [CLS] shifts all positions by one. Rotary positions depend only on differences of positions.
     "place of the first token": lambda config: int(
         config["pool"] == "cls" and config["positions"] in ("learned", "sinusoidal")
     ),
@@ -32,22 +32,24 @@ _HEADS = ("head.", "namer.", "tracer.")  # prefixes of the modules that use the 
 
 
 def save(path: Path, model: nn.Module, config: Config, cost: dict[str, Any], seen: Sequence[dict[str, str]]) -> None:
-    """Write the weights with the settings, their training cost, and the data they were trained on.
+    """Write the weights with the settings, their training cost, and their training data.
 
-    cost: plain values that describe the training; seen: the fingerprints of the data of this run and of the runs before
-    it, see data/fingerprint.py.
+    cost: plain values that describe the training.
+    seen: the fingerprints of the data of this run and of earlier runs, see data/fingerprint.py.
     """
     about = {"kind": KIND, "config": as_dict(config), "cost": cost, "seen": list(seen)}
     tensor_files.write(path, model, about, limit=tensor_files.PART_BYTES)
 
 
 def begin_from(model: nn.Module, path: Path, config: Config, data: dict[str, str]) -> dict[str, Any]:
-    """Load the weights of a finished run into a model's encoder, and into its other parts that have the same shape.
+    """Load the weights of a finished run into a model's encoder, and into other parts of equal shape.
 
-    path: the file, one of its parts, or the run's folder; config, data: those of the new run. Returns what must be
-    reported with the model's result: the SHA-256 of the file, or of all parts in order, what the weights were trained
-    for, on which data, and at what cost. Raises FileNotFoundError if a file is missing, and ValueError if it is of
-    another kind, has another encoder, or was trained on another split of the run's data.
+    path: the file, one of its parts, or the run's folder.
+    config, data: of the new run.
+
+    Returns facts for the model's result: the SHA-256 of the files, and objective, data and cost of the weights. Raises
+    FileNotFoundError if a file is missing, and ValueError if it is of another kind, has another encoder, or was trained
+    on another split of the run's data.
     """
     found, about = tensor_files.read(path, KIND, "config", "cost")
     own = model.state_dict()
@@ -74,7 +76,7 @@ def begin_from(model: nn.Module, path: Path, config: Config, data: dict[str, str
 
 
 def runs_before(initial: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The costs, as `begin_from` returned them, of the runs that the weights come from, the first one first."""
+    """The costs, from `begin_from`, of all earlier runs of the weights, oldest first."""
     if initial is None:
         return []
     last = {name: initial[name] for name in _COSTS if name in initial}
@@ -82,7 +84,9 @@ def runs_before(initial: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def check_alike(path: Path, there: dict[str, Any], here: dict[str, Any]) -> None:
-    """Raises ValueError if the weights would mean something else; shapes do not show the number of heads, say."""
+    """Raises ValueError if the weights would have another meaning; shapes do not reveal the number of heads, for
+    example.
+    """
     for name, meaning in _MEANINGS.items():
         was, now = meaning(there), meaning(here)
         if was != now:
@@ -90,6 +94,6 @@ def check_alike(path: Path, there: dict[str, Any], here: dict[str, Any]) -> None
 
 
 def described(name: str, own: dict[str, Tensor], found: dict[str, Tensor]) -> str:
-    """How a tensor differs."""
+    """The difference between two tensors, in words."""
     shapes = [list(tensors[name].shape) if name in tensors else "missing" for tensors in (own, found)]
     return f"{name} is {shapes[0]} here and {shapes[1]} there"

@@ -1,8 +1,8 @@
-"""Pathfinder: images with the parameters of the Long Range Arena, and what is reached on them without tracing.
+"""Pathfinder: images with the parameters of the Long Range Arena, and accuracies without tracing.
 
     python -m experiments.pathfinder generate --size 128 --contour 14
     python -m experiments.pathfinder --help
 
-May import `training` and its own `cnn`. For lra and pathx, which train on the images. This file imports nothing, so
-that the generator's worker processes start quickly.
+May import `training` and its own `cnn`. lra and pathx train on the images. This file imports nothing, so that the
+generator's worker processes start quickly.
 """

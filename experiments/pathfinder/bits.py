@@ -1,4 +1,6 @@
-"""Sets of pixels as bits: 64 pixels of a row in a word, the first in the lowest bit; words of a column are adjacent."""
+"""Sets of pixels as bits: 64 pixels of a row in a word, the first in the lowest bit; the words of a column are
+adjacent.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,9 @@ from experiments.pathfinder.compiled import compiled
 from experiments.pathfinder.rng import ONE
 from experiments.pathfinder.stamps import UNIT
 
-OCCUPIED = ceil(0.3 * UNIT)  # the mask value from which a pixel counts as occupied
+OCCUPIED = ceil(0.3 * UNIT)  # a pixel with at least this mask value counts as occupied
 ALL = ~np.uint64(0)
-# Multiplied by eight bytes that are 0 or 1, it gives them as the bits of the highest byte.
+# Multiplying eight 0/1 bytes by it collects them as the bits of the highest byte.
 BYTES_TO_BITS = np.uint64(0x0102040810204080)
 
 
@@ -24,12 +26,11 @@ class Scratch(NamedTuple):
     row: NDArray[np.uint8]  # [64 W]
     occupied: NDArray[np.uint64]  # [W, size]
     taken: NDArray[np.uint64]  # [W, size]
-    whole: NDArray[np.uint64]  # [W], the bits that are pixels
+    whole: NDArray[np.uint64]  # [W], the bits of existing pixels
 
 
 @compiled
 def scratch_for(size):
-    """The scratch memory of `snakes.choose_free`."""
     words = (size + 63) // 64
     whole = np.full(words, ALL)
     if size % 64:
@@ -40,7 +41,9 @@ def scratch_for(size):
 
 @compiled
 def pack(mask, row, occupied):
-    """Write pixels of at least OCCUPIED as bits; returns the number of others. row: scratch, 0 past the last pixel"""
+    """Write pixels of at least OCCUPIED as bits; returns the number of other pixels. row: scratch, 0 past the last
+    pixel.
+    """
     words, size = occupied.shape
     eights = row.view(np.uint64)
     free = 0
@@ -60,10 +63,10 @@ def pack(mask, row, occupied):
 
 @compiled
 def gather(bits, kernel, found):
-    """found |= bits moved by every (dy, dx) of a kernel, int64 [k, 2]: pixel (y, x) of it is what (y + dy, x + dx) was,
-    where that is inside.
+    """found |= bits shifted by every (dy, dx) of a kernel, int64 [k, 2]: pixel (y, x) reads (y + dy, x + dx) if it lies
+    inside.
 
-    Word by word, so that the few columns of words that a word needs stay in the nearest cache for the whole kernel.
+    Goes word by word, so that the few columns of words stay in the nearest cache for the whole kernel.
     """
     words, size = bits.shape
     for word in range(words):
@@ -85,7 +88,6 @@ def gather(bits, kernel, found):
 
 @compiled
 def ones(bits):
-    """The number of set bits."""
     bits -= (bits >> ONE) & np.uint64(0x5555555555555555)
     bits = (bits & np.uint64(0x3333333333333333)) + ((bits >> np.uint64(2)) & np.uint64(0x3333333333333333))
     bits = (bits + (bits >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
@@ -94,7 +96,7 @@ def ones(bits):
 
 @compiled
 def place_of(bits, number):
-    """The place of set bit `number`, both counted from 0."""
+    """The position of set bit `number`, both counted from 0."""
     for _ in range(number):
         bits &= bits - ONE
     place = 0

@@ -1,4 +1,4 @@
-"""The command line: options only. The commands are implemented in the modules that have their names."""
+"""The command line: options only. The modules with the commands' names implement them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from experiments.training.workers import available_cores
 
 DATA = Path("data/pathfinder")
 RUNS = Path("runs/pathfinder")
-SETS = 4  # sets of images, each as large as the original's, over which shortcuts are averaged
+SETS = 4  # sets of images, each as large as the original's, for the mean shortcuts
 
 app = command_group("Pathfinder images with the Long Range Arena's parameters: generated, not the released ones.")
 console = Console()
@@ -39,9 +39,9 @@ Workers = Annotated[
     int | None, typer.Option(min=1, help="Processes; the files do not depend on it.", show_default="all cores")
 ]
 Seed = Annotated[int, typer.Option(help="Image i of a seed is always the same.")]
-Report = Annotated[Path | None, typer.Option(help="Markdown file to write, too.", show_default="none")]
+Report = Annotated[Path | None, typer.Option(help="Markdown file to write as well.", show_default="none")]
 Only = Annotated[
-    list[str] | None, typer.Option(help="SIZE-CONTOUR, as 128-14; may be repeated.", show_default="all twelve")
+    list[str] | None, typer.Option(help="SIZE-CONTOUR, such as 128-14; may be repeated.", show_default="all twelve")
 ]
 
 
@@ -50,14 +50,15 @@ def generate_command(
     size: Size = 128,
     contour: Contour = 14,
     parameters: Annotated[
-        Path | None, typer.Option(help="JSON file of all parameters, in place of the two.", show_default="none")
+        Path | None,
+        typer.Option(help="JSON file of all parameters, instead of --size and --contour.", show_default="none"),
     ] = None,
-    images: Annotated[int, typer.Option(help="How many.")] = Settings.images,
+    images: Annotated[int, typer.Option(help="Number of images.")] = Settings.images,
     seed: Seed = 0,
     out: Out = DATA,
     workers: Workers = None,
 ) -> None:
-    """Write images as vectors into one file. A run that was stopped goes on where it was."""
+    """Write images as vectors into one file. A stopped run resumes."""
     with short_errors():
         if out.suffix in (".npz", ".npy", ".safetensors"):
             raise ValueError(f"--out must be a folder, in which the file gets a name of its own; got {out}")
@@ -68,7 +69,7 @@ def generate_command(
 
 @app.command("export")
 def export_command(
-    file: Annotated[Path, typer.Argument(help="A file that `generate` has written.")],
+    file: Annotated[Path, typer.Argument(help="A file written by `generate`.")],
     out: Out = DATA / "released-layout",
 ) -> None:
     """Write the images of a file as PNG files with metadata, in the folders of the Long Range Arena's release."""
@@ -83,7 +84,7 @@ def export_command(
 def statistics_command(
     only: Only = None, images: int = 1000, seed: Seed = 0, data: Out = DATA, workers: Workers = None, out: Report = None
 ) -> None:
-    """Compare statistics with the original generator's, on images generated for it."""
+    """Compare statistics of newly generated images with the original generator's."""
     with short_errors():
         found = []
         for parameters in chosen_parameters(only):
@@ -101,7 +102,7 @@ def shortcuts_command(
     workers: Workers = None,
     out: Report = None,
 ) -> None:
-    """Measure how well one can answer without tracing a path, on images generated for it."""
+    """Measure accuracies without tracing a path, on newly generated images."""
     with short_errors():
         found, compared = [], []
         for parameters in chosen_parameters(only):
@@ -120,40 +121,42 @@ def shortcuts_command(
 def cnn_command(
     size: Size = 32,
     contours: Annotated[
-        str, typer.Option("--contour", help="Dashes of a path; several with commas between them: a network for each.")
+        str, typer.Option("--contour", help="Dashes of a path; for a comma-separated list, a network for each.")
     ] = "14",
     file: Annotated[
         Path | None,
-        typer.Option(help="File that `generate` has written to train on, in place of the two.", show_default="none"),
+        typer.Option(help="Training images from `generate`, instead of --size and --contour.", show_default="none"),
     ] = None,
     images: Annotated[
         int | None,
-        typer.Option(min=1, help="Train on so many, drawn before, again and again.", show_default="fresh ones always"),
+        typer.Option(
+            min=1, help="Train repeatedly on this many images, drawn beforehand.", show_default="fresh images"
+        ),
     ] = None,
     minutes: Annotated[
-        float | None, typer.Option(help="Of training, at most.", show_default="5, or no limit with --steps")
+        float | None, typer.Option(help="Maximum training time.", show_default="5, or no limit with --steps")
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Of training, at most.", show_default="no limit")] = None,
+    steps: Annotated[int | None, typer.Option(help="Maximum training steps.", show_default="no limit")] = None,
     batch: Annotated[int, typer.Option(help="Images of a step.")] = Config.batch,
-    lr: Annotated[float, typer.Option(help="The highest learning rate.")] = Config.lr,
+    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = Config.lr,
     width: Annotated[int, typer.Option(help="Channels of the first stage.")] = Config.width,
-    blocks: Annotated[int, typer.Option(help="Of two convolutions, in each stage.")] = Config.blocks,
-    seed: Annotated[int, typer.Option(help="Of the first weights, and of the images to train on.")] = Config.seed,
+    blocks: Annotated[int, typer.Option(help="Blocks of two convolutions in each stage.")] = Config.blocks,
+    seed: Annotated[int, typer.Option(help="Seed of the initial weights and of the training images.")] = Config.seed,
     test_images: Annotated[
-        int | None, typer.Option(min=10, help="The first so many of the test set.", show_default="all 20,000")
+        int | None, typer.Option(min=10, help="Use only the first images of the test set.", show_default="all 20,000")
     ] = None,
     device: Device = "auto",
     precision: Annotated[
         str | None, typer.Option(help="fp32 or bf16.", show_default="bf16 on a GPU, fp32 on a CPU")
     ] = None,
-    data: Annotated[Path, typer.Option(help="Folder of drawn images; what is missing is drawn.")] = DATA,
+    data: Annotated[Path, typer.Option(help="Folder of drawn images; missing images are drawn.")] = DATA,
     workers: Annotated[
         int | None, typer.Option(min=0, help="Processes that draw fresh images.", show_default="cores - 1")
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder of the results: a JSON file each, and cnn.md of all in it.")] = RUNS,
+    out: Annotated[Path, typer.Option(help="Folder of the results: a JSON file for each, and cnn.md for all.")] = RUNS,
 ) -> None:
-    """Train a small 2-D CNN, and test it beside the rules that trace nothing."""
-    # Imported only here, because PyTorch takes seconds to import.
+    """Train a small 2-D CNN, and test it beside rules that trace nothing."""
+    # Imported here, because PyTorch takes seconds to import.
     from experiments.pathfinder import testset
     from experiments.pathfinder.cnn import results, run
     from experiments.pathfinder.cnn.images import test_file
@@ -197,14 +200,14 @@ def picture_command(
     contour: Contour = 14,
     seed: Seed = 0,
     real: Annotated[
-        Path | None, typer.Option(help="A strip of eight real tiles to set below.", show_default="none")
+        Path | None, typer.Option(help="A strip of eight real tiles to show below.", show_default="none")
     ] = None,
-    enlarge: Annotated[int, typer.Option(min=1, help="Pixels of the picture to one of an image.")] = 1,
+    enlarge: Annotated[int, typer.Option(min=1, help="Picture pixels for each image pixel.")] = 1,
     data: Out = DATA,
     workers: Workers = None,
     out: Annotated[Path, typer.Option(help="PNG file to write.")] = Path("pathfinder.png"),
 ) -> None:
-    """Draw eight generated images, above real ones if there are any."""
+    """Draw eight generated images, above real ones if given."""
     with short_errors():
         vectors = load(generated(Settings(parameters_of(size, contour), 200, seed), data, workers))
         picture(vectors, out, real=real, enlarge=enlarge)
@@ -212,7 +215,7 @@ def picture_command(
 
 
 def generated(settings: Settings, parent: Path, workers: int | None) -> Path:
-    """The file of some images, which is written with a progress bar if it is missing."""
+    """The file of images, written with a progress bar if missing."""
     name = f"Drawing {settings.parameters.name} on {workers or available_cores()} cores"
     with counting_bar(console, name, settings.images) as progress:
         return generate(settings, parent, workers=workers, progress=progress)
@@ -237,7 +240,7 @@ def mean(sets: tuple[Shortcut, ...]) -> Shortcut:
 
 
 def lengths(contours: str) -> list[int]:
-    """Contour lengths that the user names.
+    """The user's contour lengths.
 
     >>> lengths("6,14")
     [6, 14]

@@ -15,11 +15,10 @@ HERE = Path(__file__).parent
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile on first use, and cache the machine code for later processes if there is a place to write it.
+    """Compile on first use, and cache the machine code for later processes if a folder is writable.
 
-    Numba's cache checks a function's own file, but not the other files whose functions and constants it uses: after a
-    change there, outdated code would silently draw other images. So every state of this package's sources has its own
-    cache.
+    Numba's cache checks only a function's own file. After a change in another file whose functions or constants it
+    uses, outdated code would silently draw other images. So every state of this package's sources has its own cache.
     """
     folder = cache_folder()
     if folder is None:
@@ -33,9 +32,7 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @lru_cache(maxsize=1)
 def cache_folder() -> Path | None:
-    """A folder in NUMBA_CACHE_DIR or beside the sources; None if that is read-only, and then every process compiles
-    again.
-    """
+    """A folder in NUMBA_CACHE_DIR or beside the sources; None if read-only, and then every process compiles again."""
     sources = blake2b(b"".join(path.read_bytes() for path in sorted(HERE.glob("*.py"))), digest_size=8).hexdigest()
     folder = Path(numba.config.CACHE_DIR or HERE / "__pycache__") / f"numba-{sources}"
     try:

@@ -1,4 +1,4 @@
-"""One image as a drawing: the places of its dashes."""
+"""One image as a drawing: the positions of its dashes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Drawing(NamedTuple):
     label     1 if the markers are at the two ends of one target snake, 0 if they are on both
     marked    the target snake, 0 or 1, whose first end is marked
     margin    half the gap between dashes, in pixels
-    attempts  pairs of target snakes that were drawn until one succeeded
-    dashes    int64 [d, 3], y, x and heading (see tables.py): those of target 0, of target 1, of every distractor.
+    attempts  pairs of target snakes drawn until one succeeded
+    dashes    int64 [d, 3], y, x and heading (see tables.py): target 0, target 1, every distractor.
               A target's first and last (y, x) are its two ends.
     """
 
@@ -34,7 +34,7 @@ class Drawing(NamedTuple):
 
 
 def draw(parameters: Parameters, seed: int, index: int) -> Drawing:
-    """Image `index` of a seed; it depends on nothing else. Raises ValueError if no targets fit into the image."""
+    """Image `index` of a seed, independent of all else. Raises ValueError if no targets fit into the image."""
     p = parameters
     rng = image_stream(parameters, seed, index)
     label = below(rng, 2)

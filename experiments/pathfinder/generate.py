@@ -1,4 +1,4 @@
-"""Writes a file of images on all cores. A run that was stopped continues where it was.
+"""Writes a file of images on all cores. A stopped run resumes.
 
 <parent>/pathfinder128-cl14-generated-200000-seed0.safetensors
 <parent>/pathfinder128-cl14-generated-200000-seed0.unfinished/     its parts, until the file is complete
@@ -22,7 +22,7 @@ IMAGES_PER_PART = 500  # 2 to 15 seconds of work with the Long Range Arena's par
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that a file depends on. Files with the same parameters and seed begin with the same images."""
+    """All settings of a file. Files with equal parameters and seed begin with the same images."""
 
     parameters: Parameters
     images: int = 200_000
@@ -46,10 +46,10 @@ def generate(
     workers: int | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Path:
-    """Write the file below `parent` and return its path. A complete file is left as it is.
+    """Write the file below `parent` and return its path. A complete file is kept.
 
-    workers: processes, by default one for each available core; the file does not depend on it.
-    progress: called with the number of images drawn so far, including those of an earlier, stopped run.
+    workers: processes, by default one for each core; the file does not depend on it.
+    progress: called with the number of drawn images, including earlier, stopped runs.
     """
     path = parent / f"{settings.name}.safetensors"
     if path.exists():

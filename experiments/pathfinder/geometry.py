@@ -1,8 +1,8 @@
 """Directions, and the steps of a snake in them.
 
 Coordinates are (y, x), y downwards; the angle t means the direction (sin t, cos t). Positions are integers, and a move
-rounds up, so that after its first dash a snake has only a few dozen directions, from an integer point to the integer
-points of a circle.
+rounds up. So after its first dash a snake has only a few dozen directions, from an integer point to the integer points
+of a circle.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def reverse(angle: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def circle(radius: int) -> NDArray[np.int64]:
-    """The places where a dash can end, relative to the beginning of its gap, ordered by y, then x. int64 [K, 2]
+    """The possible ends of a dash, relative to the beginning of its gap, ordered by y, then x. int64 [K, 2]
 
-    Points of the circle one pixel of arc apart, each rounded down, so that the circle is slightly off centre, as in the
+    Points of the circle one pixel of arc apart, each rounded down. So the circle is slightly off centre, as in the
     original.
     """
     angles = np.arange(0, 360, 360 / (2 * radius * np.pi)) * np.pi / 180
@@ -41,6 +41,6 @@ def turning_weight(before: NDArray[np.float64], after: NDArray[np.float64], cont
 
 
 def disc(radius: int) -> NDArray[np.bool_]:
-    """The pixels at most a radius from the middle one. bool [2 * radius + 1, 2 * radius + 1]"""
+    """The pixels within a radius of the middle pixel. bool [2 * radius + 1, 2 * radius + 1]"""
     y, x = np.ogrid[-radius : radius + 1, -radius : radius + 1]
     return y**2 + x**2 <= radius**2

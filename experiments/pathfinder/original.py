@@ -1,12 +1,12 @@
 """Results of the original generator: drewlinsley/pathfinder, commit ab9c130, with the Long Range Arena's parameters.
 
-Its image filter, scipy.misc.imresize, no longer exists; a Lanczos filter in floating point replaces it. Lines are
-scaled and levels cut as in the released images (see render.py).
+A Lanczos filter in floating point replaces its image filter scipy.misc.imresize, which no longer exists. Lines are
+scaled and levels truncated as in the released images (see render.py).
 
 STATISTICS  by size and contour length: the images counted, the images rendered (the first of them), then some columns
             of statistics.py, from a plain transcription of the original
 SHORTCUTS   by size and contour length: images, then the accuracy by marker distance, and by distance and end dashes;
-            gradient boosting, five folds by image; measured earlier and apart from this package
+            gradient boosting, five folds by image; measured independently of this package
 """
 
 from __future__ import annotations

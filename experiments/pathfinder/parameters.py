@@ -1,7 +1,7 @@
-"""The parameters of a set of images, and the values that the Long Range Arena used.
+"""The parameters of a set of images, and the Long Range Arena's values.
 
 Sources: the docstrings of `lra_benchmarks/data/pathfinder.py` (google-research/long-range-arena) and the wrapper's
-defaults in drewlinsley/pathfinder, commit ab9c130.
+    defaults in drewlinsley/pathfinder, commit ab9c130.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from experiments.training.reading import reading
 
 FOLDS = {6: "curv_baseline", 9: "curv_contour_length_9", 14: "curv_contour_length_14"}  # the release's folder names
 LABEL = "generated.json"  # the file beside generated images in the release's layout
-UNFINISHED = "unfinished"  # the file there instead until they are complete
+UNFINISHED = "unfinished"  # stands in its place until they are complete
 MARKER_COUNTS = 3  # classes of a pixel: 0, 1 or 2 markers on the curve through it; see owners.py
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parameters:
-    """One distribution of images. Lengths are in pixels, those of snakes in dashes; a contrast of 1 is the marker's.
+    """One distribution of images. Lengths are in pixels, lengths of snakes in dashes; the marker has contrast 1.
 
     Raises ValueError for values that no image can have.
     """
@@ -34,10 +34,10 @@ class Parameters:
     marker_radius: float
     seed_distance: int  # between the first ends of the two target snakes
     padding: int  # border that no dash may touch
-    continuity: float  # how strongly sharp turns are discouraged; no turn exceeds 90 degrees divided by it
+    continuity: float  # discourages sharp turns; no turn exceeds 90 degrees divided by it
     target_contrast: float
     distractor_contrast: float
-    distractors: int  # the number wanted; as many are placed as there is room for
+    distractors: int  # the requested number; fewer are placed if space runs out
     contour_length: int  # dashes of a target snake
     distractor_length: int  # dashes of a distractor
 
@@ -61,8 +61,9 @@ class Parameters:
             )
         if self.contour_length < 2:
             raise ValueError(f"contour_length must be at least 2 dashes; got {self.contour_length}")
-        # The first target begins in a square twice the seed_distance from the border, but for the length of a dash.
-        # So the second begins within the image, and the border cannot cut the search for room; tables.py relies on it.
+        # The first target begins in a square that lies twice the seed_distance, up to the length of a dash, from the
+        # border. So the second begins within the image, and the border cannot cut the search for free space; tables.py
+        # relies on it.
         reach = self.dash_length + max(self.margins)
         if self.seed_distance <= reach:
             raise ValueError(f"seed_distance must exceed dash_length plus margin, {reach}; got {self.seed_distance}")
@@ -101,13 +102,13 @@ class Parameters:
 
     @classmethod
     def read(cls, path: Path) -> Parameters:
-        """Those of a JSON file; raises ValueError if it holds something else."""
+        """The parameters in a JSON file; raises ValueError for other contents."""
         with reading(path, "a JSON file of all parameters of a generator"):
             return cls.from_json(path.read_text(encoding="utf-8"))
 
 
-# The number of distractors is 20, 22, 35 and 30 over 2, their length at contour length 6: the original computes it
-# once and keeps it for the longer contours, whose distractors have 3 and 4 dashes.
+# The number of distractors is 20, 22, 35 and 30 divided by 2, their length at contour length 6: the original computes
+# it once and keeps it for the longer contours, whose distractors have 3 and 4 dashes.
 LRA: dict[int, dict[str, Any]] = {
     32: dict(dash_length=2, margins=(1,), thickness=0.5, marker_radius=1.5, seed_distance=7, padding=1)
     | dict(continuity=1.0, target_contrast=1.5, distractor_contrast=2.0, distractors=10),
@@ -134,26 +135,26 @@ def lra(size: int, contour_length: int) -> Parameters:
     return Parameters(size=size, contour_length=contour_length, distractor_length=contour_length // 3, **LRA[size])
 
 
-# Beyond the arena, by a rule: from 256 to 512 pixels each parameter goes on by its mean step from 64 to 128 to 256,
-# rounded down to what it may be; of margins, the mean of the list. So dashes keep 5 pixels, half a gap grows from 3 to
-# 4, the thickness from 2 to 2.5, the marker's radius from 5 to 6.25 (rounded to 6), the distance of the first ends from
-# 27 to 34.5, the border from 22 to 32.5, and the number of distractors from 15 to 17. Contrasts have no effect where
-# all are equal.
+# Extrapolation: from 256 to 512 pixels each parameter grows by its mean step from 64 to 128 to 256, rounded down to an
+# allowed value; for margins, the mean of the list grows. So dashes keep 5 pixels, half a gap grows from 3 to 4, the
+# thickness from 2 to 2.5, the marker's radius from 5 to 6.25 (rounded to 6), the distance of the first ends from 27 to
+# 34.5, the border from 22 to 32.5, and the number of distractors from 15 to 17. Contrasts have no effect if all are
+# equal.
 EXTRAPOLATED: dict[int, dict[str, Any]] = {
     512: dict(dash_length=5, margins=(4,), thickness=2.5, marker_radius=6.0, seed_distance=34, padding=32)
     | dict(continuity=1.8, target_contrast=1.0, distractor_contrast=1.0, distractors=17),
 }
 SIZES = (*LRA, *EXTRAPOLATED)
-SHORTEST, LONGEST = 2, 14  # dashes of a path that any size may have
+SHORTEST, LONGEST = 2, 14  # dashes of a path, at any size
 
 
 def parameters_of(size: int, contour_length: int) -> Parameters:
-    """The Long Range Arena's parameters where it has some; otherwise its rules for other sizes and shorter paths.
-
-    Paths of other lengths, for curricula, have distractors a third as long, as the arena's, and at least one dash.
+    """The Long Range Arena's parameters if it has some; otherwise its rules for other sizes and shorter paths.
 
     >>> parameters_of(128, 14) == lra(128, 14), parameters_of(128, 14).is_lra, parameters_of(128, 3).is_lra
     (True, True, False)
+
+    Distractors of paths of other lengths, for curricula, are a third as long, as in the arena, and at least one dash.
     """
     if size not in SIZES or not SHORTEST <= contour_length <= LONGEST:
         raise ValueError(

@@ -12,7 +12,7 @@ from experiments.pathfinder.released import grey_png
 from experiments.pathfinder.render import render
 from experiments.pathfinder.vectors import Vectors
 
-GAP = 2  # white pixels around every tile, as in the strips of real ones
+GAP = 2  # white pixels around every tile, as in strips of real tiles
 LINE = 16  # height of a line of text
 
 
@@ -27,7 +27,7 @@ def strip(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def picture(vectors: Vectors, path: Path, *, real: Path | None = None, tiles: int = 8, enlarge: int = 1) -> None:
-    """Write the first images as a strip, the connected ones first, above a strip of real ones if there is one.
+    """Write the first images as a strip, connected images first, above a strip of real images if given.
 
     Raises ValueError if the real strip has another size.
     """

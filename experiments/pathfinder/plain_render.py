@@ -1,11 +1,11 @@
-"""A second renderer, written from the description of the original code and apart from render.py.
+"""A second renderer, written from the description of the original code and independent of render.py.
 
-It works in floating point on whole images, with a Lanczos filter of its own, and shares with the fast renderer only
-the places and directions of the dashes. So it checks the fast one, and models are tested on its images.
+It works in floating point on whole images, with its own Lanczos filter, and shares only the positions and directions of
+the dashes with the fast renderer. It checks the fast renderer, and models are tested on its images.
 
 The original (drewlinsley/pathfinder, commit ab9c130) draws each dash at twice the resolution in a box around its first
 end, from the middle of the box, halves the box with a Lanczos filter and composes the boxes by maximum. Markers are
-discs that are drawn at twice the resolution of the whole image, halved likewise, and composed by maximum.
+discs drawn at twice the resolution of the whole image, halved likewise, and composed by maximum.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FINER, LOBES = 2, 3
 
 @lru_cache(maxsize=64)
 def lanczos(before: int, after: int) -> NDArray[np.float64]:
-    """The matrix [after, before] that resamples a line of pixels to fewer, its rows adding to 1.
+    """The matrix [after, before] that resamples a line of pixels to fewer, with row sums of 1.
 
     The filter is as wide as the reduction, and is cut at the border of the picture.
     """
@@ -53,25 +53,25 @@ def picture_of_dash(end_y: int, end_x: int, box: int, width: int) -> NDArray[np.
 
 
 def directions(vectors: Vectors, index: int) -> NDArray[np.float64]:
-    """The angle in which each dash of an image is drawn, from its place: of 360 whole degrees for the first dash of a
-    snake, and for the others back from where a circle around the gap's beginning meets a pixel. float64 [dashes]
+    """The drawing angle of each dash of an image, from its position: one of 360 whole degrees for the first dash of a
+    snake; for other dashes, back from the pixel where a circle around the gap's beginning ends. float64 [dashes]
     """
     margin = int(vectors.margins[index])
     reach = vectors.parameters.dash_length + margin
     around = np.deg2rad(np.arange(0, 360, 360 / (2 * reach * np.pi)))
     points = sorted({(math.floor(reach * math.sin(t)), math.floor(reach * math.cos(t))) for t in around})
     ahead = [math.atan2(y, x) for y, x in points]
-    # Reversed as the original does it: other last bits of an angle would round some ends to another pixel.
+    # Reversed as in the original: other last bits of an angle would round some ends to another pixel.
     back = [angle + math.pi if angle < 0 else angle - math.pi for angle in ahead]
     angles = np.array([math.radians(degree) for degree in range(-180, 180)] + back)
     return angles[vectors.headings[vectors.starts[index] : vectors.starts[index + 1]]]
 
 
 def plain_layers(vectors: Vectors, index: int, overshoot: str = "kept") -> tuple[NDArray[np.float64], ...]:
-    """The lines and the markers of one image, a marker being 1. float64 [size, size] each"""
+    """The lines and the markers of one image, markers having value 1. float64 [size, size] each"""
     p = vectors.parameters
     box = p.dash_length + math.ceil(p.thickness) + int(vectors.margins[index])
-    frame = np.zeros((p.size + 2 * box, p.size + 2 * box))  # what lies outside the image is cut off at the end
+    frame = np.zeros((p.size + 2 * box, p.size + 2 * box))  # cropped at the end to the image
     places = vectors.places[vectors.starts[index] : vectors.starts[index + 1]].astype(int)
     for number, ((y, x), angle) in enumerate(zip(places.tolist(), directions(vectors, index).tolist())):
         end_y = math.ceil(FINER * box + FINER * p.dash_length * math.sin(angle)) - FINER * box

@@ -25,7 +25,7 @@ IMAGES_PER_BATCH = 1000
 
 
 def folder_of(parameters: Parameters, parent: Path) -> Path:
-    """The folder in which the release has images with these parameters. Raises ValueError if it has none."""
+    """The release's folder for images with these parameters. Raises ValueError if it has none."""
     if not parameters.is_lra:
         raise ValueError(
             f"the released layout has a place for the Long Range Arena's parameters only; got {parameters}"
@@ -34,10 +34,10 @@ def folder_of(parameters: Parameters, parent: Path) -> Path:
 
 
 def export(vectors: Vectors, parent: Path, *, progress: Callable[[int], None] = lambda written: None) -> Path:
-    """Write all images and return their folder. A folder that already holds them is left as it is.
+    """Write all images and return their folder. A folder that already holds them is kept.
 
-    Raises FileExistsError if the folder holds something else, such as released images.
-    progress: called with the number of images written so far.
+    progress: called with the number of written images.
+    Raises FileExistsError if the folder holds other files, such as released images.
     """
     folder = folder_of(vectors.parameters, parent)
     label = {

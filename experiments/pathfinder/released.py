@@ -1,4 +1,4 @@
-"""Reads Pathfinder images as the release has them, and as `python -m experiments.pathfinder export` writes them.
+"""Reads Pathfinder images in the release's layout, which `python -m experiments.pathfinder export` also writes.
 
 <folder>/pathfinder<R>/<fold>/imgs/<batch>/sample_<i>.png   8-bit grey, R x R
 <folder>/pathfinder<R>/<fold>/metadata/<batch>.npy          a line an image, as text or as a NumPy array of strings
@@ -19,22 +19,20 @@ from experiments.pathfinder.parameters import LABEL, UNFINISHED
 from experiments.training.reading import reading
 
 SHUFFLE_SEED = 42  # of S4, and of others who use its loader
-RELEASE = Path("lra_release")  # the folder in the arena's archive, which contains another of the same name
+RELEASE = Path("lra_release")  # the folder in the arena's archive, which contains another folder of the same name
 
 
 class Sample(NamedTuple):
-    """One line of the metadata."""
-
     image: Path
     label: int  # 1: the two dots are on one path
 
 
 def find(name: str, folder: Path, fold: str) -> Path:
-    """The folder of one fold of pathfinder<R>: in `folder`, or in the folders where the released archive keeps it.
+    """The folder of one fold of pathfinder<R>: in `folder`, or in the nested folders of the released archive.
 
-    The archive holds two different folders pathfinder128, of which published results use the inner one, that of
-    lra_release/lra_release; the outer one is easier (Long Range Arena, issue 38). So the innermost copy counts. Raises
-    ValueError if there is another such folder beside them, because it is not clear which one is meant.
+    The archive holds two different folders pathfinder128. Published results use the inner one, lra_release/lra_release;
+    the outer one is easier (Long Range Arena, issue 38). So the innermost copy counts. Raises ValueError if other
+    folders of this name lie beside it.
     """
     advice = (
         f"place {name}/{fold}, with its folders imgs and metadata, of the Long Range Arena release there (the "
@@ -70,14 +68,14 @@ def find(name: str, folder: Path, fold: str) -> Path:
 
 
 def number_of(metadata: Path) -> int:
-    """A batch's number: files are called `<number>.npy`."""
+    """A batch's number: files are named `<number>.npy`."""
     if not metadata.stem.isdecimal():
         raise ValueError(f"a file of metadata must be called <number>.npy; got {metadata}")
     return int(metadata.stem)
 
 
 def read_metadata(path: Path, place: Path) -> Iterator[Sample]:
-    """The samples of one file of metadata, in either form; raises ValueError naming file and line."""
+    """The samples of one file of metadata, in either form; raises ValueError with file and line."""
     with open(path, "rb") as file:
         is_array = file.read(6) == b"\x93NUMPY"
     if is_array:
@@ -109,18 +107,18 @@ def samples_in(place: Path) -> list[Sample]:
 
 
 def is_empty(sample: Sample) -> bool:
-    """Whether the image's file is empty, as one in the release is; raises FileNotFoundError if there is no file."""
+    """Whether the image's file is empty (the release has one); raises FileNotFoundError if it is missing."""
     if not sample.image.is_file():
         raise FileNotFoundError(f"the metadata names {sample.image}, which does not exist; unpack the archive again")
     return sample.image.stat().st_size == 0
 
 
 def split_rows(images: int, *, shuffled: bool = True) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """The rows for training, four fifths of them, for validation and for testing.
+    """The rows for training (four fifths), validation and testing.
 
-    shuffled: by `torch.utils.data.random_split` with seed 42, as in S4, MEGA and others; otherwise in the files' order.
+    shuffled: by `torch.utils.data.random_split` with seed 42, as in S4, MEGA and others; otherwise in file order.
     """
-    import torch  # takes seconds, which generating images need not wait
+    import torch  # takes seconds, and generating images does not need it
 
     tenth = images // 10
     if tenth == 0:

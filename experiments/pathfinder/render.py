@@ -1,10 +1,9 @@
 """Renders vectors as images on the CPU. render_device.py does the same on any device, with equal bits.
 
-The lines are composed by maximum and scaled so that the brightest pixel is 1; the markers, discs of 1, are added by
-maximum; the whole is scaled so that the brightest pixel is 255, and cut to integers. The released images are made like
-this: the eight tiles of Path-X and the eight of Path-64 that we have agree in every grey level (README.md). The
-original code, as published, does not scale the lines, and rounds. So contrasts matter only if those of targets and
-distractors differ.
+The lines are composed by maximum and scaled to a maximum of 1. Markers, discs of 1, are added by maximum. The whole is
+scaled to a maximum of 255, and truncated to integers. The released images are made this way: the available tiles agree
+in every grey level (README.md). The published code does not scale the lines, and rounds. So contrasts matter only if
+targets and distractors differ in contrast.
 """
 
 from __future__ import annotations
@@ -23,10 +22,8 @@ from experiments.pathfinder.vectors import Vectors
 
 
 class Parts(NamedTuple):
-    """The parts from which one image is drawn."""
-
     number: int  # index of the image among the vectors
-    places: NDArray[np.unsignedinteger]  # of its dashes, as `headings`
+    places: NDArray[np.unsignedinteger]  # positions and headings of its dashes
     headings: NDArray[np.uint16]
     stamps: NDArray[np.int16]  # the dashes' pictures, see tables.py
     ends: NDArray[np.int64]  # the centres of its markers
@@ -59,7 +56,7 @@ def render(vectors: Vectors, first: int = 0, last: int | None = None) -> NDArray
 
 @compiled
 def compose(image, places, headings, targets, stamps, centres, discs):
-    """Draw one image. image: uint8 [size, size], overwritten; for the others see `render`"""
+    """Draw one image. image: uint8 [size, size], overwritten; other arguments as in `render`."""
     size = len(image)
     lines, marks = np.zeros((size, size), np.int16), np.zeros((size, size), np.int16)
     draw_layers(lines, marks, places, headings, targets, stamps, centres, discs)
@@ -96,7 +93,6 @@ def draw_layers(lines, marks, places, headings, targets, stamps, centres, discs)
 
 @compiled
 def greatest(canvas):
-    """The greatest value of a canvas, int64."""
     found = np.int64(0)
     for y in range(len(canvas)):
         for x in range(len(canvas)):
@@ -106,5 +102,5 @@ def greatest(canvas):
 
 @compiled
 def window_start(centre, size, width):
-    """Where the window of a marker begins, along one axis: around its centre, but within the image."""
+    """The beginning of a marker's window along one axis: centred on the marker, but within the image."""
     return min(max(centre - width // 2, 0), size - width)

@@ -1,6 +1,4 @@
-"""Renders vectors in batches on any PyTorch device. Values are integers, so images have the same bits as from
-render.py.
-"""
+"""Renders vectors in batches on any PyTorch device, in integers, so images have the same bits as in render.py."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from experiments.pathfinder.vectors import Vectors
 
 
 class DeviceRenderer:
-    """Renders batches on a device, to which the vectors are copied once.
+    """Renders batches on a device, with one copy of the vectors there.
 
     >>> from experiments.pathfinder.draw import draw
     >>> from experiments.pathfinder.parameters import lra
@@ -61,7 +59,7 @@ class DeviceRenderer:
         kind = (number >= self.targets).long()
         stamp = self.first_stamp[self.margins[indices][image], kind] + self.headings[dash]
 
-        # With a border of half a stamp, stamps need not be cut.
+        # A border of half a stamp avoids cutting stamps.
         radius = self.stamps.shape[-1] // 2
         side = self.size + 2 * radius
         place = self.places[dash].long()
@@ -91,7 +89,7 @@ class DeviceRenderer:
 
 @lru_cache(maxsize=4)
 def all_lines(parameters: Parameters) -> tuple[NDArray[np.int16], NDArray[np.int64]]:
-    """The lines of all margins one after another, and the index at which those of each margin begin.
+    """The lines of all margins, concatenated, and the index at which each margin's lines begin.
 
     int16 [s, n, n], n the largest margin's; int64 [256, 2]: by margin, then targets or distractors
     """

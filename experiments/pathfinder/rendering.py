@@ -1,8 +1,8 @@
-"""The ways in which a drawing can become an 8-bit image.
+"""Renderings: the ways from a drawing to an 8-bit image.
 
-Implementations of the generator agree in where the dashes are and differ in what follows: whether the overshoot of the
-filter is clipped, how bright lines are beside markers, and how values become integers. A model that has learned one
-rendering may fail in the next, so models are tested in all of `RENDERINGS` and trained in drawn ones.
+Implementations of the generator agree in the positions of dashes. They differ in clipping of the filter's overshoot, in
+the brightness of lines relative to markers, and in rounding. A model trained on one rendering may fail on another, so
+models are tested in all of `RENDERINGS` and trained in random ones.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ OVERSHOOT, LEVELS, NOISE = ("kept", "clipped"), ("cut", "rounded"), ("everywhere
 
 @dataclass(frozen=True, kw_only=True)
 class Rendering:
-    """How the lines and the markers of an image become grey levels; the defaults are this project's rule.
+    """The conversion of lines and markers to grey levels; the defaults are this project's rule.
 
     >>> Rendering(brightness=0.9).finish(np.array([[0.0, 0.8]]), np.array([[1.1, 0.0]]))
     array([[229, 208]], dtype=uint8)
 
-    lines       their brightest value; None: they keep their contrasts, as in the original
+    lines       their maximum value; None: they keep their contrasts, as in the original
     overshoot   "clipped": no line exceeds its contrast and no marker exceeds 1
     brightness  factor; levels above 255 become 255
     noise       standard deviation of normal noise, in levels
-    noisy       the pixels that the noise is added to
-    floor       levels below it become 0
-    levels      how values become integers
+    noisy       the pixels with noise
+    floor       lower levels become 0
+    levels      rounding to integers
     """
 
     lines: float | None = 1.0
@@ -62,9 +62,9 @@ class Rendering:
         marks: NDArray[np.floating],
         random: np.random.Generator | None = None,
     ) -> NDArray[np.uint8]:
-        """The image, uint8 [size, size], of its lines and its markers, both [size, size], a marker being 1.
+        """The image, uint8 [size, size], from its lines and markers, both [size, size], markers having value 1.
 
-        random: for the noise. Raises ValueError if there is noise and no `random`.
+        random: for the noise. Raises ValueError if noise is set and `random` is missing.
         """
         factor = 1.0 if self.lines is None else self.lines / lines.max()
         image = np.maximum(lines * factor, marks)
@@ -74,7 +74,7 @@ class Rendering:
                 raise ValueError("a rendering with noise must have random numbers to draw it from; got none")
             noise = self.noise * random.standard_normal(image.shape, np.float32)
             image += noise if self.noisy == "everywhere" else np.where(image >= 1, noise, 0)
-        # A value that is a whole number but for the last bits must not become the number below.
+        # A whole number up to its last bits must not become the number below.
         image += 0.5 if self.levels == "rounded" else 1e-6
         levels = image.clip(0, 255).astype(np.uint8)
         levels[levels < self.floor] = 0
@@ -83,7 +83,7 @@ class Rendering:
 
 PROJECT, ORIGINAL = "this project's rule", "the original's own scaling"
 
-# By name, what every model is tested in.
+# By name; every model is tested in all of them.
 RENDERINGS: dict[str, Rendering] = {
     PROJECT: Rendering(),
     ORIGINAL: Rendering(lines=None, levels="rounded"),
@@ -103,7 +103,7 @@ RENDERINGS: dict[str, Rendering] = {
 
 
 def drawn_rendering(random: np.random.Generator) -> Rendering:
-    """A rendering for training. One image in eight is rendered by this project's rule."""
+    """A random rendering for training. One image in eight has this project's rule."""
     if random.random() < 1 / 8:
         return Rendering()
     lines = (1.0, None, float(random.uniform(0.7, 1.25)))[random.integers(3)]
@@ -120,14 +120,13 @@ def drawn_rendering(random: np.random.Generator) -> Rendering:
 
 
 class Layers(NamedTuple):
-    """The lines and the markers of an image, each composed by maximum, a marker being 1. float32 [size, size]"""
+    """The lines and the markers of an image, each composed by maximum, markers having value 1. float32 [size, size]"""
 
     lines: NDArray[np.float32]
     marks: NDArray[np.float32]
 
 
 def layers(vectors: Vectors, index: int, overshoot: str = "kept") -> Layers:
-    """The layers of one image."""
     p = vectors.parameters
     (each,) = parts(vectors, index, index + 1)
     stamps, discs = each.stamps, markers(p.size, p.marker_radius)
@@ -140,7 +139,7 @@ def layers(vectors: Vectors, index: int, overshoot: str = "kept") -> Layers:
 
 @lru_cache(maxsize=16)
 def clipped_stamps(parameters: Parameters, margin: int) -> NDArray[np.int16]:
-    """The dashes' pictures, none brighter than its contrast. int16 [2, headings, n, n]"""
+    """The dashes' pictures, clipped to their contrasts. int16 [2, headings, n, n]"""
     contrasts = np.array([parameters.target_contrast, parameters.distractor_contrast])
     highest = np.rint(UNIT * contrasts).astype(np.int16)
     return np.minimum(line_stamps(parameters, margin), highest[:, None, None, None])
@@ -148,7 +147,7 @@ def clipped_stamps(parameters: Parameters, margin: int) -> NDArray[np.int16]:
 
 @lru_cache(maxsize=16)
 def clipped_discs(parameters: Parameters) -> NDArray[np.int16]:
-    """The markers' pictures, none brighter than 1; see stamps.markers."""
+    """The markers' pictures, clipped to 1; see stamps.markers."""
     return np.minimum(markers(parameters.size, parameters.marker_radius), np.int16(UNIT))
 
 

@@ -1,4 +1,4 @@
-"""The tables of the command line as Markdown, with everything that is needed to judge and repeat them."""
+"""The tables of the command line as Markdown, with all facts needed to judge and repeat them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from experiments.training.environment import command_line
 
 
 def about() -> str:
-    """The command, the versions and the machine."""
     versions = [f"{name} {version(name)}" for name in ("numpy", "numba", "pillow", "scikit-learn")]
     machine = f"{platform.machine()}, {os.cpu_count()} CPU cores"
     command = command_line("experiments.pathfinder")
@@ -35,11 +34,11 @@ def statistics_report(found: Sequence[tuple[Parameters, int, dict[str, Estimate]
     meanings = "\n".join(f"- {name}: {meaning}" for name, meaning in COLUMNS.items())
     return (
         "# Statistics of generated Pathfinder images\n\n"
-        "With the parameters of the Long Range Arena; not the released images. Means over images and their standard\n"
-        f"errors.\n\n{meanings}\n"
-        '- "original": drewlinsley/pathfinder at commit ab9c130, as `experiments/pathfinder/original.py` describes;\n'
-        "  in parentheses, the images that were rendered\n"
-        '- "apart by": the difference in standard errors of the difference\n\n'
+        "Generated with the parameters of the Long Range Arena, not the released images. Means over images and their\n"
+        f"standard errors.\n\n{meanings}\n"
+        '- "original": drewlinsley/pathfinder at commit ab9c130 (see `experiments/pathfinder/original.py`); in\n'
+        "  parentheses, the number of rendered images\n"
+        '- "apart by": the difference divided by its standard error\n\n'
         f"{markdown(['images of', 'images', *COLUMNS], rows)}\n\n{about()}\n"
     )
 
@@ -55,7 +54,7 @@ def deviation(ours: Estimate, theirs: Estimate | None) -> str:
 def shortcuts_report(
     found: Sequence[tuple[Parameters, list[Shortcut]]], compared: Sequence[tuple[Parameters, int, list[Shortcut]]]
 ) -> str:
-    """found: parameters and shortcuts of many images; compared: of several sets as large as the original's."""
+    """found: parameters and shortcuts of many images. compared: of several sets as large as the original's."""
     rows = []
     for parameters, shortcuts in found:
         for shortcut in shortcuts:
@@ -76,24 +75,23 @@ def shortcuts_report(
         comparison.append(row)
     columns = [f"{rule}: {what}" for rule in RULES for what in ("ours", "original", "standard error", "apart by")]
     beside = (
-        "Beside the original generator's images, in sets as large as were measured there (the mean of several sets of\n"
-        "ours; the standard error is that of the difference):\n\n"
+        "Comparison with the original generator's images, in sets of equal size (ours: the mean of several sets;\n"
+        "standard errors of the difference):\n\n"
         f"{markdown(['images of', 'images', *columns], comparison)}\n\n"
     )
     beside = beside if comparison else ""
     arena = "the parameters of the Long Range Arena" if all(each.is_lra for each, _ in found) else "other parameters"
     return (
-        "# What one can answer without tracing a path\n\n"
-        f"With {arena}; not the released images. Accuracy in percent, chance 50, of a\n"
-        "rule fitted by gradient boosting to the markers' distance alone, or to that and the directions of the two\n"
-        "dashes that end in the markers; tested on images that it was not fitted on. A model traces paths only as far\n"
-        "as it is better than the second rule. In quarters of the marker distance:\n\n"
+        "# Accuracy without tracing a path\n\n"
+        f"Generated with {arena}, not the released images. Accuracy in percent (chance: 50) of\n"
+        "two rules, fitted by gradient boosting and tested on other images: one uses the distance of the markers, the\n"
+        "other also the directions of the two dashes below them. Only accuracies above the second rule show tracing.\n"
+        "In quarters of the marker distance:\n\n"
         f"{markdown(head, rows)}\n\n"
         f"{beside}{about()}\n"
     )
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

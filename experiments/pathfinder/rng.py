@@ -1,7 +1,7 @@
-"""A random number generator of our own, so that an image is the same on every machine with every version of libraries.
+"""A random number generator that is the same on every machine and with every library version.
 
 SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, 2014). A stream is a state and an odd
-increment; its numbers are the mixed states. Every image has its own stream, a split of the seed's.
+increment; its numbers are the mixed states. Every image has its own stream, split from the seed's.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 from experiments.pathfinder.compiled import compiled
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 divided by the golden ratio, odd
-# Typed constants, because for numba a uint64 and a plain int make a float.
+# Typed constants, because numba turns a uint64 and a plain int into a float.
 ONE, TWO = np.uint64(1), np.uint64(2)
 
 
@@ -45,7 +45,6 @@ def stream(seed, kind, index):
 
 @compiled
 def bits64(stream):
-    """The next 64 bits."""
     stream[0] += stream[1]
     return mix(stream[0])
 

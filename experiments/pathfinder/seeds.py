@@ -1,9 +1,8 @@
-"""The seeds of the images that a model sees: fresh images at every training step, and never one of a test set.
+"""The seeds of images: fresh images at every training step, and never a test image.
 
 An image depends only on a seed and an index (draw.py). Training, validation and test have different seeds, so they
-share no image whatever the number of steps; in training, the index encodes stage, step and place. Runs that follow one
-another by --initial have different seeds, too; otherwise, with equal --seed, the next one would see the same images
-again.
+share no image. In training, the index encodes stage, step and position. Runs chained by --initial have different seeds
+too; otherwise, with equal --seed, the next run would see the same images again.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ TEST_SEED = 10**18
 VALIDATION_SEED = 10**18 + 1
 FIRST_TRAINING_SEED = 2 * 10**18
 RUNS = 10**18  # this many runs have different seeds
-MOST_EARLIER = 6  # runs before a run; with more, seeds would exceed 2^63
+MOST_EARLIER = 6  # earlier runs of a chain; with more, seeds would exceed 2^63
 
 _STEPS_BITS, _IMAGES_BITS = 40, 16
 MOST_IMAGES = 1 << _IMAGES_BITS  # images of a step
 
 
 def training_seed(run_seed: int, earlier: int = 0) -> int:
-    """The seed of a run's images. earlier: how many runs have trained the weights that it begins with.
+    """The seed of a run's images. earlier: the number of earlier runs that trained its initial weights.
 
     >>> len({training_seed(0), training_seed(1), training_seed(0, earlier=1), training_seed(1, earlier=1)})
     4
@@ -32,7 +31,7 @@ def training_seed(run_seed: int, earlier: int = 0) -> int:
 
 
 def image_index(stage: int, step: int, place: int) -> int:
-    """The index of an image in its seed: no two (stage, step, place) share one.
+    """The index of an image in its seed, unique for each (stage, step, place).
 
     >>> len({image_index(stage, step, place) for stage in (0, 1) for step in (0, 1) for place in (0, 1)})
     8

@@ -1,7 +1,7 @@
-"""How well one can answer without tracing a path, from the two markers and the dashes below them.
+"""Accuracies without tracing a path, from the two markers and the dashes below them.
 
 A snake of a given length ends at a typical distance from its beginning, and its two end dashes point towards each other
-more than those of two different snakes. A model's accuracy means something only if it is above that of these rules.
+more than end dashes of two snakes do. Only accuracies above these rules are meaningful.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ PAIRS = 4  # pairs of a first and a last end: two on the same snake, two on diff
 
 @dataclass(frozen=True)
 class Shortcut:
-    """The accuracy of a fitted rule on images that it was not fitted on.
+    """The accuracy of a fitted rule on other images.
 
-    accuracy and error: a mean and its standard error; the four pairs of one image are not independent.
-    by_distance: accuracy by quarters of the marker distance, near to far, with the distances between them in pixels.
+    accuracy, error: a mean and its standard error; the four pairs of one image are not independent.
+    by_distance: accuracy by quarters of the marker distance, near to far, with the borders in pixels.
     """
 
     rule: str
@@ -38,7 +38,7 @@ class Shortcut:
 
 @dataclass(frozen=True)
 class Pairs:
-    """All pairs of a first and a last end of n images, with what their markers would show.
+    """All pairs of a first and a last end of n images, with the features of their markers.
 
     features  float64 [n, 4, f]  distance first
     labels    uint8   [n, 4]     1 for the same snake
@@ -55,13 +55,14 @@ class Pairs:
 
 
 def pairs(vectors: Vectors) -> Pairs:
-    """The markers of every image as they are and as they might have been.
+    """The actual and the possible markers of every image.
 
-    Which ends are marked is drawn independently of the snakes, so every image is an example of all four pairs, and both
+    The marked ends are drawn independently of the snakes, so every image is an example of all four pairs, and both
     answers are equally frequent.
 
-    Features: the distance in pixels, then the directions of the two end dashes, each as an angle from the line to the
-    other marker, cosine and sine. The first marker's sine is made non-negative, because mirrored images are equivalent.
+    Features: the distance in pixels, then the directions of the two end dashes, each as cosine and sine of the angle
+        from the line to the other marker. The first marker's sine is made non-negative, because mirrored images are
+        equivalent.
     """
     tips = vectors.tips.astype(np.float64)
     directions = tip_directions(vectors)
@@ -97,11 +98,11 @@ def describe(ends: NDArray[np.float64], angles: NDArray[np.float64]) -> NDArray[
     )
 
 
-RULES = {"marker distance": 1, "distance and end dashes": 5}  # the number of features that a rule may use
+RULES = {"marker distance": 1, "distance and end dashes": 5}  # the number of features of each rule
 
 
 def shortcuts(examples: Pairs, seed: int = 0) -> list[Shortcut]:
-    """All rules, fitted by gradient boosting and tested on the fifths of the images that they were not fitted on."""
+    """All rules, fitted by gradient boosting and cross-validated on fifths of the images."""
     return [evaluate(rule, examples.features[:, :, :count], examples.labels, seed) for rule, count in RULES.items()]
 
 
@@ -123,7 +124,7 @@ def evaluate(rule: str, features: NDArray[np.float64], labels: NDArray[np.uint8]
 
 def cross_validated(features: NDArray[np.float64], labels: NDArray[np.uint8], seed: int) -> NDArray[np.float64]:
     """The probability of label 1 for every pair, from a model fitted on other images. float64 [n, 4]"""
-    # Imported only here, because scikit-learn takes a second to import.
+    # Imported here, because scikit-learn takes a second to import.
     from sklearn.ensemble import HistGradientBoostingClassifier
 
     n = len(labels)
@@ -133,7 +134,7 @@ def cross_validated(features: NDArray[np.float64], labels: NDArray[np.uint8], se
     chances = np.empty(labels.shape)
     for held_out in range(FOLDS):
         test, train = fold == held_out, fold != held_out
-        # Small trees with a low learning rate, because there are few images; no early stopping, which would split them.
+        # Small trees with a low learning rate, because images are few; early stopping would split them.
         model = HistGradientBoostingClassifier(
             max_iter=100,
             learning_rate=0.08,

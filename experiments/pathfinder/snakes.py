@@ -1,12 +1,12 @@
-"""Draws the snakes of one image as the original does, in integers.
+"""Draws the snakes of one image as in the original, in integers.
 
 The mask holds the surroundings of all dashes, in units of 1 / UNIT, composed by maximum. A snake is int64 [5]: y and x
-of the beginning of the gap before its last dash, y and x of that dash's picture, and its heading. Its last dash stays
-out of the mask until the next one is found, so that a snake does not collide with itself. As in the original, one snake
-therefore cannot see the other's last dash, and the first target's very last dash never enters.
+of the beginning of the gap before its last dash, y and x of that dash's picture, and its heading. Its last dash enters
+the mask only when the next dash is found, so that a snake does not collide with itself. As in the original, a snake
+therefore cannot see the other's last dash, and the first target's last dash never enters.
 
-The original takes the largest value of the mask within the margin of every place where a dash could end. Maxima of
-maxima are maxima, so those values are also composed dash by dash, in a second mask, `near`.
+The original takes the maximum of the mask within the margin of every possible end of a dash. Maxima of maxima are
+maxima, so these values are also composed dash by dash, in a second mask, `near`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from experiments.pathfinder.tables import SEEDS, WEIGHT_UNIT
 
 TRIES = 3  # tries for a dash: "max_paddle_retrial" 2
 SNAKE_TRIES = 5  # tries for a distractor: "max_distractor_contour_retrial" 4
-TOUCHING = ceil(1.8 * UNIT)  # the sum of two masks from which two dashes are too close
+TOUCHING = ceil(1.8 * UNIT)  # the sum of two masks at which two dashes are too close
 DEAD_END = 1e-4 * UNIT * WEIGHT_UNIT  # the sum of weights below which a snake cannot continue
-LEAST_FREE = 0.01  # free share of the image below which no distractor is begun
+LEAST_FREE = 0.01  # free share of the image below which no distractor begins
 PHASES = np.stack([np.sin(np.arange(360) * np.pi / 180), np.cos(np.arange(360) * np.pi / 180)], axis=1)
 
 
@@ -86,7 +86,6 @@ def note(dashes, number, snake):
 
 @compiled
 def overwrite(mask, other):
-    """mask = other"""
     for y in range(mask.shape[0]):
         for x in range(mask.shape[1]):
             mask[y, x] = other[y, x]
@@ -116,9 +115,7 @@ def seed_from(tail_y, tail_x, heading, size, t, snake):
 
 @compiled
 def extend(rng, snake, mask, near, t, cumulative):
-    """Add a dash to a snake, and its previous dash to the mask. Returns whether there was room. cumulative: scratch,
-    int64 [K]
-    """
+    """Add a dash to a snake, and its last dash to the mask. Returns whether it fits. cumulative: scratch, int64 [K]"""
     size, margin = mask.shape[0], margin_of(t)
     last_y, last_x, heading = snake[2], snake[3], snake[4]
     y, x = ceil(snake[0] + t.step[heading, 0]), ceil(snake[1] + t.step[heading, 1])
@@ -129,9 +126,9 @@ def extend(rng, snake, mask, near, t, cumulative):
         if weight and 0 <= head_y < size and 0 <= head_x < size:
             if margin <= min(head_y, head_x) and max(head_y, head_x) < size - margin:
                 taken = near[head_y, head_x]
-            else:  # dashes reach over the image's border, and `near` knows what is there, but the mask does not
+            else:  # dashes cross the image's border; `near` holds values there, the mask does not
                 taken = greatest_near(mask, head_y, head_x, t.disc)
-            # Negative if the mask overshoots 1; the original's sums have such terms, too.
+            # Negative if the mask overshoots 1, as in the original's sums.
             total += (UNIT - taken) * weight
         cumulative[turn] = total
     if total < DEAD_END:
@@ -177,10 +174,11 @@ def seed_targets(rng, size, seed_distance, t, snakes):
 
 @compiled
 def draw_targets(rng, padding, seed_distance, length, t, most_attempts, mask, near, dashes):
-    """Draw pairs of target snakes until one pair succeeds; nothing of a failed pair is kept.
+    """Draw pairs of target snakes until one pair succeeds; a failed pair leaves no trace.
 
-    mask, near: int16 [size, size], overwritten. dashes: int64 [2 * length, 3], y, x and heading; the first snake's,
-    then the other's. Returns the number of pairs drawn, or 0 if none of `most_attempts` succeeded.
+    mask, near: int16 [size, size], overwritten.
+    dashes: int64 [2 * length, 3], y, x and heading; the first snake's, then the other's.
+    Returns the number of drawn pairs, or 0 if none of `most_attempts` succeeded.
     """
     size = mask.shape[0]
     # Every pixel has the border's next one straight ahead.
@@ -188,7 +186,7 @@ def draw_targets(rng, padding, seed_distance, length, t, most_attempts, mask, ne
     snakes = np.empty((2, 5), np.int64)
     cumulative = np.empty(len(t.turns), np.int64)
     reach = t.near_masks.shape[1] // 2
-    first, last = 0, size  # the rows that the pair before has written to
+    first, last = 0, size  # rows written by the pair before
     for attempt in range(1, most_attempts + 1):
         if not seed_targets(rng, size, seed_distance, t, snakes):
             continue
@@ -217,9 +215,9 @@ def draw_targets(rng, padding, seed_distance, length, t, most_attempts, mask, ne
 
 @compiled
 def choose_free(rng, mask, kernel, scratch):
-    """A pixel drawn uniformly from those around which the kernel has no occupied pixel, or (-1, -1).
+    """A pixel drawn uniformly from those whose kernel covers no occupied pixel, or (-1, -1).
 
-    With one bit per pixel, a kernel of dozens of pixels is looked up for 64 places at a time.
+    With one bit per pixel, a kernel of dozens of pixels is tested at 64 positions at a time.
     """
     occupied, taken, whole = scratch.occupied, scratch.taken, scratch.whole
     words, size = occupied.shape
@@ -252,7 +250,7 @@ def choose_free(rng, mask, kernel, scratch):
 
 @compiled
 def draw_distractor(rng, mask, near, t, snake, cumulative, scratch, dashes):
-    """Draw one short snake into the masks. Returns whether there was room; if not, the masks are invalid."""
+    """Draw one short snake into the masks. Returns whether it fits; if not, the masks are invalid."""
     size = mask.shape[0]
     for _ in range(TRIES):
         heading = below(rng, SEEDS)
@@ -277,7 +275,7 @@ def draw_distractor(rng, mask, near, t, snake, cumulative, scratch, dashes):
 
 @compiled
 def draw_distractors(rng, wanted, length, t, mask, near, dashes):
-    """Draw short snakes where there is room, and return their number. dashes: int64 [wanted * length, 3]"""
+    """Draw short snakes while they fit, and return their number. dashes: int64 [wanted * length, 3]"""
     snake = np.empty(5, np.int64)
     cumulative = np.empty(len(t.turns), np.int64)
     before, near_before = np.empty_like(mask), np.empty_like(near)

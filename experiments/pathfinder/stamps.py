@@ -1,8 +1,8 @@
-"""The small pictures from which an image is composed: lines, their surroundings, markers.
+"""The small pictures that compose an image: lines, their surroundings, markers.
 
-Every picture is drawn at twice the resolution and halved with a Lanczos filter, in floating point; the values overshoot
-a little above 1 and below 0, as they do in the release. They are stored as integers, so that everything later is exact:
-the same images everywhere, on the CPU and on a GPU.
+Every picture is drawn at twice the resolution and halved with a Lanczos filter, in floating point. Values overshoot a
+little above 1 and below 0, as in the release. They are stored as integers, so that images are equal on every CPU and
+GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from scipy.ndimage import binary_dilation
 
 from experiments.pathfinder.geometry import disc, move
 
-UNIT = 8192  # the integer that represents 1.0; the largest contrast, 2 with 20 % overshoot, fits into 16 bits
+UNIT = 8192  # the integer for 1.0; the largest contrast, 2 with 20 % overshoot, fits into 16 bits
 FINER = 2  # resolution of the drawing relative to the picture ("antialias_scale")
 LANCZOS_REACH = 3  # pixels over which a value spreads when a picture is halved
 
@@ -46,7 +46,7 @@ def shrink(drawing: NDArray[np.float32], side: int) -> NDArray[np.float64]:
 
 
 def quantise(picture: NDArray[np.float64]) -> NDArray[np.int16]:
-    """The picture in units of 1 / UNIT; raises ValueError for one so bright that 16 bits cannot hold it."""
+    """The picture in units of 1 / UNIT; raises ValueError if a value exceeds 16 bits."""
     if picture.max() * UNIT > np.iinfo(np.int16).max:
         raise ValueError(f"a contrast must be at most 3; got a picture of brightness {picture.max():.1f}")
     return np.rint(picture * UNIT).astype(np.int16)
@@ -54,10 +54,10 @@ def quantise(picture: NDArray[np.float64]) -> NDArray[np.int16]:
 
 @lru_cache(maxsize=16)
 def markers(size: int, marker_radius: float) -> NDArray[np.int16]:
-    """Markers for every place in an image. int16 [w, w, w, w]: y and x of the centre in the window, then the window
+    """Markers for every position in an image. int16 [w, w, w, w]: y and x of the centre in the window, then the window
 
-    The window follows the marker but never leaves the image, because at the image's border the filter gives more weight
-    to the remaining pixels. Elsewhere the window is so wide that the marker does not reach its borders.
+    The window follows the marker but stays inside the image, because the filter gives remaining pixels more weight at
+    the border. Elsewhere the window is so wide that the marker does not reach its borders.
     """
     width = marker_window(size, marker_radius)
     pictures = np.empty((width, width, width, width), np.int16)
@@ -70,5 +70,5 @@ def markers(size: int, marker_radius: float) -> NDArray[np.int16]:
 
 
 def marker_window(size: int, marker_radius: float) -> int:
-    """The side of a marker's picture, odd unless it is that of the whole image."""
+    """The side of a marker's picture: odd, unless it is the whole image's."""
     return min(size, 2 * (ceil(marker_radius) + 2 * LANCZOS_REACH + 1) + 1)

@@ -1,4 +1,4 @@
-"""Statistics of images and drawings, to compare with those of the original generator."""
+"""Statistics of images and drawings, for comparison with the original generator."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Estimate:
     error: float
 
     def __str__(self) -> str:
-        """The mean with the digits that its error leaves, and the error.
+        """The mean with as many digits as its error supports, and the error.
 
         >>> str(Estimate(13.7234, 0.031))
         '13.723 ± 0.031'
@@ -32,7 +32,6 @@ class Estimate:
 
 
 def estimate(values: NDArray[np.generic]) -> Estimate:
-    """The mean of one value per image."""
     return Estimate(float(values.mean()), float(values.std()) / sqrt(len(values)))
 
 
@@ -50,7 +49,6 @@ COLUMNS = {
 
 
 def statistics(vectors: Vectors) -> dict[str, Estimate]:
-    """All columns, over all images."""
     pixels: dict[str, list[NDArray[np.float64]]] = {"mean": [], "deviation": [], "nonzero": [], "bright": []}
     for first in range(0, len(vectors), IMAGES_AT_ONCE):
         images = render(vectors, first, first + IMAGES_AT_ONCE)

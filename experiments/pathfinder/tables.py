@@ -1,4 +1,4 @@
-"""The tables for drawing snakes, computed once for a set of parameters and a margin."""
+"""The tables for drawing snakes, computed once for each parameters and margin."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from experiments.pathfinder.geometry import SEED_ANGLES, circle, disc, move, rev
 from experiments.pathfinder.parameters import Parameters
 from experiments.pathfinder.stamps import dash, markers, quantise
 
-WEIGHT_UNIT = 2**20  # weights are multiples of its inverse, so that sums are exact and do not depend on their order
+WEIGHT_UNIT = 2**20  # weights are multiples of its inverse, so that sums are exact in any order
 SEEDS = len(SEED_ANGLES)
 
 
@@ -61,7 +61,7 @@ def tables(parameters: Parameters, margin: int) -> Tables:
     usable = np.array([seen_from_every_corner(kernel) for kernel in kernels])
     if not (usable & (room[:, 1] >= room[:, 0]) & (room[:, 3] >= room[:, 2])).any():
         raise ValueError(f"no target snake can begin within an image with {parameters} and margin {margin}")
-    # The original counts a pixel above 1.3 as free again; none may reach that.
+    # The original counts a pixel above 1.3 as free again; none may reach 1.3.
     if drawn.max() > 1.3:
         raise ValueError(f"the surroundings of a dash overshoot 1.3 with {parameters} and margin {margin}")
     weights = turning_weight(headings[:, None], headings[None, SEEDS:], parameters.continuity)
@@ -104,8 +104,8 @@ def dashes(parameters: Parameters, margin: int) -> tuple[NDArray[np.float64], ND
 def seed_kernels(areas: NDArray[np.float64], parameters: Parameters, margin: int) -> list[NDArray[np.int64]]:
     """For every first dash, the pixels around its tail that must be free. int64 [k, 2] each
 
-    The area's values are truncated to integers, which leaves those of at least 1. The original puts the dash one
-    pixel right of and below the middle of its window, and the window cuts it: the pixels are not quite the dash's.
+    The area's values are truncated to integers, which keeps values of at least 1. The original puts the dash one pixel
+    right of and below the middle of its window, and the window cuts it: the pixels differ a little from the dash's.
     """
     reach = parameters.dash_length + margin
     offsets = [np.argwhere(area >= 1) - area.shape[0] // 2 + 1 for area in areas]
@@ -115,8 +115,8 @@ def seed_kernels(areas: NDArray[np.float64], parameters: Parameters, margin: int
 def seen_from_every_corner(kernel: NDArray[np.int64]) -> bool:
     """Whether, from every corner of an image, some pixel of a kernel lies inside the image.
 
-    If not, OpenCV's dilation returns the smallest number there is, the original takes the whole image to be occupied,
-    and the snake fails: 83 % of the directions at 32 pixels, 72 % at 64, none at 128 and 256.
+    If not, OpenCV's dilation returns the smallest number, the original treats the whole image as occupied, and the
+    snake fails: 83 % of the directions at 32 pixels, 72 % at 64, none at 128 and 256.
     """
     return all(((y * kernel[:, 0] <= 0) & (x * kernel[:, 1] <= 0)).any() for y in (-1, 1) for x in (-1, 1))
 
@@ -140,7 +140,7 @@ def lines(parameters: Parameters, margin: int) -> NDArray[np.int16]:
 
 @lru_cache(maxsize=16)
 def digest(parameters: Parameters) -> str:
-    """A fingerprint of all stamps. Another version of Pillow might draw them, and so images, differently."""
+    """A fingerprint of all stamps, because another version of Pillow might draw other images."""
     found = blake2b(digest_size=8)
     for margin in parameters.margins:
         found.update(tables(parameters, margin).masks.tobytes())

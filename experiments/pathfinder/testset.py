@@ -1,4 +1,4 @@
-"""The test sets: 20,000 images for each fold, from a seed that no training uses, in files with known hashes.
+"""The test sets: 20,000 images for each fold, with a seed that no training uses, in files with known hashes.
 
 <folder>/pathfinder128-cl14-generated-20000-seed1000000000000000000.safetensors
 """
@@ -18,7 +18,7 @@ from experiments.training.reading import read_json
 IMAGES = 20_000
 HASHES = Path(__file__).parent / "testsets.json"
 NAMES = {(128, 14): "Path-X", (256, 14): "Path-256"}
-BEYOND = {(512, 14): "Path-512"}  # no fold of the arena
+BEYOND = {(512, 14): "Path-512"}  # not a fold of the arena
 
 
 def title(size: int, contour: int) -> str:
@@ -34,7 +34,6 @@ def title(size: int, contour: int) -> str:
 
 
 def settings_of(size: int, contour: int) -> Settings:
-    """The settings of the file of a fold."""
     return Settings(parameters_of(size, contour), IMAGES, TEST_SEED)
 
 
@@ -48,10 +47,10 @@ def test_set(
     record: bool = False,
     hashes: Path = HASHES,
 ) -> Path:
-    """The file of a fold, which is written if it is missing, and checked.
+    """The file of a fold, written if missing, and checked.
 
-    record: record the hash of a fold that has none. Raises ValueError if the hash differs from the recorded one, or
-    none is recorded.
+    record: record the hash of a fold that has none. Raises ValueError if the hash differs from the recorded hash, or
+        none is recorded.
     """
     settings = settings_of(size, contour)
     path = generate(settings, folder, workers=workers, progress=progress)

@@ -1,4 +1,4 @@
-"""Images as vectors: a list of dashes for each, 180 to 520 bytes, in one file with the images' parameters."""
+"""Images as vectors: a list of dashes for each image, in one file with the images' parameters."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Vectors:
     labels    uint8  [n]          1 if the markers are at the two ends of one target snake, 0 if they are on both
     marked    uint8  [n]          the target snake, 0 or 1, whose first end is marked
     margins   uint8  [n]          half the gap between dashes, in pixels
-    attempts  uint32 [n]          pairs of target snakes that were drawn until one succeeded
-    starts    int64  [n + 1]      the dashes of image i are starts[i]:starts[i + 1]: those of target 0, of target 1,
-                                  of one distractor after the other, each from its first end on
-    places    uint8 or uint16 [d, 2]  (y, x) of the end from which the dash is drawn, see tables.py
-    headings  uint16 [d]          what is drawn there, see tables.py
+    attempts  uint32 [n]          pairs of target snakes drawn until one succeeded
+    starts    int64  [n + 1]      the dashes of image i are starts[i]:starts[i + 1]: target 0, target 1,
+                                  then each distractor, from its first end on
+    places    uint8 or uint16 [d, 2]  (y, x) of the end where the dash begins, see tables.py
+    headings  uint16 [d]          the dash's heading, see tables.py
     """
 
     parameters: Parameters
@@ -70,7 +70,7 @@ class Vectors:
         ends = np.array([[0, length - 1], [length, 2 * length - 1]])
         return self.places[self.starts[:-1, None, None] + ends].astype(np.int64)
 
-    # Computed once for all images, because rendering repeatedly needs some hundreds of them at a time.
+    # Computed once for all images, because rendering repeatedly reads some hundreds at a time.
     @cached_property
     def markers(self) -> NDArray[np.int64]:
         """The centres of the two markers, the first on a first end, the second on a last. int64 [n, 2, (y, x)]"""
@@ -80,7 +80,6 @@ class Vectors:
 
 
 def collect(parameters: Parameters, seed: int, drawings: Sequence[Drawing]) -> Vectors:
-    """Drawings as vectors."""
     dashes = np.concatenate([np.empty((0, 3), np.int64), *(drawing.dashes for drawing in drawings)])
     return Vectors(
         parameters,
@@ -96,7 +95,7 @@ def collect(parameters: Parameters, seed: int, drawings: Sequence[Drawing]) -> V
 
 
 def join(parts: Sequence[Vectors]) -> Vectors:
-    """Images with the same parameters and seed, one part after the other."""
+    """Images with the same parameters and seed, concatenated."""
     if not parts:
         raise ValueError("parts must hold at least one element")
     sources = {(part.parameters, part.seed) for part in parts}
@@ -110,12 +109,12 @@ def join(parts: Sequence[Vectors]) -> Vectors:
 
 
 def place_type(parameters: Parameters) -> type[np.unsignedinteger]:
-    """The smallest integer that holds a coordinate."""
+    """The smallest integer type for a coordinate."""
     return np.uint8 if parameters.size <= 256 else np.uint16
 
 
 def save(vectors: Vectors, path: Path) -> None:
-    """Write a safetensors file such that it exists only when it is complete."""
+    """Write a safetensors file; it exists only when complete."""
     arrays = {name: np.ascontiguousarray(getattr(vectors, name)) for name in array_types(vectors.parameters)}
     about = {
         "kind": KIND,
@@ -132,10 +131,10 @@ def save(vectors: Vectors, path: Path) -> None:
 
 
 def load(path: Path) -> Vectors:
-    """Read a file that `save` has written.
+    """Read a file of `save`.
 
-    Raises FileNotFoundError, and ValueError if the file is of another kind, is damaged, or was drawn with other stamps
-    than those of the installed Pillow, which would render other images.
+    Raises FileNotFoundError, and ValueError if the file is of another kind, is damaged, or was drawn with another
+    Pillow's stamps, which would render other images.
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}; `python -m experiments.pathfinder generate` writes one")
@@ -163,7 +162,6 @@ def load(path: Path) -> Vectors:
 
 
 def array_types(parameters: Parameters) -> dict[str, type[np.generic]]:
-    """The arrays of a file."""
     return {
         "labels": np.uint8,
         "marked": np.uint8,
@@ -176,7 +174,7 @@ def array_types(parameters: Parameters) -> dict[str, type[np.generic]]:
 
 
 def check_values(path: Path, vectors: Vectors) -> None:
-    """Raises ValueError if rendering would fail or the ground truth would be nonsense."""
+    """Raises ValueError if rendering would fail or the ground truth would be wrong."""
     p, n = vectors.parameters, len(vectors)
     starts, places, headings = vectors.starts, vectors.places, vectors.headings
     each = (vectors.labels, vectors.marked, vectors.margins, vectors.attempts)
@@ -189,11 +187,11 @@ def check_values(path: Path, vectors: Vectors) -> None:
     if (others < 0).any() or (others % p.distractor_length).any():
         raise ValueError(f"{path} is damaged: an image must have two whole targets and whole distractors")
     if (vectors.labels > 1).any() or (vectors.marked > 1).any() or not np.isin(vectors.margins, p.margins).all():
-        raise ValueError(f"{path} is damaged: it has labels, marked snakes or margins that there are not")
+        raise ValueError(f"{path} is damaged: it has impossible labels, marked snakes or margins")
     if len(places) and places.max() >= p.size:
         raise ValueError(f"{path} is damaged: it has dashes outside the image")
     # The number of headings depends on the margin.
     known = np.zeros(256, np.int64)
     known[list(p.margins)] = [len(tables(p, margin).step) for margin in p.margins]
     if (headings >= np.repeat(known[vectors.margins], np.diff(starts))).any():
-        raise ValueError(f"{path} is damaged: it has directions that there are not")
+        raise ValueError(f"{path} is damaged: it has impossible headings")

@@ -1,7 +1,7 @@
-"""Path-X and Path-256 with block-sparse attention: a curriculum over fresh images, masks chosen for every layer.
+"""Path-X and Path-256 with block-sparse attention: a curriculum over fresh images, a mask for each layer.
 
     python -m experiments.pathx train --help
 
-The images have the Long Range Arena's parameters and are generated: results are of "LRA-parameter generated Path-X".
-May import the library, `training` and the images of `pathfinder`. No other folder imports it.
+The images are generated with the Long Range Arena's parameters: results are on "LRA-parameter generated Path-X". May
+import the library, `training` and the images of `pathfinder`.
 """

@@ -2,6 +2,6 @@
 
 from experiments.pathx.cli import app
 
-# Worker processes import this file, too.
+# Worker processes import this file too.
 if __name__ == "__main__":
     app()

@@ -1,4 +1,4 @@
-"""An analysis of a trained model: where it is right, where it attends, and what its masks cost and reach.
+"""Analyses a trained model: accuracy by group, attention, cost and reach of its masks.
 
 <out>/analysis.json     all figures
 <out>/analysis.md       the same as tables
@@ -41,10 +41,11 @@ def analyse(
     stream: Stream,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Write the analysis of a model on the folds of some stages; maps and masks are those of the last stage.
+    """Write the analysis of a model on the folds of some stages; maps and masks are of the last stage.
 
-    file_of: the test set of a stage. examples: the number of attention maps, half of them of connected images if
-        possible. Raises ValueError if there should be maps of a model without attention.
+    file_of: the test set of a stage.
+    examples: the number of attention maps, half of them of connected images if possible. Raises ValueError if a model
+        without attention should have maps.
     """
     if examples and not isinstance(model, PathModel):
         raise ValueError("a U-Net has no attention maps; pass --examples 0")
@@ -79,7 +80,7 @@ def analyse(
 def draw_map(
     model: PathModel, config: Config, stage: Stage, vectors: Vectors, index: int, out: Path, device: torch.device
 ) -> None:
-    """The attention maps of one image, by its pixels that are not black."""
+    """The attention maps of one image, over its drawn pixels."""
     recipe = recipe_for(config, replace(stage, background="drop"))
     batch = on_device(pack_vectors(recipe, vectors, index, index + 1), recipe.layers, device, config.registers)
     tokens = attention_maps.marker_tokens(batch, vectors.markers[index])
@@ -93,7 +94,6 @@ def draw_map(
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """The analysis as tables."""
     lines = ["# Analysis", "", "Accuracy, and by quarters of the markers' distance, near to far.", ""]
     lines += ["| task | images | accuracy | quarters | borders (px) |", "|---|---|---|---|---|"]
     for fold in found["folds"]:
@@ -114,8 +114,8 @@ def markdown(found: dict[str, Any]) -> str:
         return "\n".join(lines) + "\n"
     lines += [
         "",
-        "Masks on the first image, background dropped. Tiles: the part of dense attention's that is computed; the last "
-        "one is padded.",
+        "Masks on the first image, background dropped. Tiles: the computed part of dense attention; the last tile is "
+        "padded.",
         "",
     ]
     lines += ["| layer | mask | order | live scores | tiles | reached so far | alone reaches all after |"]
@@ -130,5 +130,5 @@ def markdown(found: dict[str, Any]) -> str:
 
 
 def percent(part: float | None) -> str:
-    """A share in per cent; "-" for None."""
+    """A share in percent; "-" for None."""
     return "-" if part is None else f"{100 * part:.1f} %"

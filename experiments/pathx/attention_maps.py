@@ -1,4 +1,4 @@
-"""Attention maps: where the markers of an image attend, layer by layer, drawn over the image."""
+"""Attention maps: the attention of an image's markers, layer by layer, drawn over the image."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from experiments.pathx.model.classifier import PathModel
 def attention_from(model: PathModel, batch: Batch, queries: list[int]) -> Tensor:
     """The attention weights of some tokens of a packed batch, averaged over heads: fp32 [layers, queries, N].
 
-    queries: tokens in stored order, which is also the order of the weights. They are computed in fp32 from the model's
-    q and k and the layer's mask, of which only these rows are unpacked.
+    queries: tokens in stored order, like the weights. The weights are computed in fp32 from the model's q and k and
+        from these rows of the layer's mask.
     """
     model.eval()
     found: list[Tensor] = []
@@ -48,9 +48,10 @@ def marker_tokens(batch: Batch, centres: NDArray[np.int64]) -> list[int]:
 
 
 def draw(image: NDArray[np.uint8], batch: Batch, weights: Tensor, names: list[str], title: str, path: Path) -> None:
-    """Write a PNG: the image, then for each layer and marker the weights over it, each picture scaled to its maximum.
+    """Write a PNG: the image, then the weights over it for each layer and marker, each scaled to its maximum.
 
-    image: uint8 [size, size]; weights: [layers, markers, N].
+    image: uint8 [size, size].
+    weights: [layers, markers, N].
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

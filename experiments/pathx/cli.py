@@ -1,4 +1,4 @@
-"""The command line: options only. The commands are in the modules that have their names; report.py prints."""
+"""The command line: options only. The modules with the commands' names implement them; report.py prints."""
 
 from __future__ import annotations
 
@@ -60,7 +60,6 @@ console = Console()
 
 
 def say(text: str) -> None:
-    """Text that is no markup."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -71,14 +70,15 @@ Size = Annotated[
 Contour = Annotated[
     int | None, typer.Option(help=f"Dashes of a path: {', '.join(map(str, FOLDS))}.", show_default="the last stage's")
 ]
-Data = Annotated[Path, typer.Option(help="Folder of the test sets; what is missing is made.")]
+Data = Annotated[Path, typer.Option(help="Folder of the test sets; missing sets are made.")]
 Workers = Annotated[
     int | None,
     typer.Option(min=0, help="Processes that make images; results do not depend on it.", show_default="cores - 1"),
 ]
 Weights = Annotated[Path, typer.Argument(help="model.safetensors, of a run or of the repository, or its folder.")]
 Hash = Annotated[
-    str | None, typer.Option("--sha256", help="What the file must be.", show_default="that in the .json file beside it")
+    str | None,
+    typer.Option("--sha256", help="Expected hash of the file.", show_default="from the .json file beside it"),
 ]
 
 
@@ -89,12 +89,12 @@ def train(
         str | None,
         typer.Option(
             "--curriculum",
-            help=f"Stages: {', '.join(CURRICULA)}, or a .json file with a list of them.",
+            help=f"Curriculum: {', '.join(CURRICULA)}, or a .json file with a list of stages.",
             show_default="pathx",
         ),
     ] = None,
     minutes: Annotated[
-        float | None, typer.Option(help="Scale the stages' minutes to this sum.", show_default="as they are")
+        float | None, typer.Option(help="Scale the stages' minutes to this sum.", show_default="unscaled")
     ] = None,
     *,
     chosen: dict[str, Any],
@@ -107,13 +107,13 @@ def train(
 ) -> None:
     """Train a model through a curriculum on fresh images, and write its averaged weights.
 
-    Training seeds are disjoint from the test sets'. Minutes and images are counted over all sessions of a run.
+    Training seeds are disjoint from the test sets'. Minutes and images count all sessions of a run.
     """
     until = deadline(pause_after)
     with short_errors():
         require_single_process("experiments.pathx train")
         if tensorboard_files:
-            tensorboard.writer_class()  # raises an error, if any, before anything is written
+            tensorboard.writer_class()  # raises an error, if any, before any file is written
         if resume:
             folder = folder_to_resume(out, curriculum=curriculum_name, minutes=minutes, overwrite=overwrite)
             config = resumed(saved_run(folder), chosen)
@@ -139,16 +139,16 @@ def evaluate(
     file: Weights,
     size: Size = None,
     contour: Contour = None,
-    images: Annotated[int, typer.Option(min=1, max=IMAGES, help="The first so many of the test set.")] = IMAGES,
+    images: Annotated[int, typer.Option(min=1, max=IMAGES, help="Use only the first images of the test set.")] = IMAGES,
     data: Data = DATA,
     sha256: Hash = None,
     device: Device = "auto",
     precision: Annotated[
-        str | None, typer.Option(help="fp32 or bf16.", show_default="the run's; on a CPU fp32, as bf16 is slow there")
+        str | None, typer.Option(help="fp32 or bf16.", show_default="the run's; fp32 on a CPU, where bf16 is slow")
     ] = None,
     workers: Workers = None,
     keep: Annotated[
-        bool, typer.Option("--store", help="Store the result beside the weights; of all images only.")
+        bool, typer.Option("--store", help="Store the result beside the weights; only for all images.")
     ] = False,
     renderings: Annotated[
         bool, typer.Option("--renderings", help="Test the same images in every rendering; --store: renderings.md.")
@@ -159,9 +159,9 @@ def evaluate(
     split: Annotated[str, typer.Option(help=f"Images of a release: {', '.join(SPLITS)}.")] = "test",
     out: Annotated[Path | None, typer.Option(help="JSON file to write, too.", show_default="none")] = None,
 ) -> None:
-    """Test a model on the first images of a test set, and compare with what is stored of it.
+    """Test a model on the first images of a test set, and compare with the stored accuracy.
 
-    Exits with 1 where the accuracy differs from the stored one by more than three standard errors.
+    Exits with 1 if the accuracies differ by more than three standard errors.
     """
     with short_errors():
         file = weights.file_in(file)
@@ -222,7 +222,7 @@ def testset(
     contour: Annotated[int, typer.Option(help="Dashes of a path.")] = 14,
     every: Annotated[bool, typer.Option("--all", help="All twelve folds.")] = False,
     data: Data = DATA,
-    record: Annotated[bool, typer.Option("--record", help="Write down the hash of a fold that has none.")] = False,
+    record: Annotated[bool, typer.Option("--record", help="Record the hash of a fold that has none.")] = False,
     workers: Workers = None,
 ) -> None:
     """Write the test set of a fold, 20,000 images, and check its hash."""
@@ -233,7 +233,7 @@ def testset(
 
 
 def made_test_set(size: int, contour: int, folder: Path, workers: int | None, record: bool = False) -> Path:
-    """The checked test set, which is made with a progress bar if it is missing."""
+    """The checked test set, made with a progress bar if missing."""
     with counting_bar(console, f"Test set of {size} pixels, {contour} dashes", IMAGES) as progress:
         return test_set(size, contour, folder, workers=workers or None, progress=progress, record=record)
 
@@ -242,16 +242,16 @@ def made_test_set(size: int, contour: int, folder: Path, workers: int | None, re
 def analyse(
     file: Weights,
     size: Size = None,
-    contours: Annotated[str, typer.Option(help="Contour lengths to test with, commas between them.")] = "6,9,14",
-    images: Annotated[int, typer.Option(min=20, max=IMAGES, help="The first so many of each test set.")] = 5000,
-    examples: Annotated[int, typer.Option(min=0, help="Attention maps of images that are answered rightly.")] = 4,
+    contours: Annotated[str, typer.Option(help="Contour lengths to test, separated by commas.")] = "6,9,14",
+    images: Annotated[int, typer.Option(min=20, max=IMAGES, help="Use only the first images of each test set.")] = 5000,
+    examples: Annotated[int, typer.Option(min=0, help="Attention maps of correctly answered images.")] = 4,
     data: Data = DATA,
     sha256: Hash = None,
     device: Device = "auto",
     workers: Workers = None,
     out: Annotated[Path | None, typer.Option(help="Folder to write.", show_default="<file's folder>/analysis")] = None,
 ) -> None:
-    """Accuracy by contour length and marker distance beside rules that trace nothing; attention maps; masks' costs."""
+    """Accuracy by contour length and marker distance beside rules that trace nothing; attention maps; mask costs."""
     with short_errors():
         file = weights.file_in(file)
         model, config, _ = weights.load(file, sha256)
@@ -271,7 +271,7 @@ def analyse(
 @app.command("table")
 def table_command(
     folders: Annotated[
-        list[Path] | None, typer.Argument(exists=True, help="Where models with stored results lie.")
+        list[Path] | None, typer.Argument(exists=True, help="Folders of models with stored results.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Markdown file to write.")] = RESULTS / "table.md",
 ) -> None:
@@ -286,22 +286,22 @@ def table_command(
 @app.command()
 @settings_as_options(Config, "block", "width", "heads", "mlp", "precision", "compiled", "recorded")
 def probe(
-    sizes: Annotated[str, typer.Option(help="Pixels along a side, commas between them.")] = "128,256,64",
+    sizes: Annotated[str, typer.Option(help="Pixels along a side, separated by commas.")] = "128,256,64",
     contour: Annotated[int, typer.Option(help="Dashes of a path.")] = 14,
     masks: Annotated[
-        str, typer.Option(help="Layers as --layers of train has them; several with ; between them.")
+        str, typer.Option(help="Layers as in --layers of train; several separated by ;.")
     ] = "tiles:16*6;near:16*6;tiles:16*4,dense*2;tiles:16*4,rows:2,columns:2;dense*6",
     background: Annotated[str, typer.Option(help="drop, or keep: all pixels are tokens.")] = "drop",
-    tokens: Annotated[int, typer.Option(help="Of a step.")] = 128 * 1024,
-    seconds: Annotated[float, typer.Option(help="Of timing a case.")] = 1.5,
-    limit: Annotated[float, typer.Option(help="No case begins later than after so many seconds.")] = 60.0,
+    tokens: Annotated[int, typer.Option(help="Tokens of a step.")] = 128 * 1024,
+    seconds: Annotated[float, typer.Option(help="Seconds to time a case.")] = 1.5,
+    limit: Annotated[float, typer.Option(help="No case starts after this many seconds.")] = 60.0,
     *,
     chosen: dict[str, Any],
-    profile: Annotated[int, typer.Option(help="Show what so many of the costliest kernels of a step take.", min=0)] = 0,
+    profile: Annotated[int, typer.Option(help="Show the time of this many costliest kernels of a step.", min=0)] = 0,
     device: Device = "auto",
     out: Annotated[Path | None, typer.Option(help="JSON file to write, too.", show_default="none")] = None,
 ) -> None:
-    """Tokens and images a second of training steps, by size and masks; a case a line as soon as it is measured."""
+    """Tokens and images a second of training steps, by size and masks. Prints each case when measured."""
     begun = time.perf_counter()
     found: list[dict[str, Any]] = []
     with short_errors():
@@ -309,8 +309,8 @@ def probe(
         place = find_device(device)
         if place.type == "cpu" and device == "auto":
             raise ValueError(
-                "there is no CUDA device, and a step of so many tokens takes minutes on a CPU; --device cpu "
-                "--tokens 4096 runs the same on little"
+                "there is no CUDA device, and steps of this size take minutes on a CPU; for a small trial: "
+                "--device cpu --tokens 4096"
             )
         pairs = [(int(size), layers) for size in sizes.split(",") for layers in masks.split(";")]
         cases = [throughput.Case(size, contour, layers, background) for size, layers in pairs]

@@ -1,4 +1,4 @@
-"""The settings of a run: its model, its curriculum, and how it is trained."""
+"""The settings of a run: model, curriculum and training."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ CONTOURS = tuple(range(SHORTEST, LONGEST + 1))
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """One part of a curriculum. It ends with the first of its minutes, its steps and its accuracy."""
+    """One stage of a curriculum. It ends after its minutes, its steps or at its accuracy, whichever comes first."""
 
     size: int  # pixels along a side
     contour: int  # dashes of a path, in training and validation
-    tokens: int  # per step; a batch holds as many images as fit
+    tokens: int  # a step; a batch holds as many images as fit
     lr: float  # peak learning rate
     minutes: float | None = None  # minutes of training
     steps: int | None = None
-    until: float | None = None  # accuracy on the latest images at which the next stage begins
+    until: float | None = None  # accuracy on the latest images that ends the stage
     warmup: int = 100  # steps over which the learning rate rises
     schedule: str = "constant"  # after the warm-up; a cosine falls to 0 at the end of the minutes or steps
     background: str = "drop"  # "drop": black pixels are not tokens; "keep": all pixels are
-    layers: str | None = None  # the masks of this stage, if they are not those of the run
-    also: tuple[int, ...] = ()  # dashes of other paths in training, which images take in turns
-    images: int | None = None  # different images of each length in training, drawn with replacement; None: all fresh
+    layers: str | None = None  # the masks of this stage, if they differ from the run's
+    also: tuple[int, ...] = ()  # further path lengths in training, used in turns
+    images: int | None = None  # distinct training images of each length, drawn with replacement; None: all fresh
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "also", tuple(self.also))  # JSON has a list
@@ -61,54 +61,48 @@ class Stage:
 
     @property
     def name(self) -> str:
-        """The name of the stage in results."""
         lengths = "+".join(map(str, self.contours))
         return f"{self.size}/cl{lengths}{'/all pixels' if self.background == 'keep' else ''}"
 
     @property
     def contours(self) -> tuple[int, ...]:
-        """The dashes of a path that training images take in turns."""
+        """The path lengths of training images, used in turns."""
         return (self.contour, *self.also)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(RunSettings):
-    """One training run. The settings, the code and the device together determine the result."""
+    """One training run. Settings, code and device determine the result."""
 
     curriculum: tuple[Stage, ...] = ()
     model: str = setting(
         "attention",
-        "attention (a transformer), or unet (convolutions alone, for comparison; of the sizes only --width and --mlp "
-        "apply to it).",
+        "attention (a transformer), or unet (convolutions, for comparison; uses only the sizes --width and --mlp).",
     )
     layers: str = setting(
-        "tiles:16*4,dense*2", 'Masks of the layers, first layer first, see masks/relations.py; "*n" repeats one.'
+        "tiles:16*4,dense*2", 'Masks of the layers, first layer first (see masks/relations.py); "*n" repeats a mask.'
     )
     block: int = changed(RunSettings, "block", default=64)
     intensity: str = setting(
         "smooth",
-        "How grey levels become features: smooth (interpolated between learned rows) or rows (one for each level).",
+        "Features of grey levels: smooth (interpolated between learned rows) or rows (one for each level).",
     )
     renderings: bool = setting(
-        True, "Draw the rendering of every training image (brightness, noise, overshoot, scaling, rounding)."
+        True, "Draw a random rendering for every training image (brightness, noise, overshoot, scaling, rounding)."
     )
-    positions: str = setting(
-        "plane", "Rotary positions: plane (row and column, in pixels) or line (place in row-major order)."
-    )
+    positions: str = setting("plane", "Rotary positions: plane (row and column, in pixels) or line (row-major index).")
     release: str | None = setting(
         None, "Folder of the arena's release, whose training images are used instead of fresh ones.", "fresh images"
     )
-    floor: int = setting(32, "Levels below it are background, which --background drop of a stage leaves out.")
-    registers: int = setting(0, "Tokens of every image that see all and that all see.")
+    floor: int = setting(32, "Grey levels below it are background, which a stage may drop.")
+    registers: int = setting(0, "Global tokens of every image.")
     auxiliary: float = setting(
         0.0,
-        "Weight of a second loss: how many markers the curve through each pixel has, which the generator knows. 0: the "
-        "answers alone.",
+        "Weight of a second loss, the number of markers on each pixel's curve. 0: answers only.",
     )
     hidden: float = setting(
         0.0,
-        "Share of the drawn pixels that is hidden in training; the second loss is then that of naming their grey "
-        "levels, which needs no labels.",
+        "Share of hidden drawn pixels in training; the second loss then predicts their grey levels, without labels.",
     )
     answers: float = setting(1.0, "Weight of the answers' loss; 0 with --hidden: self-pretraining, for --initial.")
     average: float = changed(RunSettings, "average", default=0.999)
@@ -116,21 +110,21 @@ class Config(RunSettings):
     recorded: bool = changed(
         RunSettings,
         "recorded",
-        text="On one GPU, record steps of a transformer as CUDA graphs: they need not wait for the host. Those of a "
-        "U-Net never are: it would read as many images as a graph has room for.",
+        text="On one GPU, record a transformer's steps as CUDA graphs, to save host time. A U-Net is never recorded: "
+        "it would read as many images as a graph has room for.",
     )
     precision: str = changed(RunSettings, "precision", default="bf16")
     log_every: int = changed(
         RunSettings,
         "log_every",
         default=20,
-        text="Steps between lines of the log, each the mean over these steps; a stage may end at these.",
+        text="Steps between log lines, each the mean over these steps; stages end only at log lines.",
     )
-    validate_every: int = setting(1000, "Steps between validations on images of the stage that are never trained on.")
+    validate_every: int = setting(1000, "Steps between validations on held-out images of the stage.")
     validation_images: int = setting(1000, "Images of a validation.")
     checkpoint_every: int = changed(RunSettings, "checkpoint_every", default=1000)
-    checkpoint_minutes: float = setting(2.0, "Most minutes between checkpoints. A stage ends with one, too.")
-    advance_images: int = setting(4000, "The latest images over which a stage's accuracy is taken.")
+    checkpoint_minutes: float = setting(2.0, "Maximum minutes between checkpoints. Each stage also ends with one.")
+    advance_images: int = setting(4000, "Number of latest images for a stage's accuracy.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -171,11 +165,11 @@ class Config(RunSettings):
                 )
 
     def layers_of(self, stage: Stage) -> tuple[Relation, ...]:
-        """The relation of every layer in a stage; none without attention."""
+        """The relation of every layer in a stage; empty without attention."""
         return parse_layers(stage.layers or self.layers) if self.model == "attention" else ()
 
     def _check_without_attention(self) -> None:
-        """Raises ValueError if there is a setting that only a model with attention has."""
+        """Raises ValueError for settings that need attention."""
         defaults = {each.name: each.default for each in fields(self)}
         for name in OF_ATTENTION:
             if getattr(self, name) != defaults[name]:
@@ -192,23 +186,23 @@ class Config(RunSettings):
 
 
 def most_tokens(size: int) -> int:
-    """The largest number of tokens of an image with this many pixels along a side, without its background."""
+    """The maximum number of tokens of an image with this many pixels along a side, without its background."""
     # The fullest have 18 % of 128 x 128, 5 % of 256 x 256 and 2 % of 512 x 512 pixels.
     return min(size**2, 4096 if size <= 256 else 6144)
 
 
-# Settings that only a model with attention has.
+# Settings that need attention.
 OF_ATTENTION = (
     "layers", "heads", "head_dim", "dropout", "intensity", "positions", "registers", "auxiliary", "hidden", "compiled",
 )  # fmt: skip
 
-# Settings that may change when a run is resumed, because they do not affect the weights.
+# Settings that may change on resume, because they do not affect the weights.
 FREE_ON_RESUME = (
     "device", "compiled", "recorded", "validate_every", "validation_images", "checkpoint_every", "checkpoint_minutes",
 )  # fmt: skip
 
 
-# What runs did before there were settings for it.
+# The behaviour of runs from before these settings existed.
 BEFORE: dict[str, Any] = {"intensity": "rows", "renderings": False, "floor": 1}
 
 
@@ -218,12 +212,12 @@ def as_dict(config: Config) -> dict[str, Any]:
 
 
 def from_dict(values: dict[str, Any]) -> Config:
-    """The settings from the plain values of `as_dict`, which may be those of a run from before a setting existed."""
+    """The settings from the plain values of `as_dict`, also of older runs with fewer settings."""
     return Config(**{**BEFORE, **values, "curriculum": tuple(Stage(**stage) for stage in values["curriculum"])})
 
 
 def resumed(saved: Config, chosen: dict[str, Any]) -> Config:
-    """A saved run's settings with those chosen now; raises ValueError if they would change the run."""
+    """A saved run's settings with the settings chosen now; raises ValueError if they would change the run."""
     return run_folder.resumed(saved, chosen, FREE_ON_RESUME)
 
 

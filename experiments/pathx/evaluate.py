@@ -1,4 +1,4 @@
-"""The accuracy of a trained model on a test set, compared with the stored results."""
+"""The accuracy of a trained model on a test set, compared with the stored result."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from experiments.training.atomic_files import write_json
 from experiments.training.environment import device_name, versions
 from experiments.training.fingerprint import sha256
 
-SIGMAS = 3.0  # the largest difference from a stored accuracy that counts as equal, in standard errors
+SIGMAS = 3.0  # the maximum difference from a stored accuracy, in standard errors
 
 
 def stage_for(config: Config, size: int | None, contour: int | None) -> Stage:
-    """The stage on which a model is tested: its last one, with another size or contour length if they are given.
+    """The test stage of a model: its last stage, with another size or contour length if given.
 
-    Masks and background are those of the last stage of that size, or else of the last stage.
+    Masks and background come from the last stage of this size, or else from the last stage.
     """
     last = config.curriculum[-1]
     size = size or last.size
@@ -53,15 +53,17 @@ def pack_from_file(recipe: Recipe, file: Path, first: int, last: int) -> Packed:
 
 @lru_cache(maxsize=2)
 def vectors_of(file: Path) -> Vectors:
-    """The images of a file, which each process reads once."""
+    """The images of a file, read once in each process."""
     return load_vectors(file)
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A model, the stage on which it is tested, and where.
+    """A model, its test stage, and its device.
 
-    config: the model's. stream: makes the batches. device: where the model runs.
+    config: the model's.
+    stream: makes the batches.
+    device: the model's.
     """
 
     model: nn.Module
@@ -77,10 +79,10 @@ class Evaluation:
         images: int,
         progress: Callable[[int], None] = lambda images: None,
     ) -> Scores:
-        """The scores of the model on the first `images` images of a source, which must have as many.
+        """The model's scores on the first `images` images of a source.
 
-        pack: makes a batch from a recipe, the source, and the numbers of its first image and of the one after its last;
-            perhaps in another process. progress: called with the number of images that are answered.
+        pack: makes a batch from a recipe, the source, and the first image and the end, perhaps in another process.
+        progress: called with the number of scored images.
         """
         recipe = recipe_for(self.config, self.stage)
         self.model.to(self.device)
@@ -88,7 +90,7 @@ class Evaluation:
         return score(self.model, batches, recipe.layers, self.config, self.device, progress)
 
     def result(self, scores: Scores, file: Path | None, task: str | None = None) -> dict[str, Any]:
-        """The result as plain values; the error is the standard error of the accuracy.
+        """The result as plain values, with the standard error of the accuracy.
 
         file: the test set; None for released images, which `task` names.
         """
@@ -116,7 +118,7 @@ class Evaluation:
 
 
 def training_images(config: Config) -> str:
-    """Which images the last stage of a curriculum trains on, in words."""
+    """The training images of a curriculum's last stage, in words."""
     if config.release is not None:
         return "a release's"
     count = config.curriculum[-1].images
@@ -132,12 +134,11 @@ def baselines(stage: Stage) -> str:
 
 
 def key_of(stage: Stage) -> str:
-    """The key of a stored result."""
     return f"{stage.size}-{stage.contour}-{stage.background}"
 
 
 def store(path: Path, stage: Stage, found: dict[str, Any]) -> None:
-    """Write a result into the file beside the weights; raises ValueError unless it is of the whole test set."""
+    """Write a result into the file beside the weights; raises ValueError unless it covers the whole test set."""
     if found["images"] != IMAGES:
         raise ValueError(f"only results of all {IMAGES} images are stored; this one is of {found['images']}")
     note = weights.beside(path)

@@ -1,8 +1,7 @@
 """Training steps on packings, as one CUDA graph where possible.
 
-Launched kernel by kernel, a step of 131,072 tokens took the host 55 ms and the GPU 20 (results/pathx/notes.md). The
-graph contains the masks, the losses, the gradients and their clipping. The optimiser's step stays outside: it is a few
-kernels, and its learning rate changes.
+The host launches the kernels of a step more slowly than the GPU runs them. The graph contains masks, losses, gradients
+and clipping. The optimiser's step stays outside: it has few kernels, and its learning rate changes.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from experiments.training.steps import Steps
 def steps_of(
     model: nn.Module, optimizer: torch.optim.Optimizer, recipe: Recipe, config: Config, device: torch.device
 ) -> Steps[Packed, Batch]:
-    """The training steps of a stage: as a CUDA graph if the settings say so and the device is a GPU.
+    """The training steps of a stage: a CUDA graph if the settings allow and the device is a GPU.
 
-    Those of a U-Net are never recorded. A graph has room for the most images there can be, ten times as many as there
-    are of Path-X. A transformer's work is by tokens, but convolutions would read all of these images.
+    U-Net steps are never recorded. A graph has room for the maximum number of images, ten times as many as in a batch
+    of Path-X. A transformer's work depends on tokens, but convolutions would read all of these images.
     """
     objective = objective_of(recipe.layers, config, device)
     if not (config.recorded and config.model == "attention" and device.type == "cuda"):

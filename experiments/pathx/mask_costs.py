@@ -13,7 +13,7 @@ from sparseflash.analysis import density, layers_to_full_reach, reach
 
 
 def in_base_order(batch: Batch, layer: int) -> BlockMask:
-    """A layer's mask over the live tokens of a batch of one image, in the stored order of tokens."""
+    """A layer's mask over the live tokens of a batch of one image, in stored order."""
     mask, order = batch.masks[layer].canonical(), batch.layer_orders[layer]
     if order != BASE:
         mask = mask.permute(batch.orders[order].inverse)
@@ -22,11 +22,13 @@ def in_base_order(batch: Batch, layer: int) -> BlockMask:
 
 
 def costs(batch: Batch, layers: Sequence[Relation]) -> list[dict[str, Any]]:
-    """For each layer: the shares of live and of computed scores, and how far the layers up to it reach.
+    """For each layer: the shares of live and of computed scores, and the reach of the layers up to it.
 
-    batch: of one image, packed. density: live scores; tiles: the scores of live tiles, which is what a kernel computes;
-    reached: pairs of tokens of which one influences the other after this layer; layers_alone: the number of
-    layers with this mask alone after which every token reaches every other, None for never.
+    batch: of one image, packed.
+
+    Returns for each layer density (live scores), tiles (scores of live tiles, which a kernel computes), reached (pairs
+    of tokens of which one influences the other after this layer) and layers_alone (the number of layers with only this
+    mask after which every token reaches every other, None for never).
     """
     if batch.images != 1:
         raise ValueError(f"the batch must be of one image; got {batch.images}")
@@ -41,7 +43,7 @@ def costs(batch: Batch, layers: Sequence[Relation]) -> list[dict[str, Any]]:
             "mask": relation.name,
             "order": relation.order,
             "density": density(masks[number]).score_share,
-            "tiles": density(batch.masks[number].canonical()).tile_share,  # in the layer's order, in which it is run
+            "tiles": density(batch.masks[number].canonical()).tile_share,  # in the layer's order, as the kernel runs it
             "reached": reach(masks[: number + 1]).density,
             "layers_alone": alone[relation.name],
         })  # fmt: skip

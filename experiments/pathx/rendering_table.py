@@ -1,4 +1,4 @@
-"""The accuracy of a model on the same drawn images in every rendering; see experiments/pathfinder/rendering.py.
+"""The accuracy of a model on the same images in every rendering; see experiments/pathfinder/rendering.py.
 
 The images come from the second renderer, plain_render.py, which no training uses.
 """
@@ -28,7 +28,7 @@ HEAD = "| rendering | right | of | accuracy | said connected |"
 
 
 def pack_rendered(recipe: Recipe, file: Path, name: str, first: int, last: int) -> Packed:
-    """Images first .. last - 1 of a file in the rendering with this name. Noise depends on the image's number alone."""
+    """Images first .. last - 1 of a file in the named rendering. Noise depends only on the image's number."""
     vectors = vectors_of(file)
     images = [
         plain_render(vectors, index, RENDERINGS[name], np.random.default_rng(index)) for index in range(first, last)
@@ -44,10 +44,10 @@ def table(
     report: Callable[[Row], None] = lambda row: None,
     progress: Callable[[int], None] = lambda images: None,
 ) -> dict[str, Any]:
-    """A row for each rendering of the first images of a file, with what is needed to judge and repeat them.
+    """A row for each rendering of the first images of a file, with all facts needed to judge and repeat them.
 
-    report: called with every row as soon as it is known. progress: with the number of images that are answered, of all
-        renderings together.
+    report: called with every row at once.
+    progress: called with the number of scored images, over all renderings.
     """
     stage, config = evaluation.stage, evaluation.config
     rows: list[Row] = []
@@ -77,13 +77,12 @@ def table(
 
 
 def write(found: dict[str, Any], folder: Path) -> None:
-    """Writes the table to a folder, as a page and as JSON."""
+    """Write the table to a folder, as a page and as JSON."""
     write_text(folder / "renderings.md", markdown(found))
     write_json(folder / "renderings.json", found)
 
 
 def line(row: Row) -> str:
-    """A row of the table."""
     return (
         f"| {row['rendering']} | {row['right']:,} | {row['images']:,} | {100 * row['accuracy']:.1f} ± "
         f"{100 * row['error']:.1f} % | {row['said_connected']:,}, {row['connected']:,} are |"
@@ -91,7 +90,6 @@ def line(row: Row) -> str:
 
 
 def markdown(found: dict[str, Any]) -> str:
-    """The table as a page."""
     text = [
         "# Renderings",
         "",
@@ -107,12 +105,12 @@ def markdown(found: dict[str, Any]) -> str:
 
 
 def spread(found: dict[str, Any]) -> str:
-    """How far the renderings lie apart, in words."""
+    """The spread of the renderings' accuracies, in words."""
     return f"From best to worst: {100 * found['worst_below_best']:.1f} points"
 
 
 def background(found: dict[str, Any]) -> str:
-    """What becomes of the background, in words."""
+    """The treatment of the background, in words."""
     if found["background"] == "keep":
         return "all pixels are tokens"
     return "black pixels left out" if found["floor"] == 1 else f"levels below {found['floor']} left out"

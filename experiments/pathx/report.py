@@ -1,4 +1,4 @@
-"""What the commands print."""
+"""Printed output of the commands."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def announcing(console: Console, stages: tuple[Stage, ...]) -> Callable[[Record]
 
 
 def print_paused(console: Console, state: StagedState, stage: Stage, folder: Path) -> None:
-    """Where a run has been paused, in which stage, and how it goes on."""
+    """Print where a run has been paused, and how to resume it."""
     console.print(
         f"Paused at step {state.step}, in stage {state.stage + 1} ({stage.name}), after "
         f"{state.images:,} images and {state.seconds / 60:.1f} minutes"
@@ -39,7 +39,7 @@ def print_paused(console: Console, state: StagedState, stage: Stage, folder: Pat
 
 
 def print_trained(console: Console, note: dict[str, Any], folder: Path) -> None:
-    """What a finished run took, and its validation accuracy."""
+    """Print the cost of a finished run, and its validation accuracy."""
     cost = note["cost"]
     console.print(
         f"{note['parameters']:,} parameters, {cost['images']:,} images in {cost['minutes']:.1f} minutes, besides "
@@ -51,7 +51,7 @@ def print_trained(console: Console, note: dict[str, Any], folder: Path) -> None:
 
 
 def print_evaluated(console: Console, found: dict[str, Any], baselines: str) -> None:
-    """The result of a test, and what the baselines, if there are any, have on the same images."""
+    """Print the result of a test, and the baselines on the same images."""
     console.print(
         f"{found['task']}, background {found['background']}: accuracy {percent(found['accuracy'])} ± "
         f"{100 * found['error']:.2f} on {found['images']:,} test images ({percent(found['connected'])} connected)"
@@ -63,7 +63,7 @@ def print_evaluated(console: Console, found: dict[str, Any], baselines: str) -> 
 
 
 def print_stored(console: Console, stored: dict[str, Any], *, same: bool) -> None:
-    """The stored result, and whether it is the same within the error."""
+    """Print the stored result, and whether it agrees within the error."""
     console.print(
         f"Stored: {percent(stored['accuracy'])} on {stored['images']:,}; "
         + ("the same within the error." if same else "[red]they differ.[/red]")
@@ -71,7 +71,7 @@ def print_stored(console: Console, stored: dict[str, Any], *, same: bool) -> Non
 
 
 def print_case(console: Console, found: dict[str, Any], *, costs: int) -> None:
-    """A measured case of `probe`, and so many of the costliest kernels of its step."""
+    """Print a measured case of `probe`, with its `costs` costliest kernels."""
     shown = {name: _short(value) for name, value in found.items() if name != "costs"}
     console.print(json.dumps(shown), soft_wrap=True)
     for cost in found.get("costs", [])[:costs]:

@@ -1,4 +1,4 @@
-"""The answers of a model on images."""
+"""A model's answers on images."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class Scores(NamedTuple):
 
 
 def standard_error(accuracy: float, count: int) -> float:
-    """The standard error of an accuracy on so many images.
+    """The standard error of an accuracy on `count` images.
 
     >>> round(standard_error(0.9, 100), 3), round(standard_error(1.0, 8), 3)
     (0.03, 0.125)
 
-    At least that of one wrong image: a few images that are all answered rightly do not show that none would be wrong.
+    At least the error of one wrong image: a few images without a wrong answer do not prove perfection.
     """
     return math.sqrt(max(accuracy * (1 - accuracy), 1 / count) / count)
 
@@ -54,11 +54,11 @@ def score(
     device: torch.device,
     progress: Callable[[int], None] = lambda images: None,
 ) -> Scores:
-    """The answers for all images of some packings. progress: called with the number of images that are answered."""
+    """The answers for all images of some packings. progress: called with the number of scored images."""
     model.eval()
     logits, labels = [], []
     for packed in packings:
-        with torch.inference_mode(False):  # masks are cached, and training may use them, too
+        with torch.inference_mode(False):  # masks are cached, and training may use them too
             batch = on_device(packed, layers, device, config.registers)
         logits.append(forward(model, batch, config)[0])
         labels.append(batch.labels)

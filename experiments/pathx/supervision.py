@@ -1,6 +1,6 @@
-"""The supervision of a model in addition to the answers, in its own run or in the runs before it.
+"""The supervision of a model beside the answers, in its run or in earlier runs.
 
-Every result states it; in files of models its key is "helped".
+Every result states it; in model files its key is "helped".
 """
 
 from __future__ import annotations
@@ -9,39 +9,38 @@ from typing import Any
 
 from experiments.pathx.config import Config
 
-# "labels": the weight of the pixel labels; "hidden": the share of the pixels to be named; None: not known.
+# "labels": the weight of pixel labels; "hidden": the share of hidden pixels; None: unknown.
 Supervision = dict[str, float | None]
 
 
 def of_run(config: Config, before: dict[str, Any] | None) -> Supervision:
-    """The supervision of a run and of the runs before it: the largest weight and share of all of them."""
+    """The supervision of a run and of earlier runs: the maximum weight and share."""
     own = {"labels": 0.0 if config.hidden else config.auxiliary, "hidden": config.hidden}
     return own if before is None else {name: largest(value, _earlier(before)[name]) for name, value in own.items()}
 
 
 def of_model(about: dict[str, Any]) -> Supervision:
-    """The supervision of a model, from its description."""
     if "helped" in about:
         found: Supervision = about["helped"]
         return found
-    # Older files have only the weight of their own labels; the runs before them had no other supervision.
+    # Older files have only their own labels' weight; earlier runs had no other supervision.
     earlier = 0.0 if about.get("initial") is None else _earlier(about["initial"])["labels"]
     return {"labels": largest(about["auxiliary"], earlier), "hidden": 0.0}
 
 
 def _earlier(before: dict[str, Any]) -> Supervision:
-    """The supervision of the runs before a run, from what the run stored about them."""
+    """The supervision of earlier runs, from the run's record."""
     found: Supervision = before.get("helped", {"labels": None, "hidden": 0.0})
     return found
 
 
 def largest(value: float, earlier: float | None) -> float | None:
-    """The larger value; None if it cannot be known, because an unknown value may be more than 0."""
+    """The larger value; None if unknown, because an unknown value may be more than 0."""
     return max(value, earlier) if earlier is not None else value or None
 
 
 def described(supervision: Supervision) -> str:
-    """The supervision in words, empty if there was none.
+    """The supervision in words; empty for none.
 
     >>> described({"labels": 0.5, "hidden": 0.15})
     'pixel labels (weight 0.5), 15 % of the pixels hidden and named'

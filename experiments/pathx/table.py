@@ -18,15 +18,15 @@ HEAD = [
     "parameters", "images seen at the task's size or below", "compute",
 ]  # fmt: skip
 
-SIZES = (128, 256, 512)  # of the three tasks, in the order of their columns
+SIZES = (128, 256, 512)  # of the three tasks, in column order
 
 NO_TRACING = "distance and end dashes"  # one of shortcuts.RULES, which is slow to import
 
-# No published system has a result for Path-512. What each had besides its method: the class of an image alone, all
+# No published system has a result for Path-512. Their training data beside the method: the class of an image, all
 # pixels, in rows, of 160,000 files.
 _PLAIN = ["-", "class", "kept"]
 
-# The papers' own figures, on the arena's files; sources in ../pathfinder/README.md and the papers named.
+# The papers' figures, on the arena's files; sources in ../pathfinder/README.md and the papers named.
 PUBLISHED: list[list[str]] = [
     ["FlashAttention (Dao et al., 2022)", "61.4 %", "-", *_PLAIN, "learned, from Path-64's", "rows", "dense",
      "160,000 files", "-", "64M to 96M", "not stated"],
@@ -49,9 +49,9 @@ PUBLISHED: list[list[str]] = [
 
 
 def found_below(folder: Path) -> list[tuple[str, dict[str, Any]]]:
-    """The models below a folder that have stored results: their names, and the contents of the file beside the weights.
+    """The models below a folder with stored results: names, and the contents of the file beside the weights.
 
-    The weights themselves need not be there: a result stays in the table when its weights are no longer stored.
+    The weights themselves may be missing: their results stay in the table.
     """
     found = []
     for path in sorted(folder.rglob("*.json")):
@@ -59,7 +59,7 @@ def found_below(folder: Path) -> list[tuple[str, dict[str, Any]]]:
             values = json.loads(path.read_text())
         if isinstance(values, dict) and "sha256" in values and values.get("results"):
             found.append((path.parent.name if path.stem == "model" else path.stem, values))
-    return found
+    return sorted(found, key=lambda each: each[0])
 
 
 def with_error(found: dict[str, Any]) -> str:
@@ -73,7 +73,7 @@ def with_error(found: dict[str, Any]) -> str:
 
 
 def cnn_rows(folder: Path | None = None) -> list[list[str]]:
-    """A row for each of the tasks for which the result of a small 2-D CNN is stored."""
+    """A row for each task with a stored result of a small 2-D CNN."""
     found = []
     for place, size in enumerate(SIZES):
         figure = stored(parameters_of(size, 14).name, folder)
@@ -92,7 +92,7 @@ def cnn_rows(folder: Path | None = None) -> list[list[str]]:
 
 
 def rule_row(pages: Sequence[Path] = (STORED / "shortcuts.md", STORED / "shortcuts-512.md")) -> list[str]:
-    """The row of the better rule that traces nothing, as measured."""
+    """The row of the better rule that traces nothing."""
     lines = [line for page in pages for line in page.read_text().splitlines()]
     measured = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
     accuracies = {cells[0]: cells[3] for cells in measured if len(cells) > 3 and cells[2] == NO_TRACING}
@@ -101,7 +101,7 @@ def rule_row(pages: Sequence[Path] = (STORED / "shortcuts.md", STORED / "shortcu
 
 
 def rows(folders: list[Path], figures: Path | None = None) -> list[list[str]]:
-    """Our results, with one row for each model and background, those without pixel labels first; small 2-D CNNs, by
+    """The table: our results, one row for each model and background, without pixel labels first; small 2-D CNNs, by
     default the stored ones; published results.
     """
     ours = []
@@ -115,20 +115,20 @@ def rows(folders: list[Path], figures: Path | None = None) -> list[list[str]]:
                         tested[size] = found
                 if tested:
                     ours.append((of_model(note)["labels"] != 0.0, row_of(name, note, background, tested)))
-    ours.sort(key=lambda each: each[0])  # stable: otherwise in the order of their names
+    ours.sort(key=lambda each: each[0])  # stable: otherwise by name
     return [HEAD, *(row for _, row in ours), *cnn_rows(figures), rule_row(), *PUBLISHED]
 
 
 def row_of(name: str, note: dict[str, Any], background: str, tested: dict[str, dict[str, Any]]) -> list[str]:
-    """The row of a model and a background. tested: its results by size"""
+    """The row of a model and a background. tested: its results by size."""
     accuracies = {size: with_error(found) for size, found in tested.items()}
     found, cost = next(iter(tested.values())), note["cost"]
     supervision = described(of_model(note))
-    # Results from before these settings existed are of models that had the first of each.
+    # Results from before these settings existed are of models with the first of each.
     floor, renderings = found.get("floor", 1), found.get("renderings", "one")
     images = found.get("training_images", "fresh")
     left_out = "black left out" if floor == 1 else f"levels below {floor} left out"
-    if found.get("model", "attention") == "unet":  # it reads whole images, in which black stands for what is left out
+    if found.get("model", "attention") == "unet":  # it reads whole images, with black for dropped pixels
         left_out = "kept" if floor == 1 else f"levels below {floor} black"
         attention = ["-", "-", "U-Net, convolutions"]
     else:
@@ -156,18 +156,15 @@ def orders(layers: str) -> str:
 
 
 def markdown(lines: list[list[str]]) -> str:
-    """The table, after what a reader must know about it."""
     text = [
         "# Path-X, Path-256 and Path-512",
         "",
-        "Ours: LRA-parameter generated Path-X and Path-256, and Path-512 with parameters extrapolated from the arena's",
-        "(nobody else has used it); 20,000 test images from seeds of their own; curriculum over sizes and contour",
-        "lengths, all of whose images and minutes are counted.",
-        "Labels, background, positions, order, layers and images name every help that a system had: `class` is the",
-        "answer alone, `pixel labels` tell of each pixel how many markers its curve has, `kept` means that all pixels",
-        "are tokens; dense layers are written out. Rows of ours without pixel labels stand first. Published figures",
-        "are of the arena's files, their columns as far as their papers say.",
-        "* as quoted by others; not read in the paper itself.",
+        "Ours: LRA-parameter generated Path-X and Path-256, and Path-512 with extrapolated parameters, which no other",
+        "system has used. 20,000 test images with separate seeds. Images and minutes count all stages of the",
+        "curriculum. The columns from labels to images state the help that each system had. `class`: the answer only.",
+        "`pixel labels`: the number of markers on each pixel's curve. `kept`: all pixels are tokens. Our rows without",
+        "pixel labels come first. Published figures are on the arena's files, with the columns that the papers state.",
+        "* quoted by others, not read in the paper.",
         "",
         "| " + " | ".join(lines[0]) + " |",
         "|" + "---|" * len(lines[0]),

@@ -1,4 +1,4 @@
-"""The speed of training steps by size and masks, to plan a run before it is started."""
+"""The speed of training steps by size and masks, to plan a run."""
 
 from __future__ import annotations
 
@@ -21,13 +21,11 @@ from experiments.training.environment import device_name
 from experiments.training.optimizer import adamw
 from experiments.training.profiling import costs_of
 
-BATCHES = 2  # used in turns, so that no step has the masks of the step before
+BATCHES = 2  # used in turns, so that consecutive steps have different masks
 
 
 @dataclass(frozen=True)
 class Case:
-    """A case to time."""
-
     size: int
     contour: int
     layers: str
@@ -37,12 +35,13 @@ class Case:
 def measured(
     case: Case, config: Config, tokens: int, device: torch.device, seconds: float, *, profiled: bool = False
 ) -> dict[str, Any]:
-    """Run steps for about this many seconds after two for warming up, on images made before. Times are in ms per step.
+    """Run steps for about this many seconds after two warm-up steps, on images made before. Times are in ms per step.
 
     profiled: also measure the kernels of a step, as `costs`, in four more steps.
 
-    masks_ms: completing the masks on the device and moving the batch, launched by the host; part of step_ms unless
-    steps are CUDA graphs. tiles: live tiles over those of the images' dense masks, mean over layers.
+    In the result, masks_ms is the time to complete the masks on the device and move the batch, launched by the host; it
+    is part of step_ms unless steps are CUDA graphs. tiles is the number of live tiles divided by the tiles of the
+    images' dense masks, mean over layers.
     """
     stage = Stage(size=case.size, contour=case.contour, tokens=tokens, lr=1e-3, steps=1, background=case.background)
     config = replace(config, curriculum=(replace(stage, layers=case.layers),), layers=case.layers)
@@ -107,7 +106,7 @@ def measured(
 
 
 def tile_share(packed: Packed, config: Config, layers: tuple[Any, ...]) -> float:
-    """Live tiles over those of the images' dense masks, mean over layers."""
+    """Live tiles divided by the tiles of the images' dense masks, mean over layers."""
     blocks = (packed.blocks < packed.ids.size // packed.block).sum(1)
     if packed.tiles:
         return float(sum(len(packed.tiles[each.name].indices) for each in layers) / len(layers) / (blocks**2).sum())

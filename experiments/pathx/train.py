@@ -1,6 +1,6 @@
 """Train one model through its curriculum, stage by stage, and write its averaged weights.
 
-It writes, in addition to the files of every run (experiments/training/run_folder.py):
+In addition to the files of every run (experiments/training/run_folder.py) it writes:
 
 <run>/model.safetensors   the averaged weights when the run is complete, with model.json; see weights.py
 """
@@ -36,12 +36,12 @@ from experiments.training.window import Means
 
 @dataclass
 class StagedState(State):
-    """How far a run has come, over all its sessions."""
+    """The progress of a run, over all its sessions."""
 
     stage: int = 0
     images: int = 0
     tokens: int = 0
-    # Right answers and numbers of images in groups of log_every steps, the latest groups of the stage, oldest first.
+    # Right answers and numbers of images in groups of log_every steps, the stage's latest groups, oldest first.
     recent: list[list[int]] = field(default_factory=list)
     is_open: bool = False  # whether the last of `recent` has fewer than log_every steps
 
@@ -103,7 +103,7 @@ class Run(Trainer[Packed]):
             )
         own = self.model.state_dict()
         loaded = model.state_dict()
-        # The second head goes on, too, if it names the same classes.
+        # The second head continues too, if it has the same classes.
         kept = "tracer.weight" in own and "tracer.weight" in loaded
         kept = kept and own["tracer.weight"].shape == loaded["tracer.weight"].shape
         found = {name: tensor for name, tensor in loaded.items() if kept or not name.startswith("tracer.")}
@@ -116,9 +116,9 @@ class Run(Trainer[Packed]):
                 f"{path} must hold a model of the same layers, width, intensity and registers as this run's"
             )
         self.model.load_state_dict(own | found)
-        # Weights from before runs were counted count as one run, because all runs had the same images then.
+        # Older weights count as one run, because all runs had the same images then.
         runs = 1 if about["initial"] is None else 1 + about["initial"].get("runs", 1)
-        training_seed(self.config.seed, runs)  # raises ValueError if there are too many
+        training_seed(self.config.seed, runs)  # raises ValueError after too many runs
         return {"sha256": sha256(path), "runs": runs, "helped": of_model(about), **about["cost"]}
 
     def details(self) -> dict[str, Any]:
@@ -136,10 +136,10 @@ class Run(Trainer[Packed]):
         return f"lower the stage's lr, {self.plan.lr:g}"
 
     def train(self, pause: Pause = never) -> dict[str, Any] | None:
-        """Train to the end of the curriculum, write the model, and return what is written beside it.
+        """Train to the end of the curriculum, write the model, and return the values written beside it.
 
-        Returns None if the run was paused, after it was saved. If the run was complete before, nothing is written,
-        because its model may have results.
+        Returns None if the run was paused and saved. A run that was already complete writes nothing, because its model
+        may have results.
         """
         begun_at = self.state.step
         with self.session():
@@ -155,7 +155,7 @@ class Run(Trainer[Packed]):
 
     def _train_stage(self, pause: Pause) -> bool:
         """Train to the end of the stage. Returns False if the run was paused before."""
-        # A run that began before runs were counted continues with the images that it began with.
+        # An older run continues with the images of its beginning.
         earlier = 0 if self.before is None else self.before.get("runs", 0)
         recipe = self._recipe = recipe_of(self.config, self.state.stage, earlier)
         self._validation = self.stream.validation(recipe, self.config.validation_images)
@@ -179,7 +179,7 @@ class Run(Trainer[Packed]):
         self.state.recent, self.state.is_open = [], False
 
     def progress(self) -> float:
-        """The part of the run that is done, in stages and parts of stages."""
+        """The finished share of the run, in stages and parts of stages."""
         if self.state.stage == len(self.config.curriculum):
             return 1.0
         return (self.state.stage + min(1.0, self.stage_progress())) / len(self.config.curriculum)
@@ -187,7 +187,7 @@ class Run(Trainer[Packed]):
     def is_reached(self) -> bool:
         """Whether the stage's accuracy is reached. Images are fresh, so it is a test accuracy.
 
-        It is checked only at multiples of log_every, so that it does not depend on where a run was paused.
+        It is checked only at multiples of log_every, so that pauses do not affect it.
         """
         if self.state.is_open:
             return False
@@ -256,5 +256,5 @@ class Run(Trainer[Packed]):
 
 
 def saved_run(folder: Path) -> Config:
-    """The settings of the run in a folder; raises FileNotFoundError if there is none."""
+    """The settings of the run in a folder; raises FileNotFoundError if the folder holds no run."""
     return settings_as(folder / SETTINGS, lambda saved: from_dict(saved["config"]))

@@ -1,7 +1,10 @@
 """A trained model as one file, and beside it a file with its hash and its results.
 
-model.safetensors   the weights in fp32, with the settings that a model is built from
+model.safetensors   the weights in fp32, with the settings to build the model
 model.json          the SHA-256 of that file, the cost of training, and the results; see evaluate.py
+
+The weights in `experiments/results` are rounded to fp16. In model.json `stored` has the hash of the rounded file, and
+`sha256` the hash of the trained and tested weights, which later runs cite.
 """
 
 from __future__ import annotations
@@ -47,7 +50,7 @@ def build(config: Config) -> Model:
 
 
 def for_training(config: Config, device: torch.device) -> Model:
-    """The model on a device, with its layers compiled if the settings say so."""
+    """The model on a device, with compiled layers if the settings say so."""
     model = build(config).to(device)
     if config.compiled and isinstance(model, PathModel):  # the settings refuse a compiled U-Net
         model.compile_layers()
@@ -55,26 +58,25 @@ def for_training(config: Config, device: torch.device) -> Model:
 
 
 def save(path: Path, model: Model, config: Config, about: dict[str, Any]) -> None:
-    """Write the weights and the file beside them."""
     tensor_files.write(path, model, {"kind": KIND, "config": as_dict(config), **about})
     write_json(path.with_suffix(".json"), {"sha256": sha256(path), **about, "results": {}})
 
 
 def file_in(path: Path) -> Path:
-    """The file of weights: the path itself, or that in a run's folder."""
+    """The file of weights: the path itself, or the file in a run's folder."""
     return path / "model.safetensors" if path.is_dir() else path
 
 
 def load(path: Path, expected: str | None = None) -> tuple[Model, Config, dict[str, Any]]:
-    """The model in a file, its settings and its description, after the file's hash is checked.
+    """The model in a file, its settings and its description, after checking the file's hash.
 
-    expected: the SHA-256, by default that in the file beside it. Raises FileNotFoundError if there is none, and
-    ValueError if the hash differs.
+    expected: the SHA-256, by default from the file beside it. Raises FileNotFoundError if a file is missing, and
+        ValueError if the hash differs.
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     if expected is None:
-        expected = beside(path)["sha256"]
+        expected = hash_of(beside(path))
     found = sha256(path)
     if found != expected:
         raise ValueError(f"{path} must have the SHA-256 {expected}; got {found}: it is another file, or damaged")
@@ -86,12 +88,16 @@ def load(path: Path, expected: str | None = None) -> tuple[Model, Config, dict[s
 
 
 def is_whole(path: Path) -> bool:
-    """Whether the file of weights and the one beside it exist and belong together."""
-    return path.is_file() and path.with_suffix(".json").is_file() and sha256(path) == beside(path)["sha256"]
+    """Whether the file of weights and the file beside it exist and belong together."""
+    return path.is_file() and path.with_suffix(".json").is_file() and sha256(path) == hash_of(beside(path))
+
+
+def hash_of(note: dict[str, Any]) -> str:
+    """The SHA-256 of the file of weights beside a note."""
+    return str(note.get("stored", note)["sha256"])
 
 
 def beside(path: Path) -> dict[str, Any]:
-    """The values of the file beside the weights."""
     note = path.with_suffix(".json")
     if not note.is_file():
         raise FileNotFoundError(f"{path} is not loaded without its SHA-256, which {note} would hold; pass --sha256")

@@ -1,4 +1,4 @@
-"""The command: trains every way and writes the table, the picture and the numbers."""
+"""The command: trains every model and writes the table, the picture and the numbers."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def compare(
     preset: Annotated[str, typer.Option(help=f"Sizes and steps: {', '.join(PRESETS)}.")] = "cpu",
-    way: Annotated[list[str] | None, typer.Option(help=f"What to train, all by default: {', '.join(WAYS)}.")] = None,
+    way: Annotated[list[str] | None, typer.Option(help=f"Models to train, by default all: {', '.join(WAYS)}.")] = None,
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("runs/selection"),
     device: Annotated[
         str | None, typer.Option(help="cpu or cuda.", show_default="cuda for the preset gpu, else cpu")
     ] = None,
     seed: int = 0,
 ) -> None:
-    """Train choices of blocks on associative recall, beside fixed patterns and dense attention."""
+    """Train models that choose blocks on associative recall, beside fixed patterns and dense attention."""
     with short_errors():
         if preset not in PRESETS:
             raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {preset!r}.")
@@ -41,13 +41,12 @@ def compare(
         for each in way or list(WAYS):
             results.append(train(each, PRESETS[preset], place, seed, _report))
             print(table(results[-1:]).splitlines()[-1], flush=True)
-            # After each way, so that Ctrl-C or an error loses no other than the one that it interrupts.
+            # After each model, so that Ctrl-C or an error loses only the current one.
             write_json(out / "results.json", {**made, "results": results})
             write_text(out / "table.md", table(results) + "\n")
             save_plot(results, out / "recall.png")
 
 
 def _report(measured: dict[str, Any]) -> None:
-    """A line of progress, apart from the table."""
     step, loss, right, found = (measured[name] for name in ("step", "loss", "accuracy", "found"))
     print(f"step {step}: loss {loss:.3f}, {right:.1%} right, {found:.1%} of blocks found", file=sys.stderr, flush=True)

@@ -1,7 +1,6 @@
-"""MoBA (Lu et al., 2025): every query attends to the chunks whose mean key it scores highest, and to its own chunk.
+"""MoBA (Lu et al., 2025): every query attends to the chunks with the highest-scoring mean keys, and to its own chunk.
 
-There is nothing to learn in the choice, and no gradient flows through it: q and k learn by the attention that follows.
-Every query head chooses for itself.
+The choice has no parameters and no gradient. Each query head chooses for itself.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from sparseflash import BlockMask, attention, masks
 
 
 class MoBA(nn.Module):
-    """Section 2.2 of the paper, with `chosen` chunks of `block` keys, the own one included."""
+    """Section 2.2 of the paper, with `chosen` chunks of `block` keys, the own chunk included."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
@@ -36,7 +35,7 @@ class MoBA(nn.Module):
 
 
 def with_own_block(scores: Tensor, block: int) -> Tensor:
-    """Scores `[..., N, chunks]` with which each query chooses its own chunk, whatever it scores."""
+    """Scores `[..., N, chunks]` with infinity at the query's own chunk, so that it is always chosen."""
     queries, chunks = scores.shape[-2:]
     own = torch.arange(queries, device=scores.device)[:, None] // block == torch.arange(chunks, device=scores.device)
     return scores.masked_fill(own, torch.inf)

@@ -1,4 +1,4 @@
-"""One layer of attention that must look values up, with any of the ways to choose what it reads."""
+"""A model with one layer of attention that must look values up."""
 
 from __future__ import annotations
 
@@ -33,9 +33,8 @@ WAYS: dict[str, Callable[[Sizes], nn.Module]] = {
 class RecallModel(nn.Module):
     """Embeddings of keys and values, one layer of attention, and a classifier of the queries' values.
 
-    alike: queries begin with the projection of their group's keys, so that from the first step they are nearest to the
-    pairs with their own key. Among thousands of keys that is otherwise not learned in 2,000 steps, by dense attention
-    either.
+    alike: initialise the query projection with the key projection of its group, so that queries are nearest to pairs
+        with their own key. Without it, no model learns recall among thousands of keys, dense attention included.
     """
 
     def __init__(self, task: Recall, sizes: Sizes, way: str, *, alike: bool = False) -> None:
@@ -57,15 +56,15 @@ class RecallModel(nn.Module):
         self.out = nn.Linear(sizes.heads * sizes.dim, task.values)
 
     def forward(self, batch: Batch) -> tuple[Tensor, BlockMask]:
-        """The logits of the queries' values, `[B, Q, values]`, and the mask of what was read."""
+        """The logits `[B, Q, values]` of the queries, and the mask of the keys that were read."""
         sizes = self.sizes
         x = F.rms_norm(self.keys(batch.keys) + self.values(batch.values), (sizes.width,))
         q, k, v = self.qkv(x).unflatten(2, (-1, sizes.dim)).transpose(1, 2).split(
             [sizes.heads, sizes.kv_heads, sizes.kv_heads], 1
         )  # fmt: skip
-        # Of one length, so that a learned factor decides how sharply attention looks.
+        # Normalised to one length, so that a learned factor sets how sharp attention is.
         q, k = F.rms_norm(q, (sizes.dim,)) * self.temperature, F.rms_norm(k, (sizes.dim,))
-        if isinstance(self.attention, VSA):  # neighbours in the sequence are those in a cube
+        if isinstance(self.attention, VSA):  # sequence neighbours share a cube
             video, order = self.attention.inverse, self.attention.order
             out, mask = self.attention(x[:, video], *(y[:, :, video] for y in (q, k, v)))
             out = out[:, :, order]

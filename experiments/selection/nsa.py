@@ -11,10 +11,10 @@ from sparseflash import BlockMask, attention, masks
 
 
 class NSA(nn.Module):
-    """Section 3 of the paper, with blocks of compression as long as those of selection and not overlapping.
+    """Section 3 of the paper, with compression blocks as long as selection blocks, not overlapping.
 
-    Selection costs nothing beside compression: its scores are the compressed branch's own weights, summed over the
-    query heads of a group, which share the choice.
+    Selection reuses the weights of the compressed branch, summed over the query heads of a group. The group shares the
+    choice.
     """
 
     def __init__(self, sizes: Sizes) -> None:
@@ -38,16 +38,16 @@ class NSA(nn.Module):
         return gates[0] * compressed + gates[1] * selected + gates[2] * near, chosen
 
     def compressed(self, x: Tensor, which: int) -> Tensor:
-        """One key, or value, of each block: a learned mean, `[B, Hkv, blocks, D]`."""
+        """One key (or value) for each block: a learned weighted mean, `[B, Hkv, blocks, D]`."""
         weights = self.pool[which].softmax(1).unsqueeze(1)  # [Hkv, 1, block, 1]
         return (x.unflatten(2, (-1, self.sizes.block)) * weights).sum(3)
 
     @torch.no_grad()
     def choice(self, q: Tensor, k_blocks: Tensor, lse: Tensor) -> BlockMask:
-        """The blocks with the largest weights in the compressed branch, and the own one."""
+        """The blocks with the largest weights in the compressed branch, and the query's own block."""
         sizes = self.sizes
         keys = k_blocks.repeat_interleave(sizes.group, 1)
-        weights = torch.exp(q @ keys.mT * sizes.dim**-0.5 - lse.unsqueeze(-1))  # of blocks in the past
+        weights = torch.exp(q @ keys.mT * sizes.dim**-0.5 - lse.unsqueeze(-1))  # of past blocks
         scores = with_own_block(weights.unflatten(1, (-1, sizes.group)).sum(2), sizes.block)
         return masks.top_k_keys(
             scores, k=sizes.chosen, k_len=sizes.tokens, span=sizes.block, block=sizes.tile, causal=True,

@@ -1,4 +1,4 @@
-"""Associative recall: which value came with this key? The block with the answer is known, for it is generated."""
+"""Associative recall: given a key, name the value that came with it. The block with the answer is known."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch import Tensor
 
 
 class Batch(NamedTuple):
-    """Sequences of pairs, and behind them the queries, which have a key and no value."""
+    """Sequences of key-value pairs, followed by queries, which have a key and no value."""
 
     keys: Tensor  # int64 [B, N]
-    values: Tensor  # int64 [B, N], `Recall.values` where there is none
-    answers: Tensor  # int64 [B, Q], of the last Q tokens
+    values: Tensor  # int64 [B, N]; `Recall.values` at queries
+    answers: Tensor  # int64 [B, Q], the values of the last Q tokens
     where: Tensor  # int64 [B, Q], the token with the answer
 
 
 @dataclass(frozen=True)
 class Recall:
-    """`tokens` in all, of which the last `queries` ask for values of the others.
+    """Sequences of `tokens` tokens. The last `queries` of them ask for values of earlier tokens.
 
-    The queries of a block of `block` ask for tokens of `spread` blocks, as neighbouring tokens of a text often need the
-    same passages. No key occurs twice among the pairs.
+    The queries of a block of `block` tokens ask for tokens in `spread` blocks, because neighbouring tokens of a text
+    often need the same passages. Keys are unique among the pairs.
     """
 
     tokens: int = 256

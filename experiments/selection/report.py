@@ -7,7 +7,7 @@ from typing import Any
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """A Markdown table, one row a way."""
+    """A Markdown table, one row for each model."""
     rows = ["| way | accuracy | right block read, by each head | by any head | tokens/s, training |", "|---" * 5 + "|"]
     for each in results:
         shares = (f"{100 * each[name]:.1f} %" for name in ("accuracy", "found", "found_by_any_head"))
@@ -28,5 +28,5 @@ def save_plot(results: list[dict[str, Any]], path: Path) -> None:
             panel.plot([p["step"] for p in curve], [p[name] for p in curve], label=each["way"], linewidth=1.5)
         panel.set(title=title, xlabel="step", ylim=(-0.02, 1.02))
         panel.grid(alpha=0.3)
-    panels[0].legend(frameon=False, fontsize=8, loc="center right")  # where no curve is for long
+    panels[0].legend(frameon=False, fontsize=8, loc="center right")  # where curves rarely are
     figure.savefig(path, dpi=150)

@@ -1,7 +1,7 @@
-"""Block selection shared by groups, as in MiniMax's models: the query heads over one key head choose together.
+"""Block selection shared by groups, as in MiniMax's models: the query heads of one key head choose together.
 
-A small indexer scores tokens; the score of a block is its highest token's, and every query keeps the best blocks, its
-own and the first. The indexer learns, beside the model, to predict where attention goes among all blocks.
+A small indexer scores tokens. A block's score is its highest token score. Every query keeps the best blocks, its own
+block and the first block. A second loss trains the indexer to predict the attention weights of all blocks.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ _CHUNK = 2048  # queries whose scores of all keys are in memory at once
 
 
 class SharedBlocks(nn.Module):
-    """`chosen` blocks a query and key head. `loss` is the indexer's own, to be added to the model's.
+    """Attention to `chosen` blocks for each query and key head. Add `loss`, the indexer's loss, to the model's loss.
 
-    taught: in training, the indexer learns from dense attention of so many queries a sequence, drawn anew every time;
-    of all where there are no more. Scores of all pairs of tokens, with gradients, are what takes time: at 16,384 tokens
-    all queries would be eight times as much memory traffic as 2,048 of them.
+    taught: in training, the indexer learns from the dense attention of this many random queries in each sequence (or of
+        all, if fewer). Not from all, because dense scores with gradients dominate the time.
     """
 
     def __init__(self, sizes: Sizes, index_dim: int = 32, taught: int = 2048) -> None:
@@ -38,7 +37,7 @@ class SharedBlocks(nn.Module):
         # The indexer's loss does not reach the model.
         sequences = list(zip(*(part.detach().split(1) for part in (x, q, k)), strict=True))
         if self.training:
-            # Once more in the backward pass, so that one sequence's scores are in memory at a time.
+            # Recomputed in the backward, so that only one sequence's scores are in memory.
             losses = [checkpoint(self.distillation, *each, self.queries(x), use_reentrant=False) for each in sequences]
             self.loss = torch.stack(losses).mean()
         sizes = self.sizes
@@ -49,7 +48,7 @@ class SharedBlocks(nn.Module):
         return attention(q, k, v, mask), mask
 
     def queries(self, x: Tensor) -> Tensor:
-        """The positions of the queries that teach the indexer."""
+        """The positions of the queries that train the indexer."""
         tokens = x.shape[1]
         if tokens <= self.taught:
             return torch.arange(tokens, device=x.device)
@@ -62,13 +61,13 @@ class SharedBlocks(nn.Module):
         return torch.cat([self.scores(x, rows).unflatten(3, (-1, self.sizes.block)).amax(4) for rows in chunks], 2)
 
     def scores(self, x: Tensor, rows: Tensor) -> Tensor:
-        """The indexer's logits of some queries, `[B, Hkv, rows, N]`, -inf for the future."""
+        """The indexer's logits `[B, Hkv, rows, N]` of some queries, -inf for future keys."""
         index_q = self.index_q(x[:, rows]).unflatten(2, (self.sizes.kv_heads, -1)).transpose(1, 2)
         logits = index_q @ self.index_k(x).unsqueeze(1).mT * self.index_dim**-0.5
         return logits.masked_fill(_future(rows, x), -torch.inf)
 
     def distillation(self, x: Tensor, q: Tensor, k: Tensor, rows: Tensor) -> Tensor:
-        """How far the indexer's weights are from those of dense attention, summed over the heads of a group."""
+        """The divergence of the indexer's weights from dense attention weights, summed over the heads of a group."""
         future = _future(rows, x)
         keys = k.repeat_interleave(self.sizes.group, 1)
         weights = (q[:, :, rows] @ keys.mT * q.shape[-1] ** -0.5).unflatten(1, (-1, self.sizes.group))

@@ -1,4 +1,4 @@
-"""The sizes that every attention here is made for."""
+"""The sizes of every attention model here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Sizes:
-    """tokens: of a sequence; block: tokens that are chosen together; chosen: blocks of a query; tile: of the masks."""
+    """tokens: of a sequence; block: tokens chosen together; chosen: blocks for each query; tile: block size of the
+    masks.
+    """
 
     tokens: int
     width: int = 128
@@ -20,5 +22,5 @@ class Sizes:
 
     @property
     def group(self) -> int:
-        """Query heads that share a key head."""
+        """Query heads for each key head."""
         return self.heads // self.kv_heads

@@ -1,4 +1,4 @@
-"""Trains one way on recall, and measures it on sequences that it has not seen."""
+"""Trains one model on recall, and tests it on new sequences."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ from experiments.selection.recall import Recall
 from experiments.selection.sizes import Sizes
 from experiments.training.clock import Clock
 
-_TEST_SEED = 1 << 40  # apart from those of training
+_TEST_SEED = 1 << 40  # disjoint from the training seeds
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Of a run; the same for every way."""
-
     task: Recall
     sizes: Sizes
     steps: int
@@ -47,7 +45,7 @@ def train(
     seed: int = 0,
     report: Callable[[dict[str, Any]], None] = lambda measured: None,
 ) -> dict[str, Any]:
-    """Accuracy, share of right blocks and tokens a second of one way, with its curve, each point of it reported."""
+    """Accuracy, share of right blocks and tokens a second of one model, with its curve. `report` receives points."""
     torch.manual_seed(seed)
     model = RecallModel(settings.task, settings.sizes, way, alike=settings.alike).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=0.0)
@@ -83,7 +81,9 @@ def train(
 
 @torch.no_grad()
 def measure(model: RecallModel, settings: Settings, seed: int) -> dict[str, float]:
-    """On new sequences: the share of right answers, and of (query, head) that read the block with the answer."""
+    """On new sequences: the share of right answers, and the share of (query, head) pairs that read the block with the
+    answer.
+    """
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(_TEST_SEED + seed)
     model.eval()

@@ -1,7 +1,7 @@
-"""Video sparse attention (Zhang et al., 2025): cubes of a video's tokens attend to the cubes that score highest.
+"""Video sparse attention (Zhang et al., 2025): cubes of video tokens attend to the cubes with the highest scores.
 
-Tokens are put into the order of cubes, so that a cube is a block of the mask. A coarse stage attends between the means
-of cubes, and its scores choose the cubes of the fine stage; gates join both. Nothing is causal.
+Tokens are reordered so that a cube is a block of the mask. A coarse stage attends between the means of cubes, and its
+scores choose the cubes of the fine stage. Gates join both stages. Attention is not causal.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from sparseflash import BlockMask, attention, masks
 
 
 class VSA(nn.Module):
-    """A video of `shape` (frames, height, width) in cubes of `cube`, which hold `sizes.block` tokens."""
+    """A video of `shape` (frames, height, width) in cubes of `cube`, with `sizes.block` tokens each."""
 
     def __init__(self, sizes: Sizes, shape: tuple[int, int, int], cube: tuple[int, int, int]) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class VSA(nn.Module):
         self.gate = nn.Linear(sizes.width, 2 * sizes.heads)
 
     def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, BlockMask]:
-        """x `[B, N, width]`, q `[B, Hq, N, D]`, k and v `[B, Hkv, N, D]`, in the order of the video."""
+        """x `[B, N, width]`, q `[B, Hq, N, D]`, k and v `[B, Hkv, N, D]`, in video order."""
         block = self.sizes.block
         q, k, v = (y[:, :, self.order] for y in (q, k, v))
         means = [y.unflatten(2, (-1, block)).mean(3) for y in (q, k, v)]
@@ -41,7 +41,7 @@ class VSA(nn.Module):
         return gates[0] * coarse + gates[1] * fine, mask
 
     def choice(self, q: Tensor, k: Tensor) -> BlockMask:
-        """The best cubes of each cube, as a list of blocks, in the order of cubes."""
+        """The best cubes for each cube, as a block list in cube order."""
         scores = masks.pooled_scores(q, k, block=self.sizes.block)  # [B, Hq, cubes, cubes]
         index = scores.topk(min(self.sizes.chosen, scores.shape[-1]), sorted=False).indices
         return BlockMask.from_block_index(index, block=self.sizes.block, q_len=self.sizes.tokens)

@@ -1,5 +1,5 @@
-"""What every trainer uses: the training loop, checkpoints, resuming, logs, processes, settings, shared layers.
+"""Shared by all trainers: the training loop, checkpoints, resuming, logs, processes, settings, layers.
 
-May import the library, and no other folder of experiments; all of them may import it. This file imports nothing, so
-that worker processes start without PyTorch.
+May import the library and no other folder of experiments. This file imports nothing, so that worker processes start
+without PyTorch.
 """

@@ -1,4 +1,4 @@
-"""`python -m experiments.training thin LOG...`: make the logs of runs small enough to store with the results."""
+"""`python -m experiments.training thin LOG...`: thin out logs of runs, to store them with the results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ app = command_group("What writers of results need.")
 
 @app.callback()
 def main() -> None:
-    """What writers of results need."""
+    """Tools for writing results."""
 
 
 @app.command()
@@ -26,7 +26,7 @@ def thin(
         int, typer.Option(help="Training lines to keep of each; the last 20 are among them.")
     ] = run_log.MOST_TRAINING,
 ) -> None:
-    """Keep every line of validations and tests, and of training the last 20 and others evenly spaced."""
+    """Keep all records of validations and tests, the last 20 training records, and others evenly spaced."""
     with short_errors():
         for path in [log for each in logs for log in (sorted(each.rglob("log.jsonl")) if each.is_dir() else [each])]:
             records = run_log.read(path)

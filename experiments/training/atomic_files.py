@@ -1,4 +1,4 @@
-"""Small files that are complete at every moment, even if the process is killed while it writes them."""
+"""Small files that are complete at every moment, even if the process is killed during writing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows that have the same columns, at least one; the names of the columns come first."""
+    """Write rows with equal columns, at least one row, below a header."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()
@@ -28,5 +28,5 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write plain values, indented, for people and programs to read."""
+    """Write plain values as indented JSON."""
     write_text(path, json.dumps(value, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""The weights with the best validation so far, for runs that are tested with them."""
+"""The weights with the best validation accuracy so far."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from experiments.training.weight_average import Weights, copied, exchanged
 
 
 class BestWeights:
-    """A copy of a model's parameters as they were at its best validation; the first of several equal ones."""
+    """A copy of a model's parameters from its best validation; of equal validations, the first."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.weights: Weights = {}  # none before the first validation
         self.step, self.accuracy = 0, float("-inf")
-        self.offered = 0  # the step of the last validation
+        self.offered = 0  # step of the last validation
 
     def offer(self, step: int, accuracy: float) -> None:
-        """Keep the weights that the model has now, if they are better."""
+        """Keep the model's current weights if their accuracy is better."""
         self.offered = step
         if accuracy > self.accuracy:
             self.weights, self.step, self.accuracy = copied(self.model), step, accuracy
@@ -34,11 +34,10 @@ class BestWeights:
 
     @property
     def state(self) -> dict[str, Any] | None:
-        """What a checkpoint stores beside the weights, as plain values; None before the first validation."""
+        """Plain values for a checkpoint; None before the first validation."""
         return {"step": self.step, "accuracy": self.accuracy, "offered": self.offered} if self.weights else None
 
     def load(self, state: dict[str, Any] | None, weights: Weights) -> None:
-        """Restore the state that a checkpoint has stored."""
         if state is None:
             return
         self.step, self.accuracy, self.offered = state["step"], state["accuracy"], state["offered"]

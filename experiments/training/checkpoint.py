@@ -2,12 +2,11 @@
 
     <run>/checkpoint-00000500/
         part-01-of-03.safetensors ...   tensors named model.*, average.*, best.*, optimizer.<parameter>.*, random.*,
-                                        and random.<rank>.* of other processes that train with the first one
-        state.json                      step, seconds of training, the format, the number of processes, and what
-                                        else the kind of run needs
+                                        and random.<rank>.* of other processes
+        state.json                      step, seconds of training, the format, the number of processes, and values
+                                        of the trainer
 
-A checkpoint is written under another name and renamed when it is complete. A copy of a checkpoint may still lack a
-file; it is then ignored.
+A checkpoint is written under another name and renamed when complete. Incomplete copies of checkpoints are ignored.
 """
 
 from __future__ import annotations
@@ -36,14 +35,12 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run has come."""
-
     step: int  # steps done
-    seconds: float  # of training, over all its sessions
-    details: dict[str, Any] = field(default_factory=dict)  # further plain values that the trainer needs to resume
+    seconds: float  # of training, over all sessions
+    details: dict[str, Any] = field(default_factory=dict)  # further plain values of the trainer
 
 
-RandomState = dict[str, Tensor]  # of one process: cpu, and cuda if it trains there
+RandomState = dict[str, Tensor]  # of one process: cpu, and cuda if it trains on a GPU
 
 
 def save(
@@ -59,11 +56,11 @@ def save(
 ) -> Path:
     """Write a checkpoint into the run's folder, then remove the others.
 
-    random: the states of all processes; None: only that of this one.
-    tensors: those of `collected`, if the model is divided among processes; None: they are collected here.
+    random: the random states of all processes; None: only this process's state.
+    tensors: the result of `collected`, for a sharded model; None: collect them here.
 
-    If a checkpoint of the same step exists it has the same tensors, but its state.json is written again, because at the
-    end of a stage the stage differs.
+    An existing checkpoint of the same step keeps its tensors, but its state.json is written again, because the stage
+    may have changed.
     """
     target = run / f"checkpoint-{progress.step:08}"
     random = random or [random_state(next(model.parameters()).device)]
@@ -103,12 +100,10 @@ def load(
     best: BestWeights | None = None,
     rank: int = 0,
 ) -> Progress:
-    """Put a checkpoint's state into a model and its optimiser, and set the random states of this process.
+    """Load a checkpoint into a model and its optimiser, and set the random states of this process.
 
-    A process that the run did not have before gets new random states, different from those with which it would have
-    begun.
-    Raises ValueError if the checkpoint lacks a file, or the state of a parameter or of a process, is damaged, or is of
-    another model.
+    Additional processes get new random states. Raises ValueError if a checkpoint is damaged, lacks a file, lacks the
+    state of a parameter or process, or is of another model.
     """
     lacking = missing(checkpoint)
     if lacking:
@@ -170,7 +165,7 @@ def load(
 
 
 def random_state(device: torch.device) -> RandomState:
-    """The states of this process's generators; each GPU has its own."""
+    """The states of this process's random generators; each GPU has its own."""
     state = {"cpu": torch.get_rng_state()}
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
@@ -178,7 +173,7 @@ def random_state(device: torch.device) -> RandomState:
 
 
 def folders(run: Path) -> list[Path]:
-    """The checkpoints of a run, oldest first, including those that lack a file."""
+    """The checkpoints of a run, oldest first, incomplete ones included."""
     return sorted(run.glob("checkpoint-*"))
 
 
@@ -188,9 +183,9 @@ def checkpoints(run: Path) -> list[Path]:
 
 
 def newest(run: Path) -> Path | None:
-    """The newest complete checkpoint; None if the run has saved nothing.
+    """The newest complete checkpoint; None if the run has no checkpoint.
 
-    Raises ValueError if there are checkpoints but none is complete: starting afresh would lose the run.
+    Raises ValueError if all checkpoints are incomplete: starting afresh would lose the run.
     """
     found, whole = folders(run), checkpoints(run)
     if found and not whole:
@@ -202,7 +197,7 @@ def newest(run: Path) -> Path | None:
 
 
 def missing(checkpoint: Path) -> list[str]:
-    """The names of the files that a checkpoint lacks. Each part's name says how many there are."""
+    """The names of the files that a checkpoint lacks."""
     names = {path.name for path in checkpoint.glob("part-*-of-*.safetensors")}
     counts = {int(name.removesuffix(".safetensors").split("-")[-1]) for name in names} or {1}
     wanted = ["state.json", *(part_name(number, count) for count in counts for number in range(1, count + 1))]
@@ -215,7 +210,6 @@ def part_name(number: int, count: int) -> str:
 
 
 def remove(run: Path) -> None:
-    """Delete all checkpoints of a run."""
     for checkpoint in folders(run):
         shutil.rmtree(checkpoint)
 
@@ -227,7 +221,7 @@ def collected(
     random: list[RandomState],
     best: BestWeights | None = None,
 ) -> dict[str, Tensor]:
-    """All tensors of a checkpoint on the CPU. If the model is divided, all processes must call this together."""
+    """All tensors of a checkpoint on the CPU. If the model is sharded, all processes must call this together."""
     found = collect(model, optimizer, average, random, best)
     return {name: whole(tensor.detach()).cpu().contiguous() for name, tensor in found}
 
@@ -239,7 +233,7 @@ def collect(
     random: list[RandomState],
     best: BestWeights | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
-    """All tensors of a checkpoint with their names, in a fixed order."""
+    """All tensors of a checkpoint by name, in a fixed order."""
     for name, tensor in model.state_dict().items():
         yield f"model.{name}", tensor
     if average is not None:
@@ -258,13 +252,13 @@ def collect(
 
 
 def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
-    """Maps the optimiser's number of each parameter to the model's name for it."""
+    """Maps the optimiser's index of each parameter to the model's name for it."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return {index: names[parameter] for index, parameter in enumerate(parameters)}
 
 
 def under(prefix: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors whose names begin with the prefix, under their names without it."""
+    """The tensors whose names begin with the prefix, with the prefix removed."""
     start = f"{prefix}."
     return {name[len(start) :]: tensor for name, tensor in tensors.items() if name.startswith(start)}

@@ -15,14 +15,14 @@ _ABOUT_PATHS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirec
 
 @contextmanager
 def short_errors() -> Iterator[None]:
-    """Show errors that the user can correct in one line, and all others with their traceback.
+    """Show errors that the user can correct in one line, others with their traceback.
 
-    They end with exit code 2, as options that are refused do; a training that has diverged with 1.
+    The exit code is 2, as for refused options; 1 for a diverged training.
     """
     try:
         yield
     except (ValueError, *_ABOUT_PATHS, FloatingPointError) as error:
-        rank = os.environ.get("RANK", "0")  # of the processes that torchrun started, only the first reports
+        rank = os.environ.get("RANK", "0")  # only the first process of torchrun reports
         who = "" if rank == "0" else f"process {rank}: "
         Console(stderr=True).print(Text.assemble((f"{who}Error: ", "red"), str(error)), soft_wrap=True)
         raise typer.Exit(1 if isinstance(error, FloatingPointError) else 2) from error

@@ -8,7 +8,7 @@ import torch
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has finished its queued work; on the CPU there is nothing to wait for."""
+    """Wait until a GPU has finished its queued work; return at once on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -25,10 +25,9 @@ class Clock:
         return time.perf_counter() - self.started
 
     def leave_out(self, seconds: float) -> None:
-        """Subtract this many seconds from the time until now."""
         self.started += seconds
 
     def finish(self) -> float:
-        """Seconds until the device has finished its queued work, which this waits for."""
+        """Wait for the queued work of the device, and return the seconds until then."""
         synchronize(self.device)
         return self.elapsed()

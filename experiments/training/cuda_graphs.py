@@ -1,7 +1,7 @@
 """Training steps as CUDA graphs: all GPU work for the gradients of a batch, launched with one call.
 
-A small model's step is about a thousand kernels, and the host takes longer to launch them than the GPU takes to run
-them. A graph reads the same addresses at every replay, so a batch is first copied into static tensors.
+A small model's step is about a thousand kernels, and the host launches them more slowly than the GPU runs them. A graph
+reads the same addresses at every replay, so a batch is first copied into static tensors.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ Outer = TypeVar("Outer", covariant=True)
 
 
 class StaticInputs(Protocol[Inner, Outer]):
-    """Tensors on the device that batches are copied into, one after the other."""
+    """Static tensors on the device; batches are copied into them."""
 
     def fits(self, batch: Inner) -> bool:
         """Whether the tensors are large enough for a batch."""
         ...
 
     def fill(self, batch: Inner) -> None:
-        """Copy a batch into the tensors; the host does not wait for it."""
+        """Copy a batch into the tensors, without waiting on the host."""
         ...
 
     def on_device(self) -> Outer:
-        """The argument of the losses, made from these tensors; the operations that make it become part of the graph."""
+        """The argument of the losses, made from these tensors. Its operations become part of the graph."""
         ...
 
 
@@ -40,9 +40,8 @@ class GraphInputs(Generic[Batch, OnDevice]):
     """Which graphs a trainer captures.
 
     static: makes the static tensors of a graph, large enough for the batch and filled with it.
-    key: batches with one key share a graph. Once there are graphs for `most` keys, batches with other keys run without
-        one.
-    first: makes, from the first batch, the batch that is captured before all others; it should need the most memory.
+    key: batches with equal keys share a graph. After `most` keys, batches with new keys run without a graph.
+    first: makes the batch that is captured first, from the first batch; it should need the most memory.
     """
 
     static: Callable[[Batch], StaticInputs[Batch, OnDevice]]
@@ -53,7 +52,7 @@ class GraphInputs(Generic[Batch, OnDevice]):
 
 @dataclass(frozen=True)
 class CapturedStep(Generic[Batch, OnDevice]):
-    """A captured step up to its gradients, and the tensors that it reads."""
+    """A captured step up to its gradients, and its input tensors."""
 
     inputs: StaticInputs[Batch, OnDevice]
     graph: GradientGraph
@@ -62,7 +61,7 @@ class CapturedStep(Generic[Batch, OnDevice]):
 class GraphSteps(Steps[Batch, OnDevice]):
     """Like Steps, on one GPU, with a graph for each kind of batch. The next step overwrites an outcome's tensors.
 
-    pool: memory that the graphs share, by `torch.cuda.graph_pool_handle()`; None: each has its own.
+    pool: memory shared by the graphs, from `torch.cuda.graph_pool_handle()`; None: each graph has its own.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class GraphSteps(Steps[Batch, OnDevice]):
         super().__init__(model, optimizer, objective, device)
         self.inputs, self.pool = inputs, pool
         self.captured: dict[Hashable, CapturedStep[Batch, OnDevice]] = {}
-        self.places: list[Tensor] | None = None  # of the gradients of all graphs that share memory
+        self.places: list[Tensor] | None = None  # gradients of all graphs that share memory
 
     def _prepare(self, batch: Batch) -> None:
         """Capture a step for batches like this one."""
@@ -95,12 +94,12 @@ class GraphSteps(Steps[Batch, OnDevice]):
 
     def _capture(self, batch: Batch) -> None:
         key = self.inputs.key(batch)
-        self.captured.pop(key, None)  # frees the memory of the graph that this one replaces
+        self.captured.pop(key, None)  # frees the memory of the replaced graph
         inputs = self.inputs.static(batch)
 
         def warm_up() -> None:
-            # What adds to gradients follows a batch alike that does not. So all is compiled, and the graph of that one
-            # holds as much memory as this would need beside it.
+            # A batch that adds to gradients follows a batch of the same shape that does not. So everything is compiled,
+            # and the graph of the first batch already holds the memory that this batch would need.
             batch = inputs.on_device()
             if not self.objective.adds(batch):
                 dry_run(self.model, self.objective.losses, batch, self.device)
@@ -124,13 +123,13 @@ class GraphSteps(Steps[Batch, OnDevice]):
 
 
 class GradientGraph:
-    """A CUDA graph of `compute`, which must leave a gradient with every parameter of the model.
+    """A CUDA graph of `compute`, which must set the gradient of every parameter of the model.
 
-    warm_up: runs once before the capture, so that everything is compiled and libraries are initialised.
-    pool: memory that graphs share, by `torch.cuda.graph_pool_handle()`. Each replay overwrites what the others have
-        left there, including results. Capture the graph that needs the most memory first; the others then fit into it.
-    gradients: where every graph leaves the gradients, one tensor for each parameter; by default each graph has its own.
-        Only with these can `compute` add to the gradients that another graph has left.
+    warm_up: runs once before the capture, to compile and to initialise libraries.
+    pool: memory shared by graphs, from `torch.cuda.graph_pool_handle()`. Each replay overwrites the memory of the
+        others, results included. Capture the largest graph first; the others then fit into its memory.
+    gradients: tensors for the gradients of all graphs, one for each parameter; by default each graph has its own. Only
+        with these can `compute` add to the gradients of another graph.
     """
 
     def __init__(
@@ -152,7 +151,7 @@ class GradientGraph:
         try:
             if gradients is not None:
                 for parameter, place in zip(model.parameters(), gradients, strict=True):
-                    parameter.grad = place  # `compute` adds to it, or begins by forgetting it
+                    parameter.grad = place  # `compute` adds to it or clears it
             with torch.cuda.device(device), torch.cuda.graph(self._graph, pool=pool):
                 self._result = compute()
                 if gradients is not None:
@@ -162,27 +161,27 @@ class GradientGraph:
         self._gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
 
     def replay(self) -> Outcome:
-        """Launch the graph. The tensors of the result, and the gradients, are the same objects every time."""
+        """Launch the graph. The result's tensors and the gradients are the same objects every time."""
         self._graph.replay()
         for parameter, gradient in self._gradients:
-            parameter.grad = gradient  # another graph may have set its own
+            parameter.grad = gradient  # another graph may have set its gradient
         return self._result
 
 
 def copy_into(static: Tensor, tensor: Tensor) -> None:
-    """Copy a tensor into one that a graph reads; the host does not wait for it."""
+    """Copy a tensor into a graph's static tensor, without waiting on the host."""
     pins = static.is_cuda and not tensor.is_cuda
     static.copy_(tensor.pin_memory() if pins else tensor, non_blocking=pins)
 
 
 def move_gradients(model: nn.Module, places: Sequence[Tensor]) -> None:
-    """Make these tensors, one for each parameter, the gradients of a model; those that are there stay as they are."""
+    """Make these tensors, one for each parameter, the gradients of a model, and keep the current values."""
     found = [
         (parameter, place, parameter.grad)
         for parameter, place in zip(model.parameters(), places, strict=True)
         if parameter.grad is not None and parameter.grad is not place
     ]
-    if not found:  # which the copy would refuse
+    if not found:  # the copy would refuse an empty list
         return
     torch._foreach_copy_([place for _, place, _ in found], [gradient for _, _, gradient in found])
     for parameter, place, _ in found:

@@ -3,10 +3,10 @@
     torchrun --nproc-per-node=2 -m experiments.lra train ...                        # two shares of every batch
     torchrun --nproc-per-node=4 -m experiments.lra train ... --context-parallel 2   # and two processes for each share
 
-Each process has its share of every batch (data parallelism), or several processes have the same share, and each of them
-a part of the tokens of every sequence (context parallelism).
+Each share of a batch belongs to one process (data parallelism), or to several processes that each hold a part of the
+tokens of every sequence (context parallelism).
 
-The first process makes all decisions that depend on the clock or on files, and writes all files; the others follow it.
+The first process makes all decisions that depend on the clock or on files, and writes all files.
 """
 
 from __future__ import annotations
@@ -29,22 +29,23 @@ from experiments.training.sharding import is_sharded
 
 T = TypeVar("T")
 
-# How long the others wait while the first process reads data for the first time. If it dies, torchrun ends them.
+# How long other processes wait while the first process reads data for the first time. If it dies, torchrun ends them.
 _TIMEOUT = timedelta(hours=12)
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those that train together; by default it trains alone.
+    """This process among the processes that train together; by default it trains alone.
 
-    The methods that exchange something must be called by all processes, in the same order.
+    All processes must call the communicating methods in the same order.
     """
 
     rank: int = 0
     count: int = 1
-    # For decisions and small objects; it goes through the CPU, so that no GPU waits.
+    # For decisions and small objects; it uses the CPU, so that no GPU waits.
     control: dist.ProcessGroup | None = None
-    # Processes with the same share of every batch, which share the tokens of its sequences; their ranks are neighbours.
+    # The processes with the same share of every batch, which share the tokens of its sequences; their ranks are
+    # consecutive.
     context_parallel: int = 1
     mesh: DeviceMesh | None = None  # "dp" by "cp"; None if no sequence is shared
 
@@ -60,18 +61,18 @@ class Ranks:
 
     @property
     def sharers(self) -> str:
-        """What shares a batch, in words."""
+        """A description of the processes or pairs that share a batch, for messages."""
         return "processes" if self.context_parallel == 1 else f"groups of {self.context_parallel} processes"
 
     def check_context_parallel(self, wanted: int) -> None:
-        """Raises ValueError if a run wants another number of processes to share its sequences."""
+        """Raises ValueError if a run wants another number of processes for each sequence."""
         if wanted != self.context_parallel:
             raise ValueError(
-                f"context_parallel must be that of the processes that train, {self.context_parallel}; got {wanted}"
+                f"context_parallel must be {self.context_parallel}, as in the running processes; got {wanted}"
             )
 
     def check_batch(self, sequences: int, option: str) -> None:
-        """Raises ValueError if the sequences of a batch, whose number `option` sets, have no equal shares."""
+        """Raises ValueError if the sequences of a batch (set by `option`) cannot be shared equally."""
         if sequences % self.data_parallel_ranks:
             raise ValueError(
                 f"the sequences of a batch must be a multiple of the number of {self.sharers}, "
@@ -103,7 +104,7 @@ class Ranks:
         if self.first:
             try:
                 sent[0] = function()
-            except Exception as error:  # the others must not wait forever
+            except Exception as error:  # otherwise the others would wait forever
                 sent[1] = error
         dist.broadcast_object_list(sent, 0, self.control)
         if sent[1] is not None:
@@ -112,7 +113,7 @@ class Ranks:
         return result
 
     def first_before_others(self, function: Callable[[], T]) -> T:
-        """Call the function in the first process, then in all others: the first may write files for them."""
+        """Call the function in the first process, then in all others, because the first may write files for them."""
         kept: list[T] = []
 
         def call() -> None:
@@ -122,7 +123,7 @@ class Ranks:
         return kept[0] if kept else function()
 
     def gather(self, value: T) -> list[T]:
-        """The values of all processes, in the first one; an empty list in the others."""
+        """The values of all processes in the first process; an empty list in the others."""
         if self.count == 1:
             return [value]
         found: list[Any] = [None] * self.count
@@ -130,33 +131,32 @@ class Ranks:
         return found if self.first else []
 
     def sum_over_shares(self, tensor: Tensor) -> Tensor:
-        """The sum of a tensor over the shares of a batch, on its device, the same bits in all processes.
+        """The sum of a tensor over the shares of a batch, on its device, with the same bits in all processes.
 
-        Processes with one share have the same tensor, and it counts once.
+        Processes with one share hold equal tensors; each share counts once.
         """
         if self.count > 1:
             dist.all_reduce(tensor)
         return tensor / self.context_parallel if self.context_parallel > 1 else tensor
 
     def data_parallel(self, model: nn.Module) -> nn.Module:
-        """The model, wrapped so that a backward pass leaves the mean of all processes' gradients.
-
-        A model that is divided among the processes does so itself.
+        """The model, wrapped so that the backward leaves the mean of all processes' gradients; a sharded model does so
+        itself.
         """
         if self.count == 1 or is_sharded(model):
             return model
         device = next(model.parameters()).device
         places = [device] if device.type == "cuda" else None
         wrapped = DistributedDataParallel(model, device_ids=places)
-        # Buffers are constants, which no forward need send. As an attribute, because the argument is deprecated since
-        # PyTorch 2.13, and its successor is not in 2.11; they are sent once, when the model is wrapped.
+        # Buffers are constants and are sent once, by the wrapper. Set as an attribute: the argument is deprecated since
+        # PyTorch 2.13, and its successor is missing in 2.11.
         wrapped.broadcast_buffers = False
         return wrapped
 
     def seed_by_rank(self, seed: int) -> None:
-        """Give every process but the first its own random numbers, so that no two drop the same features.
+        """Give every process but the first its own random numbers, so that dropout differs between processes.
 
-        Attention over several processes takes the seed of its dropout from the first of those that share a sequence.
+        Attention over several processes takes its dropout seed from the first process of a sequence.
         """
         if not self.first:
             torch.manual_seed(int(np.random.SeedSequence([seed, self.rank]).generate_state(1)[0]))
@@ -166,7 +166,7 @@ SINGLE = Ranks()
 
 
 def world_size() -> int:
-    """How many processes torchrun has started, this one included; 1 without it."""
+    """The number of processes that torchrun has started; 1 without torchrun."""
     return int(os.environ["WORLD_SIZE"]) if dist.is_torchelastic_launched() else 1
 
 
@@ -180,8 +180,9 @@ def require_single_process(what: str) -> None:
 def process_group(name: str, context_parallel: int = 1) -> Iterator[Ranks]:
     """Inside the context, the processes that torchrun has started can communicate.
 
-    name: the device, as in the settings; context_parallel: the processes that share the tokens of a sequence. Raises
-    ValueError if their number does not divide that of all processes.
+    name: the device, as in the settings.
+    context_parallel: the number of processes that share a sequence. Raises ValueError if it does not divide the number
+        of all processes.
     """
     if world_size() % context_parallel:
         raise ValueError(
@@ -204,14 +205,14 @@ def process_group(name: str, context_parallel: int = 1) -> Iterator[Ranks]:
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), control, context_parallel, mesh)
     yield ranks
     dist.destroy_process_group()  # not after an error: other processes may still be waiting, and torchrun ends them
-    # A group's threads end with the last reference to the group, which a run may hold for long. A thread that is
-    # releasing a tensor when Python ends is killed while it waits for Python's lock, and C++ then aborts the process.
+    # A group's threads end with the last reference to the group, which a run may hold for long. If a thread releases a
+    # tensor while Python exits, it is killed waiting for Python's lock, and C++ aborts the process.
     object.__setattr__(ranks, "control", None)
     object.__setattr__(ranks, "mesh", None)
 
 
 def find_device(name: str) -> torch.device:
-    """The device with a name; "auto" is a GPU if PyTorch finds one. If there are several processes, each gets its own.
+    """The device with this name. "auto" is a GPU if PyTorch finds one. Each of several processes gets its own GPU.
 
     Raises ValueError if the device is missing.
     """

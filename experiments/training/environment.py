@@ -16,7 +16,7 @@ import torch
 
 import sparseflash
 
-# The columns of the CSV file that identify a run. `run`, the time when it began, tells runs apart and orders them.
+# The columns of a CSV file that identify a run. `run` is its start time: it tells runs apart and orders them.
 FACTS = (
     "run", "device", "driver", "cuDNN", "torch", "triton", "flash-attn-4", "python", "date", "commit", "command",
 )  # fmt: skip
@@ -25,14 +25,14 @@ NOT_INSTALLED = "not installed"
 
 
 def device_name(device: torch.device) -> str:
-    """The name of the GPU, or that of the processor and the number of threads."""
+    """The name of the GPU, or the name of the processor and the number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.processor() or platform.machine()} CPU, {torch.get_num_threads()} threads"
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """The most bytes of tensors that this process has held at once on a GPU; None on a CPU."""
+    """The peak bytes of tensors of this process on a GPU; None on a CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
@@ -50,7 +50,7 @@ def versions() -> dict[str, str]:
 def command_line(module: str, *, program: Sequence[str] = ("python",), without: Sequence[str] = ("--out",)) -> str:
     """The command that runs `python -m module` with the arguments of this process.
 
-    without: options that name a folder of this machine, which are left out with their values.
+    without: options with a folder of this machine; they are left out, with their values.
     """
     return shlex.join([*program, "-m", module, *_without(sys.argv[1:], without)])
 
@@ -65,7 +65,7 @@ def _without(words: Sequence[str], options: Sequence[str]) -> Iterator[str]:
 
 
 def environment(device: torch.device, command: str, commit: str | None) -> dict[str, str]:
-    """FACTS and their values: what a reader needs to repeat a measurement. commit: by default git's."""
+    """The values of FACTS, needed to repeat a measurement. commit: git's commit by default."""
     name, driver, cudnn = "CPU", NONE, NONE
     if device.type == "cuda":
         name, cudnn = torch.cuda.get_device_name(device), str(torch.backends.cudnn.version())
@@ -81,7 +81,7 @@ def environment(device: torch.device, command: str, commit: str | None) -> dict[
 
 
 def in_a_line(facts: Mapping[str, object]) -> str:
-    """The names of facts and their values, as they stand above a table."""
+    """The facts in one line, for the heading of a table."""
     return ", ".join(f"{name} {value}" for name, value in facts.items())
 
 
@@ -96,7 +96,7 @@ def _output_of(*command: str) -> str:
 
 
 def triton_version(missing: str = NOT_INSTALLED) -> str:
-    """The version of the Triton that is imported, or `missing`; another Triton may come first on sys.path."""
+    """The version of the imported Triton, or `missing`; sys.path may hold several."""
     try:
         import triton
     except ModuleNotFoundError:
@@ -105,7 +105,6 @@ def triton_version(missing: str = NOT_INSTALLED) -> str:
 
 
 def installed_version(package: str, missing: str = NOT_INSTALLED) -> str:
-    """The version of a package, or `missing`."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Hashes of files and data, and checks that a run uses the data that it should use."""
+"""Hashes of files and data, and checks that a run uses the right data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def sha256(*paths: Path) -> str:
-    """The SHA-256 of a file, or of several one after the other, in hexadecimal."""
+    """The SHA-256 of the concatenated files, in hexadecimal."""
     digest = hashlib.sha256()
     for path in paths:
         digest.update(path.read_bytes())  # a few MB
@@ -19,8 +19,7 @@ def sha256(*paths: Path) -> str:
 def check_same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raises ValueError if a run would continue with other data than it began with.
 
-    saved, now: with "examples", the number of examples of each split; "folder"; "origin" and "hash", as in
-        `check_disjoint`.
+    saved, now: "examples" (the number of examples of each split), "folder", "origin" and "hash" (see `check_disjoint`).
     """
     if saved["examples"] != now["examples"]:
         raise ValueError(
@@ -35,12 +34,11 @@ def check_same_data(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
 
 
 def check_disjoint(path: object, seen: Sequence[Mapping[str, str]] | None, here: Mapping[str, str]) -> None:
-    """Raises ValueError if weights were trained on other splits of the examples that they would be tested on.
+    """Raises ValueError if weights were trained on other splits of the examples that would test them.
 
-    seen: the fingerprints of all data that the weights of `path` were trained on; None for older weights, whose data
-        are not known.
-    here: the fingerprint of the test data. Data with the same "origin" may share examples; with the same "hash", they
-        are the same examples in the same splits.
+    seen: the fingerprints of all training data of the weights in `path`; None for older weights.
+    here: the fingerprint of the test data. Data with equal "origin" may share examples. Data with equal "hash" have
+        equal examples in equal splits.
     """
     for there in seen or ():
         if there["origin"] == here["origin"] and there["hash"] != here["hash"]:

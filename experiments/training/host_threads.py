@@ -1,4 +1,4 @@
-"""How many threads the host uses while a GPU trains."""
+"""The number of host threads while a GPU trains."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import torch
 
 @contextmanager
 def single_host_thread(device: torch.device) -> Iterator[None]:
-    """Inside the context, PyTorch uses one host thread if `device` is a GPU; on the CPU nothing changes.
+    """Inside the context, PyTorch uses one host thread if `device` is a GPU; on a CPU nothing changes.
 
-    With a GPU the host only copies arrays. More threads would spin while they wait for the next copy, and take cores
-    away from the processes that make the batches and from other runs: four runs on a host of 64 cores had a load of 300
-    and a fifth of their speed or less (results/pathx/notes.md).
+    With a GPU the host only copies arrays. Further threads would spin between copies, and slow down data workers and
+    other runs.
     """
     if device.type != "cuda":
         yield

@@ -5,21 +5,25 @@ from __future__ import annotations
 import math
 
 SCHEDULES = ("constant", "cosine", "linear", "rsqrt", "trapezoid")
-DECAY_SHARE = 0.2  # of a run, at its end, in which a trapezoid falls to 0
+DECAY_SHARE = 0.2  # share of a run, at its end, in which a trapezoid falls to 0
 
 
 def factor(schedule: str, step: int, warmup: int, progress: float) -> float:
-    """The factor for step `step` (from 0).
+    """The factor of the peak learning rate for step `step` (from 0).
 
     >>> [factor("linear", step, 2, step / 10) for step in (0, 1, 6)]
     [0.5, 1.0, 0.5]
     >>> [factor("trapezoid", step, 2, step / 10) for step in (0, 7, 10)]
     [0.5, 1.0, 0.0]
 
-    All schedules rise linearly to 1 over `warmup` steps. Then "constant" stays at 1; "cosine" and "linear" fall to 0 as
-    `progress`, the part of the run that is done, approaches 1; "trapezoid" stays at 1 and falls linearly to 0 in the
-    last fifth, so that until then runs of different lengths have had the same learning rates; "rsqrt" falls as
-    sqrt(warmup / step), which is the Long Range Arena's schedule. Raises ValueError for any other.
+    All schedules rise linearly to 1 over `warmup` steps. `progress` is the finished share of the run.
+
+    - "constant" stays at 1.
+    - "cosine" and "linear" fall to 0 at progress 1.
+    - "trapezoid" falls linearly to 0 in the last fifth. Before that, runs of different lengths are comparable.
+    - "rsqrt" falls as sqrt(warmup / step), the schedule of the Long Range Arena.
+
+    Raises ValueError for other names.
     """
     if schedule not in SCHEDULES:
         raise ValueError(f"the schedule must be one of {', '.join(SCHEDULES)}; got {schedule!r}")
@@ -38,7 +42,7 @@ def factor(schedule: str, step: int, warmup: int, progress: float) -> float:
 
 
 def decay_progress(step: int, warmup: int, progress: float) -> float:
-    """How much of the run after the warm-up is done, for a step after the warm-up.
+    """The finished share of the run after the warm-up, for a step after the warm-up.
 
     A run may be limited by time, so the progress at the end of the warm-up is estimated from the warm-up's share of the
     steps so far.

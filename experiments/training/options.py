@@ -1,4 +1,4 @@
-"""Options that the commands of several trainers have, declared once."""
+"""Command-line options shared by several trainers."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ Result = TypeVar("Result")
 
 
 def option(settings: type, name: str) -> Any:
-    """The option that sets a field. Leaving it out is not the same as giving its default, which a preset may change."""
+    """The option for a field. Omitting it differs from giving its default, which a preset may change."""
     (found,) = (each for each in fields(settings) if each.name == name)
     return typer.Option(help=found.metadata["help"], show_default=found.metadata["shown"])
 
 
 Device = Annotated[str, option(RunSettings, "device")]
 Resume = Annotated[
-    bool, typer.Option("--resume", help="Go on from the newest checkpoint in --out, with the run's settings.")
+    bool, typer.Option("--resume", help="Resume from the newest checkpoint in --out, with the run's settings.")
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a run that --out already holds.")]
 PauseAfter = Annotated[
     float | None,
-    typer.Option(help="Save and stop after this many minutes of this session; --resume goes on.", show_default="never"),
+    typer.Option(
+        help="Save and stop after this many minutes of this session; continue with --resume.", show_default="never"
+    ),
 ]
 TensorBoard = Annotated[
     bool, typer.Option("--tensorboard", help="Write the log for TensorBoard too, into a run's folder tensorboard.")
@@ -39,15 +41,15 @@ TensorBoard = Annotated[
 
 
 def command_group(text: str) -> typer.Typer:
-    """A command line that has several commands."""
+    """A command line with several commands."""
     return typer.Typer(help=text, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
 def settings_as_options(settings: type, *names: str) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
-    """Give a command an option for every setting of a class, or for those of these names, in place of `chosen`.
+    """Give a command an option for each setting of a class, or only for `names`, instead of its argument `chosen`.
 
-    The command's argument `chosen` gets the settings that the user has chosen, by name; those left out are not in it.
-    A trainer's own settings come first in the help, those of RunSettings after them.
+    `chosen` receives the settings that the user gave, by name. The help lists a trainer's own settings before
+    RunSettings.
     """
     hints = get_type_hints(settings)
     shared = {each.name for each in fields(RunSettings)}
@@ -80,14 +82,14 @@ def settings_as_options(settings: type, *names: str) -> Callable[[Callable[..., 
 
 
 def deadline(pause_after: float | None) -> float:
-    """When a session must pause, by time.monotonic(): this many minutes from now, or never for None."""
+    """The time.monotonic() at which a session must pause: this many minutes from now; None: never."""
     return inf if pause_after is None else time.monotonic() + 60 * pause_after
 
 
 def folder_to_resume(out: Path | None, **given: object) -> Path:
     """`--out` of a command with `--resume`; `given`: options that it excludes, by name, with their values.
 
-    Raises ValueError if one of these has a value, or if there is no folder.
+    Raises ValueError if one of these has a value, or if `--out` is missing.
     """
     if any(value is not None and value is not False for value in given.values()):
         *names, last = (f"--{name}" for name in given)

@@ -1,4 +1,4 @@
-"""Results that other processes compute ahead of the loop that uses them."""
+"""Results that other processes compute ahead of the training loop."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Result = TypeVar("Result")
 
 
 class Prefetcher:
-    """Processes that compute results ahead; with 0 workers this process computes each result when it is needed.
+    """Processes that compute results ahead; with 0 workers this process computes each result on demand.
 
     waited: seconds that the loop has waited for results.
     """
 
     def __init__(self, workers: int | None = None) -> None:
-        """workers: by default one for each available core but one, and at least one."""
+        """workers: by default one less than the available cores, at least one."""
         self.workers = max(1, available_cores() - 1) if workers is None else workers
         self.waited = 0.0
         self._pool: ProcessPoolExecutor | None = None
@@ -43,9 +43,9 @@ class Prefetcher:
     def in_order(
         self, function: Callable[..., Result], calls: Iterator[tuple[Any, ...]]
     ) -> Generator[Result, None, None]:
-        """The function's results for the tuples of arguments, in order; a bounded number of them is computed ahead.
+        """The function's results for the argument tuples, in order; a bounded number is computed ahead.
 
-        Closing the iterator cancels the results that are not computed yet.
+        Closing the iterator cancels pending results.
         """
         if self._pool is None:
             for arguments in calls:

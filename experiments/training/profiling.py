@@ -1,4 +1,4 @@
-"""How long each kernel of a training step takes, by PyTorch's profiler."""
+"""The time of each kernel of a training step, by PyTorch's profiler."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class KernelCost(NamedTuple):
     """The cost of one kernel or, on a CPU, of one operation."""
 
     name: str
-    ms: float  # per step, all calls together
-    calls: float  # per step
+    ms: float  # a step, all calls together
+    calls: float  # a step
 
 
 def costs_of(step: Callable[[int], object], steps: int, device: torch.device) -> list[KernelCost]:
-    """The cost of everything that `step(number)` runs on the device, for steps 0, 1, ..., the longest first.
+    """The costs of `step(number)` on the device, for steps 0, 1, ..., the longest first.
 
-    On a GPU the times are those of its kernels; the time that it waits between them is not counted.
+    On a GPU these are kernel times, without the gaps between kernels.
     """
     on_gpu = device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
@@ -34,7 +34,7 @@ def costs_of(step: Callable[[int], object], steps: int, device: torch.device) ->
     found = []
     for event in record.key_averages():
         if on_gpu and event.device_type != DeviceType.CUDA:
-            continue  # the times of operations include those of their kernels
+            continue  # the times of operations already include their kernels
         us = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         found.append(KernelCost(event.key, us / 1000 / steps, event.count / steps))
     return sorted(found, key=lambda cost: -cost.ms)

@@ -11,15 +11,15 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from experiments.training.run_log import Record
 
-RATES = (("tokens_per_s", "tok/s"), ("images_per_s", "img/s"))  # the first of these that a record has is shown
-STEPS, SECONDS = 100, 30  # how often a line says how training goes where there is no terminal, the sooner of the two
+RATES = (("tokens_per_s", "tok/s"), ("images_per_s", "img/s"))  # the first name found in a record is shown
+STEPS, SECONDS = 100, 30  # without a terminal, a line is printed after either
 
 
 class TrainingBar:
     """A bar for one run that shows the records of its log: loss, accuracy, tokens/s or images/s, time left."""
 
     def __init__(self, console: Console, name: str, progress: Callable[[], float]) -> None:
-        """progress: the part of the run that is done, 0 to 1."""
+        """progress: the finished share of the run, 0 to 1."""
         self.console, self.name, self._progress = console, name, progress
         self._bar = Progress(  # 80 characters
             TextColumn("{task.description}"),
@@ -30,7 +30,7 @@ class TrainingBar:
             disable=not console.is_terminal,
         )
         self._task = TaskID(0)
-        self._shown_at = 0.0  # by time.monotonic(), the last line
+        self._shown_at = 0.0  # time.monotonic() of the last line
 
     def __enter__(self) -> TrainingBar:
         self._bar.start()
@@ -42,7 +42,6 @@ class TrainingBar:
         self._bar.stop()
 
     def show(self, record: Record) -> None:
-        """Update the bar with one record."""
         numbers = f"loss {record['loss']:.3f}"
         if "accuracy" in record:
             numbers += f" acc {record['accuracy']:.3f}"
@@ -64,9 +63,9 @@ class TrainingBar:
 
 @contextmanager
 def counting_bar(console: Console, name: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar for a known number of items; yields a function to call with the number of items done.
+    """A bar for a known number of items; yields a function that takes the number of finished items.
 
-    Where there is no terminal, lines, the first after half a minute.
+    Without a terminal it prints lines, the first after half a minute.
     """
     shown_at = time.monotonic()
     with Progress(

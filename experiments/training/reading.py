@@ -1,4 +1,4 @@
-"""Files that a command is told to read, or that an earlier command has written."""
+"""Reads files with clear errors."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-# RuntimeError: PyTorch's errors, and RecursionError for contents that are nested too deeply. MemoryError: sizes that a
-# header states. ArithmeticError: numbers that are too large.
+# RuntimeError: PyTorch's errors, and RecursionError for deeply nested contents. MemoryError: sizes stated in a header.
+# ArithmeticError: numbers that are too large.
 _OF_CONTENTS = (
     OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError, MemoryError, ArithmeticError,
 )  # fmt: skip
@@ -17,14 +17,14 @@ _OF_CONTENTS = (
 
 @contextmanager
 def reading(path: Path, what: str) -> Iterator[None]:
-    """Names the file, and what it must be, in the error of one that is missing or holds something else.
+    """Inside the context, errors name the file and its expected contents.
 
     >>> with reading(Path("nowhere.json"), "a JSON list"):
     ...     json.loads(Path("nowhere.json").read_text())
     Traceback (most recent call last):
     ValueError: nowhere.json must be a JSON list; there is no such file
 
-    Only what reads and takes apart the contents belongs inside. Raises ValueError.
+    Put only reading and parsing into the context. Raises ValueError.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""The folder of a run: the files it holds, and the settings that a resumed run must keep.
+"""The folder of a run: its files, and the settings that a resumed run must keep.
 
 <run>/config.json         the settings
 <run>/log.jsonl           loss, accuracy and speed over the steps; see run_log.py
@@ -25,16 +25,16 @@ Settings = TypeVar("Settings")
 
 
 def saved_settings(path: Path) -> dict[str, Any]:
-    """The settings that a run has written to its folder; raises FileNotFoundError if there are none."""
+    """The settings in a run's folder; raises FileNotFoundError if they are missing."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no run to resume in {path.parent}")
     return read_json(path, _WHAT, "config")
 
 
 def settings_as(path: Path, made: Callable[[dict[str, Any]], Settings]) -> Settings:
-    """What `made` makes of the settings that a run has written to its folder, as they lie in the file.
+    """The settings in a run's folder, converted by `made`.
 
-    Raises FileNotFoundError if there are none, and ValueError if they are not what `made` takes.
+    Raises FileNotFoundError if they are missing, and ValueError if `made` refuses them.
     """
     saved = saved_settings(path)
     with reading(path, _WHAT):
@@ -42,7 +42,8 @@ def settings_as(path: Path, made: Callable[[dict[str, Any]], Settings]) -> Setti
 
 
 def resumed(saved: Settings, chosen: dict[str, Any], free: Collection[str]) -> Settings:
-    """A saved run's settings, a dataclass, with those chosen now; raises ValueError if they would change the run.
+    """A saved run's settings (a dataclass) with the settings `chosen` now; raises ValueError if they would change the
+    run.
 
     free: the settings that may change.
     """
@@ -62,9 +63,9 @@ def holds_run(folder: Path) -> bool:
 
 
 def check_replaceable(folder: Path, *, overwrite: bool, initial: str | None) -> None:
-    """Raises an error if the folder holds a run, or part of one, that the next run must not replace.
+    """Raises an error if the folder holds a run, or part of a run, that the next run must not replace.
 
-    FileExistsError without `overwrite`; ValueError if the weights that the next run begins with lie in the folder.
+    FileExistsError without `overwrite`; ValueError if the next run's initial weights lie in the folder.
     """
     if not holds_run(folder):
         return
@@ -78,12 +79,12 @@ def check_replaceable(folder: Path, *, overwrite: bool, initial: str | None) -> 
 
 
 def discard(folder: Path) -> None:
-    """Delete the run in a folder, so that nothing of it can be mistaken for part of the next run."""
+    """Delete the run in a folder, so that no file of it is mistaken for the next run's."""
     if not holds_run(folder):
-        return  # --out may be any folder, whose files with the names below do not belong to a run
+        return  # --out may be any folder; files with these names may not belong to a run
     for name in ("tests", "tensorboard"):
         shutil.rmtree(folder / name, ignore_errors=True)
     checkpoint.remove(folder)
     tensor_files.remove(folder / "model.safetensors")
-    for name in ("metrics.json", "model.json", LOG, SETTINGS):  # settings last, because they mark the folder as a run's
+    for name in ("metrics.json", "model.json", LOG, SETTINGS):  # settings last: they mark the folder as a run's
         (folder / name).unlink(missing_ok=True)

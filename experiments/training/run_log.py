@@ -10,14 +10,14 @@ from typing import Any
 from experiments.training.atomic_files import write_text
 from experiments.training.reading import reading
 
-Record = dict[str, Any]  # kind ("train", "val" or "test"), step, and the numbers of that kind
+Record = dict[str, Any]  # kind ("train", "val" or "test"), step, and the numbers
 
 MOST_TRAINING = 200  # the largest number of training records in a thinned log
-LAST = 20  # how many of these are the last ones of the run, which tables average
+LAST = 20  # the last records of the run, which tables average
 
 
 class RunLog:
-    """Appends records. A resumed run first drops the records after its checkpoint, which will be written again.
+    """Appends records. A resumed run first drops the records after its checkpoint, because it writes them again.
 
     path: None keeps the records in memory only.
     """
@@ -41,7 +41,7 @@ class RunLog:
 
 
 def read(path: Path) -> list[Record]:
-    """The records of a log, without a last line that was cut short when the process was killed."""
+    """The records of a log, without an incomplete last line."""
     if not path.exists():
         return []
     with reading(path, "the log of a run, a JSON object with its kind and step a line"):
@@ -59,14 +59,14 @@ def write(path: Path, records: Iterable[Record]) -> None:
 
 
 def thinned(records: Sequence[Record], most: int = MOST_TRAINING) -> list[Record]:
-    """The records of a log that are worth storing with the results, in their order.
+    """The records of a log to store with the results, in order.
 
     >>> log = [{"kind": "train", "step": step} for step in range(1000)] + [{"kind": "val", "step": 999}]
     >>> [record["step"] for record in thinned(log, most=25)][:7], len(thinned(log, most=25))
     ([0, 245, 490, 734, 979, 980, 981], 26)
 
-    All validations and tests are kept, and of the training records at most `most`: the last 20, which tables average,
-    and others evenly spaced from the first on. Thinning a thinned log changes nothing.
+    Keeps all validations and tests, and at most `most` training records: the last 20, which tables average, and others
+      evenly spaced. Thinning a thinned log changes nothing.
     """
     if most <= LAST:
         raise ValueError(f"most must be more than the {LAST} last training records, which are kept; got {most}")

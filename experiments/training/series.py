@@ -1,4 +1,4 @@
-"""Runs that differ only in their seed, each in its own folder, to show how much of a result is chance.
+"""Runs that differ only in their seed, each in its own folder.
 
 <out>/seeds.json    the seeds, the settings and the data of all runs
 <out>/seed0/        a run
@@ -40,7 +40,7 @@ def parsed(text: str) -> tuple[int, ...]:
 
 
 def saved(folder: Path) -> tuple[int, ...] | None:
-    """The seeds of the series in a folder; None if there is none."""
+    """The seeds of the series in a folder; None if it holds no series."""
     path = folder / SERIES
     return tuple(read_json(path, "the seeds of a series of runs", "seeds")["seeds"]) if path.is_file() else None
 
@@ -54,11 +54,13 @@ def begin(
     resume: bool = False,
     overwrite: bool = False,
 ) -> None:
-    """Record the series in its folder, so that --resume needs nothing but the folder.
+    """Record the series in its folder, so that --resume needs only the folder.
 
-    settings: plain values that all runs have in common; initial: the weights that they begin with. Raises
-    FileExistsError if the folder holds runs and neither `resume` nor `overwrite` is set, and ValueError if
-    overwriting would delete those weights.
+    settings: plain values common to all runs.
+    initial: their initial weights.
+
+    Raises FileExistsError if the folder holds runs and neither `resume` nor `overwrite` is set, and ValueError if
+    overwriting would delete the initial weights.
     """
     held = [name for name in (SERIES, SETTINGS) if (folder / name).exists()]
     if held and not (resume or overwrite):
@@ -68,7 +70,7 @@ def begin(
         )
     if SETTINGS in held:
         raise FileExistsError(f"{folder} holds a single run; choose another folder with --out")
-    if not resume:  # otherwise a later --resume would take remains of older runs for runs of this series
+    if not resume:  # otherwise a later --resume would adopt remains of older runs
         older = [place for place in folder.glob("seed*") if place.name.removeprefix("seed").isdecimal()]
         for place in older:
             check_replaceable(place, overwrite=overwrite, initial=initial)
@@ -89,12 +91,11 @@ def run(
     resume: bool,
     ranks: Ranks = SINGLE,
 ) -> Metrics | None:
-    """Train with each seed that is not done yet, and write and return the summary.
+    """Train with each unfinished seed, and write and return the summary.
 
-    train: trains with a seed in a folder, and continues the run there if its last argument is True; returns the
-        metrics, or None if the run was paused. Then the series is paused, too.
-    state: for a seed and a folder, the metrics of the run there, None if it is not complete; and whether there is a run
-        at all.
+    train: trains with a seed in a folder, and resumes if its last argument is True. Returns the metrics, or None if the
+        run was paused; then the series is paused too.
+    state: for a seed and a folder, the metrics of a complete run (else None), and whether a run exists.
     """
     done = []
     for seed in seeds:

@@ -22,8 +22,9 @@ Result = TypeVar("Result")
 
 @contextmanager
 def pausing(deadline: float) -> Iterator[Pause]:
-    """Yields the condition for pausing runs: a deadline, by time.monotonic(), has passed, or SIGTERM or
-    Ctrl-C was received."""
+    """Yields the condition for pausing runs: the deadline (time.monotonic()) has passed, or SIGTERM or Ctrl-C was
+    received.
+    """
     with stop_caught() as received:
         yield lambda step: received() or time.monotonic() > deadline
 
@@ -44,7 +45,7 @@ def train_shown(
 
 
 def print_resuming(console: Console, module: str, folder: Path, ranks: Ranks = SINGLE) -> None:
-    """Print the command with which a paused run of this trainer, a module, goes on."""
+    """Print the command that resumes a paused run of this trainer's module."""
     program = ["python"] if ranks.count == 1 else ["torchrun", f"--nproc-per-node={ranks.count}"]
     command = shlex.join([*program, "-m", module, "train", "--resume", "--out", str(folder)])
     console.print(f"Go on with: {command}", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Settings of runs as fields of a dataclass with their help texts, and the settings that all trainers have."""
+"""Settings of runs as dataclass fields with help texts, and the settings of all trainers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ PRECISIONS = ("fp32", "bf16")
 
 
 def setting(default: Any, text: str, shown: str | None = None) -> Any:
-    """A field with its help text for the command line, and the words shown there for the default."""
+    """A field with its help text for the command line, and the default as shown there."""
     return field(default=default, metadata={"help": text, "shown": shown or str(default)})
 
 
 def changed(settings: type, name: str, *, default: Any = ..., text: str | None = None) -> Any:
-    """A field of a class of settings, changed in its default or its help text, for a derived class."""
+    """A field of a class of settings with another default or help text, for a derived class."""
     (known,) = (each for each in fields(settings) if each.name == name)
     if default is ...:
         return setting(known.default, text or known.metadata["help"], known.metadata["shown"])
@@ -23,7 +23,7 @@ def changed(settings: type, name: str, *, default: Any = ..., text: str | None =
 
 
 def help_texts(settings: type) -> dict[str, str]:
-    """The help texts of a class by field; a field that is not a `setting` has none."""
+    """The help texts of a class by field; None for fields without `setting`."""
     return {each.name: each.metadata["help"] for each in fields(settings) if each.metadata}
 
 
@@ -43,7 +43,6 @@ def check_fractions(settings: object, names: Sequence[str]) -> None:
 
 
 def check_one_of(name: str, value: object, allowed: Collection[object]) -> None:
-    """Raises ValueError if a value is not one of those allowed."""
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(str, allowed))}; got {value!r}")
 
@@ -60,23 +59,24 @@ class RunSettings:
     dropout: float = setting(0.0, "Chance that a feature is dropped (embedding, attention output, MLP).")
 
     initial: str | None = setting(
-        None, "Weights to begin with: model.safetensors of a run of the same sizes.", "random weights"
+        None, "Initial weights: model.safetensors of a run of the same sizes.", "random weights"
     )
     weight_decay: float = setting(0.0, "AdamW weight decay of the matrices.")
-    clip: float = setting(1.0, "Largest norm of all gradients together; 0 clips nothing.")
+    clip: float = setting(1.0, "Maximum norm of all gradients; 0: no clipping.")
     average: float = setting(
-        0.0, "Decay of an average of the weights, 0.999 say, which is then validated, tested and kept; 0: no average."
+        0.0,
+        "Decay of an average of the weights (such as 0.999), which is validated, tested and kept; 0: no average.",
     )
     seed: int = setting(0, "Seed of the weights, of the examples' order or drawing, and of the dropout.")
 
     device: str = setting("auto", "cpu, cuda, cuda:1, ...; auto takes a GPU if PyTorch sees one.")
     precision: str = setting("fp32", "fp32, or bf16: matrix products in bfloat16, weights in float32.")
-    compiled: bool = setting(False, "Let torch.compile fuse what surrounds attention.")
+    compiled: bool = setting(False, "Compile the code around attention with torch.compile.")
     recorded: bool = setting(
-        True, "On one GPU, record steps as CUDA graphs, one for each shape of a batch: they need not wait for the host."
+        True, "On one GPU, record steps as CUDA graphs, one for each batch shape, to save host time."
     )
-    checkpoint_every: int = setting(500, "Most steps between checkpoints; only the newest is kept.")
-    log_every: int = setting(10, "Steps between lines of the log, each the mean over these steps.")
+    checkpoint_every: int = setting(500, "Maximum steps between checkpoints; only the newest is kept.")
+    log_every: int = setting(10, "Steps between log lines; each line is the mean over these steps.")
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, ("block", "width", "heads", "head_dim", "mlp", "checkpoint_every", "log_every"))

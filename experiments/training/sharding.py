@@ -1,4 +1,4 @@
-"""Weights, gradients and optimiser divided among the processes that train together, by PyTorch's FSDP2."""
+"""Sharded weights, gradients and optimiser states, by PyTorch's FSDP2."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def shard(model: nn.Module, parts: Iterable[nn.Module], dtype: torch.dtype) -> None:
-    """Divide a model among all processes. The weights of one of its parts are gathered while that part runs.
+    """Shard a model over all processes. The weights of one of its parts are gathered while that part runs.
 
-    dtype: of the gathered weights; gradients are added up in fp32. Make the optimiser afterwards: it then holds this
-    process's share only.
+    dtype: of the gathered weights; gradients are summed in fp32. Make the optimiser afterwards, so that it holds only
+        this process's share.
     """
-    # Inputs keep their dtype: rotary angles lose a place of the context in bf16.
+    # Inputs keep their dtype: in bf16, rotary angles would be a position off.
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for part in parts:
         fully_shard(part, mp_policy=policy)
@@ -24,12 +24,11 @@ def shard(model: nn.Module, parts: Iterable[nn.Module], dtype: torch.dtype) -> N
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether `shard` has divided a model."""
     return isinstance(model, FSDPModule)
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The whole of a tensor that is divided, which all processes must ask for together; any other tensor itself."""
+    """The full tensor of a sharded tensor (all processes must call together); other tensors unchanged."""
     if not isinstance(tensor, DTensor):
         return tensor
     gathered: Tensor = tensor.full_tensor()
@@ -37,7 +36,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def divided_like(tensor: Tensor, other: Tensor) -> Tensor:
-    """A whole tensor, which all processes have, divided as another of its shape is; itself if that is not divided."""
+    """A full tensor, sharded like another tensor of its shape; unchanged if the other is not sharded."""
     if not isinstance(other, DTensor) or tensor.shape != other.shape:
         return tensor
     return distribute_tensor(tensor.to(other.device), other.device_mesh, other.placements, src_data_rank=None)

@@ -1,4 +1,4 @@
-"""The tokens of a batch's sequences, shared out to several processes (context parallelism)."""
+"""Context parallelism: several processes share the tokens of a batch's sequences."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from sparseflash.distributed import ShardPlan, shard
 
 
 def check_shareable(*, processes: int, attention: str, longest: int, block: int, length_option: str) -> None:
-    """Raises ValueError for settings with which several processes cannot share a sequence.
+    """Raises ValueError for settings that do not allow several processes to share a sequence.
 
-    longest: the tokens of the longest sequences, which `length_option` sets.
+    longest: the tokens of the longest sequences, set by `length_option`.
     """
     if attention != "sparseflash":
         raise ValueError(
@@ -28,19 +28,19 @@ def check_shareable(*, processes: int, attention: str, longest: int, block: int,
 
 
 class SharedSequences:
-    """Which process holds which tokens, for rows of every length.
+    """The assignment of tokens to processes, for rows of every length.
 
-    The tokens lie where a mask that does not change from batch to batch puts them, so that they lie alike in all
-    batches of one length. There are at most as many plans as lengths of rows, for each mask, twice.
+    A mask that is constant over batches decides, so that tokens lie alike in all batches of one length. The cache holds
+    at most two plans for each mask and row length.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks  # and not their mesh, which would keep its process groups
-        # With the mask, so that its id stays its own.
+        # Stored with the mask, so that its id stays unique.
         self._plans: dict[tuple[int, bool], tuple[BlockMask, ShardPlan]] = {}
 
     def plan(self, mask: BlockMask, like: ShardPlan | None = None) -> ShardPlan:
-        """The plan of a mask that many batches have. like: a plan of other attention to the same tokens."""
+        """The plan of a mask of many batches. like: another plan for the same tokens."""
         # Tensors that attention makes for a plan in inference mode cannot be used in training.
         key = id(mask), torch.is_inference_mode_enabled()
         if key not in self._plans:
@@ -49,7 +49,7 @@ class SharedSequences:
         return self._plans[key][1]
 
     def plan_once(self, mask: BlockMask, like: ShardPlan) -> ShardPlan:
-        """The plan of a mask that one batch has, with the tokens where they are."""
+        """The plan of a mask of one batch, with the same assignment of tokens."""
         return shard(mask, like.process_group, like=like)
 
     def padded(self, plan: ShardPlan, lengths: Tensor) -> ShardPlan:
@@ -57,16 +57,16 @@ class SharedSequences:
         return self.plan_once(plan.mask.with_lengths(lengths.cpu()), plan)
 
     def gather(self, x: Tensor, plan: ShardPlan) -> Tensor:
-        """The features [B, N, W] of all tokens, from those of this process [B, n, W].
+        """The features [B, N, W] of all tokens, from this process's features [B, n, W].
 
-        Every process computes the same loss from them, and `DistributedDataParallel` takes the mean of the gradients.
-        That is right for parameters used after this function, whose gradients are equal. For those used before it, each
-        process has only the part of its own tokens, and the mean of N times the parts is their sum.
+        Every process computes the same loss from them, and `DistributedDataParallel` averages the gradients. Parameters
+        used after this function have equal gradients. For parameters used before it, each process has N times its
+        tokens' part, and the mean is the sum of all parts.
         """
         if x.requires_grad:
             x.register_hook(lambda gradient: gradient * plan.ranks)
         return plan.gather(x)
 
     def clear(self) -> None:
-        """Forget the plans, which keep the process group and its threads."""
+        """Drop the plans, which hold the process group and its threads."""
         self._plans.clear()

@@ -1,4 +1,4 @@
-"""SIGTERM, with which schedulers and `kill` end a process, and Ctrl-C, as a condition that a training run can check."""
+"""SIGTERM (from schedulers and `kill`) and Ctrl-C as a condition that a training run can check."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ NOTE = b"\nStops and saves after this step; press Ctrl-C again to stop without s
 
 @contextmanager
 def stop_caught() -> Iterator[Callable[[], bool]]:
-    """Inside the context, SIGTERM and the first Ctrl-C (SIGINT) do not end the process; the function that this yields
-    says whether one was received.
+    """Inside the context, SIGTERM and the first Ctrl-C (SIGINT) do not end the process. Yields a function that tells
+    whether one was received.
 
-    A second Ctrl-C does what it did before, and where SIGINT is ignored (in a shell's background) it stays so. Only the
-    main thread receives signals. In any other thread nothing changes and the answer is always False.
+    A second Ctrl-C has its previous effect. SIGINT stays ignored where it was ignored (in a shell's background). Only
+    the main thread receives signals: in other threads the answer is always False.
     """
     received = threading.Event()
     if threading.current_thread() is not threading.main_thread():
@@ -30,8 +30,8 @@ def stop_caught() -> Iterator[Callable[[], bool]]:
         received.set()
         if number == signal.SIGINT:
             signal.signal(number, before[signal.SIGINT])
-            if os.environ.get("RANK", "0") == "0":  # torchrun hands it to all of its processes
-                os.write(2, NOTE)  # not by sys.stderr, which this may have interrupted while it was writing
+            if os.environ.get("RANK", "0") == "0":  # torchrun forwards it to all its processes
+                os.write(2, NOTE)  # not sys.stderr, whose write this handler may have interrupted
 
     signal.signal(signal.SIGTERM, handle)
     if before[signal.SIGINT] is not signal.SIG_IGN:

@@ -16,15 +16,13 @@ NO_LABEL = -100  # the label of padding; F.cross_entropy ignores it by default
 
 
 class BatchSize(NamedTuple):
-    """The size of a batch."""
-
     answers: int  # labels
     tokens: int  # without padding
     places: int  # with padding
 
 
 class Sized(Protocol):
-    """A batch that knows its size without asking the device."""
+    """A batch that knows its size on the host."""
 
     @property
     def size(self) -> BatchSize: ...
@@ -38,7 +36,7 @@ class Outcome(NamedTuple):
     """The result of one step, on the device."""
 
     loss: Tensor  # mean cross-entropy of the answers, nats
-    auxiliary: Tensor  # the mean of a second loss, over pixels; 0 if there is none
+    auxiliary: Tensor  # the mean of a second loss over pixels, or 0
     right: Tensor  # number of right answers
 
     @classmethod
@@ -47,7 +45,7 @@ class Outcome(NamedTuple):
         return cls(loss.detach(), auxiliary.detach(), (logits.argmax(-1) == labels).sum())
 
 
-Losses = Callable[[nn.Module, OnDevice], tuple[Tensor, Outcome]]  # the loss to be minimised, and what is to be logged
+Losses = Callable[[nn.Module, OnDevice], tuple[Tensor, Outcome]]  # the loss to minimise, and the numbers to log
 
 
 @dataclass(frozen=True)
@@ -56,15 +54,15 @@ class Objective(Generic[Batch, OnDevice]):
 
     on_device: Callable[[Batch], OnDevice]
     losses: Losses[OnDevice]
-    clip: float  # the largest norm of all gradients together; 0: no clipping
-    adds: Callable[[OnDevice], bool] = lambda batch: False  # whether its gradients add to those of the one before
+    clip: float  # the maximum norm of all gradients; 0: no clipping
+    adds: Callable[[OnDevice], bool] = lambda batch: False  # whether a batch adds to the gradients of the batch before
 
 
 class Steps(Generic[Batch, OnDevice]):
     """Training steps whose operations the host launches one by one.
 
-    model: the module whose operations a dry run compiles; data_parallel: the module that is trained, if it is not the
-        model itself (see `Ranks.data_parallel`).
+    model: the module whose operations a dry run compiles.
+    data_parallel: the trained module, if it is not the model itself (see `Ranks.data_parallel`).
     """
 
     def __init__(
@@ -77,10 +75,10 @@ class Steps(Generic[Batch, OnDevice]):
     ) -> None:
         self.model, self.optimizer, self.objective, self.device = model, optimizer, objective, device
         self.data_parallel = model if data_parallel is None else data_parallel
-        self.preparing = 0.0  # seconds that `prepare` has taken
+        self.preparing = 0.0  # seconds spent in `prepare`
 
     def prepare(self, batch: Batch) -> None:
-        """Do what steps on batches like this one need only once, such as compiling; no weight changes."""
+        """Do the one-time work for batches like this one, such as compiling; no weight changes."""
         synchronize(self.device)
         clock = Clock(self.device)
         self._prepare(batch)
@@ -96,12 +94,12 @@ class Steps(Generic[Batch, OnDevice]):
         return outcome
 
     def gradients(self, batch: Batch) -> Outcome:
-        """The part of a step before the update. The outcome is that of this process's share of the batch."""
+        """The part of a step before the update. Returns the outcome of this process's share of the batch."""
         return compute_gradients(self.data_parallel, self.objective, self.objective.on_device(batch))
 
 
 def compute_gradients(model: nn.Module, objective: Objective[Batch, OnDevice], batch: OnDevice) -> Outcome:
-    """The part of a step that computes the gradient of every parameter."""
+    """Compute the gradient of every parameter."""
     model.train()
     if not objective.adds(batch):
         model.zero_grad(set_to_none=True)
@@ -113,9 +111,9 @@ def compute_gradients(model: nn.Module, objective: Objective[Batch, OnDevice], b
 
 
 def dry_run(model: nn.Module, losses: Losses[OnDevice], batch: OnDevice, device: torch.device) -> None:
-    """Compute a loss and its gradients and discard them: weights, gradients and random states stay as they are.
+    """Compute a loss and its gradients and discard them: weights, gradients and random states stay unchanged.
 
-    This compiles kernels and reserves memory, so that the times of the steps that follow are representative.
+    This compiles kernels and reserves memory, so that later step times are representative.
     """
     model.train()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from experiments.training.reading import checked, reading
 
 SUFFIX = ".safetensors"
-# Below the limit of 16 MiB that some stores set for a file. A larger tensor gets a file of its own.
+# Below the limit of 16 MiB that some stores set for a file. A larger tensor gets its own file.
 PART_BYTES = 15 * 2**20
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})")
 
-MOST_BLOCKS = 2**14  # along one side of a mask; a dense mask of that size has 2^28 tiles
+MOST_BLOCKS = 2**14  # along one side of a mask; dense, that is 2^28 tiles
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -34,8 +34,8 @@ def write(
 ) -> None:
     """Write a model's weights, or these tensors. Other files with that name, whole or in parts, are removed.
 
-    about: plain values, among them the file's "kind", which `read` checks.
-    limit: the largest file in bytes; larger models are written in parts. A larger tensor gets a file of its own.
+    about: plain values, including the file's "kind", which `read` checks.
+    limit: the maximum file size in bytes; larger models are written in parts. A larger tensor gets its own file.
     """
     weights = model.state_dict() if isinstance(model, nn.Module) else model
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.items()}
@@ -45,7 +45,7 @@ def write(
     paths = [path] if count == 1 else [part_of(path, number, count) for number in range(1, count + 1)]
     unfinished = [each.with_name(f".{each.name}.unfinished") for each in paths]
     for part, place in zip(parts, unfinished, strict=True):
-        # One entry of metadata: several would be written in varying order, and the file's hash would vary.
+        # One metadata entry: several would be written in varying order, and the hash would vary.
         save_file(part, place, metadata={"about": header})
         place.chmod(0o644)  # safetensors makes the file private
     for place, each in zip(unfinished, paths, strict=True):
@@ -56,8 +56,8 @@ def write(
 def read(path: Path, kind: str, *names: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of a model, and the plain values written with them. path: as in `files`.
 
-    names: values that must be in the file. Raises FileNotFoundError if a file is missing, and ValueError if one holds
-    no tensors, tensors of another kind, or tensors of another model than the first, or lacks a value.
+    names: required values. Raises FileNotFoundError if a file is missing. Raises ValueError if a file holds no tensors,
+        another kind, or another model than the first file, or lacks a value.
     """
     tensors: dict[str, Tensor] = {}
     headers: list[dict[str, Any]] = []
@@ -73,9 +73,9 @@ def read(path: Path, kind: str, *names: str) -> tuple[dict[str, Tensor], dict[st
 
 
 def contents(path: Path, what: str, framework: str = "pt") -> tuple[dict[str, Any], dict[str, Any]]:
-    """The tensors of one file, and the plain values written with them, if any.
+    """The tensors of one file, and the plain values written with them.
 
-    framework: "pt" for tensors, "numpy" for arrays. Any other contents raise ValueError, "path must be `what`".
+    framework: "pt" for tensors, "numpy" for arrays. Raises ValueError, "path must be `what`", for other contents.
     """
     with reading(path, what):
         try:
@@ -90,8 +90,8 @@ def contents(path: Path, what: str, framework: str = "pt") -> tuple[dict[str, An
 def filled(path: Path, tensors: Mapping[str, Tensor], made: Callable[[], Model], layers: int) -> Model:
     """The model that `made` makes from the settings in a file, with the tensors of that file.
 
-    layers: the number of layers. The settings could ask for any size, so a model on the meta device is compared with
-    the tensors before the real model is made. Raises ValueError if settings and tensors do not match.
+    layers: the number of layers. Settings could ask for any size, so a model on the meta device is compared with the
+        tensors first. Raises ValueError if settings and tensors do not match.
     """
     what = "a model with the sizes of its own settings"
     if layers > len(tensors):
@@ -106,7 +106,7 @@ def filled(path: Path, tensors: Mapping[str, Tensor], made: Callable[[], Model],
 
 
 def check_length(path: Path, length: int, block: int) -> None:
-    """Raises ValueError if settings in a file ask for a mask with too many blocks; its tensors do not limit that."""
+    """Raises ValueError if settings in a file ask for a mask with too many blocks; tensors do not limit the mask."""
     if length > MOST_BLOCKS * block:
         raise ValueError(
             f"{path} must ask for a mask of at most {MOST_BLOCKS} blocks of {block} tokens; got {length} tokens"
@@ -122,11 +122,10 @@ def check_alike(path: Path, what: str, found: Mapping[str, Tensor], wanted: Mapp
 
 
 def files(path: Path) -> list[Path]:
-    """The files of a model, in their order.
+    """The files of a model, in order.
 
-    path: its only file, one of its parts, the name from which those of its parts are derived, or the folder that holds
-        model.safetensors.
-    Raises FileNotFoundError if there is no file or a part is missing, and ValueError if there are parts of two models.
+    path: the only file, one of the parts, the base name of the parts, or the folder of model.safetensors.
+    Raises FileNotFoundError if a file or part is missing, and ValueError if parts belong to two models.
     """
     if path.is_dir():
         path = path / f"model{SUFFIX}"
@@ -150,7 +149,7 @@ def files(path: Path) -> list[Path]:
 
 
 def folder_of(path: Path) -> Path:
-    """The folder of a model's files, that of its run; path and errors as in `files`."""
+    """The folder of a model's files; path and errors as in `files`."""
     return files(path)[0].parent
 
 
@@ -175,7 +174,7 @@ def split(tensors: dict[str, Tensor], limit: int) -> Iterator[dict[str, Tensor]]
     part: dict[str, Tensor] = {}
     size = 0
     for name, tensor in tensors.items():
-        need = tensor.nbytes + len(name) + 128  # its entry in the file's header takes about 100 bytes
+        need = tensor.nbytes + len(name) + 128  # the entry in the file's header takes about 100 bytes
         if part and size + need > limit:
             yield part
             part, size = {}, 0

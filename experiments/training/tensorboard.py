@@ -29,8 +29,8 @@ def writer_class() -> type[SummaryWriter]:
 class TensorBoardLog:
     """Writes records of the log as TensorBoard's scalars.
 
-    resumed_at: the step from which a run continues; TensorBoard then ignores what was written for later steps. None:
-        the run is new, and the files of an older one are removed.
+    resumed_at: the step from which a run resumes; TensorBoard ignores later steps written before. None: a new run;
+        older files are removed.
     """
 
     def __init__(self, run: Path, resumed_at: int | None) -> None:
@@ -48,7 +48,7 @@ class TensorBoardLog:
         self._writer.close()
 
     def show(self, record: Record) -> None:
-        """Write one record: a curve for each of its numbers, named after its kind."""
+        """Write one record: a curve for each number, named after its kind."""
         for name, value in record.items():
             if name not in ("kind", "step"):
                 self._writer.add_scalar(f"{record['kind']}/{name}", value, record["step"])

@@ -1,7 +1,6 @@
 """The training loop: a run in a folder, from its first step or from its newest checkpoint.
 
-Each trainer derives a class from `Trainer` that defines the model, the data and the result. The files of a run are
-listed in run_folder.py.
+Each trainer derives a class from `Trainer` that defines model, data and result. run_folder.py lists the files of a run.
 """
 
 from __future__ import annotations
@@ -30,16 +29,15 @@ from experiments.training.steps import Batch, Steps
 from experiments.training.weight_average import WeightAverage
 from experiments.training.window import Means, Window
 
-Pause = Callable[[int], bool]  # called after every step with the number of steps done; whether to save and stop
+Pause = Callable[[int], bool]  # called after every step with the number of finished steps; True: save and stop
 
 
 def never(step: int) -> bool:
-    """Never pause a run."""
     return False
 
 
 class Plan(Protocol):
-    """The learning rate of a stage of training, and its end: after its steps or its minutes, whichever comes first."""
+    """The learning rate of a training stage, and its end: after its steps or its minutes, whichever comes first."""
 
     @property
     def lr(self) -> float: ...  # the peak
@@ -54,15 +52,15 @@ class Plan(Protocol):
 
 
 class Shared(Protocol):
-    """Which process holds which tokens of the sequences that several processes share."""
+    """The assignment of tokens to processes for shared sequences."""
 
     def clear(self) -> None:
-        """Forget what keeps the process group."""
+        """Drop all references to the process group."""
 
 
 @dataclass(frozen=True)
 class Cadence:
-    """How often a run logs, validates and saves, in steps, and the most minutes between two checkpoints."""
+    """Steps between log lines, validations and checkpoints, and the maximum minutes between checkpoints."""
 
     log_every: int
     validate_every: int
@@ -72,7 +70,7 @@ class Cadence:
 
 @dataclass
 class State:
-    """How far a run has come, over all its sessions."""
+    """The progress of a run over all its sessions."""
 
     step: int = 0
     seconds: float = 0.0  # of training, including waiting for batches, without validation
@@ -82,17 +80,18 @@ class State:
 
 
 class Trainer(ABC, Generic[Batch]):
-    """What every training run does, apart from the steps themselves.
+    """A training run, apart from the steps themselves.
 
-    A derived class sets the attributes that its methods need, then calls `__init__`, which begins or continues the run.
+    A derived class sets the attributes that its methods need, then calls `__init__`, which begins or resumes the run.
 
-    seed, average_decay: as in the settings; initial: the weights to begin with, or None.
+    seed, average_decay: as in the settings.
+    initial: the initial weights, or None.
     ranks: the processes that train together; the first one writes and reports.
     Raises FileExistsError if the folder holds a run and neither `resume` nor `overwrite` is set, and ValueError if
-    overwriting would delete the weights to begin with.
+    overwriting would delete the initial weights.
     """
 
-    shared: Shared | None = None  # what the model knows of sequences that processes share, if they do
+    shared: Shared | None = None  # how processes share sequences, if they do
 
     def __init__(
         self,
@@ -113,10 +112,10 @@ class Trainer(ABC, Generic[Batch]):
     ) -> None:
         self.folder, self.model, self.optimizer, self.device, self.cadence = folder, model, optimizer, device, cadence
         self.ranks = ranks
-        self.listeners: list[Callable[[Record], None]] = []  # called with every record of the log when it is written
-        # The first process looks, because it may be writing one; the others wait for it and get the same answer.
+        self.listeners: list[Callable[[Record], None]] = []  # called with every record of the log
+        # Only the first process looks, because it may be writing a checkpoint; the others receive its answer.
         found = ranks.on_first(lambda: checkpoint.newest(folder)) if resume else None
-        self.before: dict[str, Any] | None = None  # what the result reports about the weights that this run began with
+        self.before: dict[str, Any] | None = None  # the result's entry about the initial weights
         if initial is not None:
             if found is not None:
                 path = folder / run_folder.SETTINGS
@@ -136,7 +135,7 @@ class Trainer(ABC, Generic[Batch]):
         self.window = Window(device)
         self._since_saved = Clock(device)
 
-    # For derived classes to define.
+    # Methods for derived classes.
 
     @property
     @abstractmethod
@@ -145,31 +144,31 @@ class Trainer(ABC, Generic[Batch]):
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:
-        """Plain values for the file of settings, from which a run is resumed."""
+        """Plain values for the settings file, from which a run resumes."""
 
     @abstractmethod
     def begin_from(self, path: Path) -> dict[str, Any]:
-        """Load the weights that the run begins with; returns what the run's result should report about them."""
+        """Load the initial weights; returns the result's entry about them."""
 
     def details(self) -> dict[str, Any]:
-        """Plain values that a checkpoint stores in addition to the step and the seconds."""
+        """Further plain values for a checkpoint."""
         return {"startup_seconds": self.state.startup_seconds}
 
     def restored(self, progress: checkpoint.Progress) -> State:
-        """The state from a checkpoint; of a new run, which has no details, the first state."""
+        """The state from a checkpoint; the initial state for a new run, which has no details."""
         startup = progress.details.get("startup_seconds", 0.0)
         return State(progress.step, progress.seconds, startup, progress.step, progress.seconds)
 
     @abstractmethod
     def training_numbers(self, means: Means, seconds: float) -> Record:
-        """What a line of the log has besides what every trainer logs, for steps that took this many seconds."""
+        """Further numbers for a log line, for steps that took this many seconds."""
 
     @abstractmethod
     def validate(self) -> None:
-        """Score the validation images or examples, and log the result."""
+        """Score the validation set, and log the result."""
 
     def remedy(self) -> str:
-        """What the user can change if the loss is not a number."""
+        """Advice to the user if the loss is not a number."""
         return f"lower --lr (now {self.plan.lr:g}) or raise --warmup (now {self.plan.warmup})"
 
     def check_resumable(self, saved: dict[str, Any]) -> None:
@@ -177,25 +176,25 @@ class Trainer(ABC, Generic[Batch]):
         return
 
     def is_reached(self) -> bool:
-        """Whether the stage should end before its steps and its minutes are over."""
+        """Whether the stage should end before its steps and minutes are over."""
         return False
 
     def startup_ends(self) -> None:
         """Called when the first batch of a stage has arrived and steps are prepared: time counts from here."""
         return
 
-    # The loop.
+    # The training loop.
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """A session of training. After it, the model keeps no process group; see `process_group`."""
+        """A session of training. After it, the model holds no process group; see `process_group`."""
         with single_host_thread(self.device):
             yield
             if self.shared is not None:
                 self.shared.clear()
 
     def train_stage(self, batches: Iterator[Batch], steps: Steps[Batch, Any], pause: Pause) -> bool:
-        """Train until the stage ends. Returns False if the run was paused before; it is saved then."""
+        """Train until the stage ends. Returns False if the run was paused and saved before."""
         state, plan, cadence = self.state, self.plan, self.cadence
         self.window = Window(self.device)
         if self._stage_progress() < 1 and not self.is_reached():
@@ -205,8 +204,7 @@ class Trainer(ABC, Generic[Batch]):
             batch = next(batches)
             before = steps.preparing
             self.window.add(steps(batch, lr), batch.size)
-            # Steps on batches of a new shape may have to be prepared in the middle of a run, which does not count as
-            # training.
+            # New batch shapes may need preparation in the middle of a run, which does not count as training.
             self.state.startup_seconds += steps.preparing - before
             self.window.clock.leave_out(steps.preparing - before)
             if self.average is not None:
@@ -231,10 +229,9 @@ class Trainer(ABC, Generic[Batch]):
         return True
 
     def _started(self, batches: Iterator[Batch], steps: Steps[Batch, Any]) -> Iterator[Batch]:
-        """The batches, once the first has arrived and steps like it are prepared; only then time counts.
+        """The batches, after the first has arrived and its step is prepared; time counts from then on.
 
-        Otherwise a stage that is limited in minutes would spend some of them on starting processes and on compiling, in
-        every session, and more with some masks than with others.
+        Otherwise a stage limited in minutes would spend them on starting processes and compiling.
         """
         clock = Clock(self.device)
         first = next(batches)
@@ -245,7 +242,7 @@ class Trainer(ABC, Generic[Batch]):
         return chain([first], batches)
 
     def stage_progress(self) -> float:
-        """The part of the stage that is done, by its steps or its time, whichever is larger."""
+        """The finished share of the stage, by steps or by time, whichever is larger."""
         plan, state = self.plan, self.state
         by_step = state.stage_step / plan.steps if plan.steps is not None else 0.0
         if plan.minutes is None:
@@ -253,16 +250,16 @@ class Trainer(ABC, Generic[Batch]):
         return max(by_step, (state.stage_seconds + self.window.clock.elapsed()) / (60 * plan.minutes))
 
     def progress(self) -> float:
-        """The part of the run that is done, by default that of its only stage."""
+        """The finished share of the run; by default its only stage's share."""
         return self.stage_progress()
 
     def _stage_progress(self) -> float:
-        """All processes must agree on it: the steps are the same in each of them, the time is not."""
+        """All processes must agree on it: steps are equal in all processes, times are not."""
         progress = self.stage_progress()
         return progress if self.plan.minutes is None else self.ranks.broadcast(progress)
 
     def _is_overdue(self) -> bool:
-        """Whether the last checkpoint is so old that the run must be saved; all processes agree on it."""
+        """Whether the last checkpoint is too old; all processes agree on it."""
         minutes = self.cadence.checkpoint_minutes
         return minutes < math.inf and bool(self.ranks.broadcast(self._since_saved.elapsed() >= 60 * minutes))
 
@@ -294,18 +291,17 @@ class Trainer(ABC, Generic[Batch]):
         return bool(validated) and validated[-1]["step"] == self.state.step
 
     def record(self, record: Record) -> None:
-        """Write a record to the log, and pass it to the listeners of the first process."""
+        """Write a record to the log, and pass it to the first process's listeners."""
         self.log.write(record)
         if self.ranks.first:
             for listener in self.listeners:
                 listener(record)
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Inside the context, the model has the weights that would be the run's result if it ended now."""
+        """Inside the context, the model has the weights that would be the run's result now."""
         return self.average.in_place() if self.average is not None else nullcontext()
 
     def save(self) -> None:
-        """Replace the last checkpoint by a new one."""
         random = self.ranks.gather(checkpoint.random_state(self.device))
         saved = self.model, self.optimizer, self.average, random
         tensors = checkpoint.collected(*saved, self.best) if is_sharded(self.model) else None

@@ -14,7 +14,7 @@ Weights = dict[str, Tensor]  # every parameter, by its name
 class WeightAverage:
     """The average of a model's parameters: `average += (1 - decay) * (weights - average)` after every step.
 
-    warms_up: the decay starts low, at `(1 + step) / (10 + step)`, so that the average soon forgets the first weights.
+    warms_up: the decay starts low, at `(1 + step) / (10 + step)`, so that the average soon forgets the initial weights.
     """
 
     def __init__(self, model: nn.Module, decay: float, *, warms_up: bool = False) -> None:
@@ -34,21 +34,19 @@ class WeightAverage:
             yield
 
     def load(self, weights: Weights) -> None:
-        """Restore a saved average."""
         for name, average in self.weights.items():
             average.copy_(weights[name])
 
 
 def copied(model: nn.Module) -> Weights:
-    """A copy of a model's parameters."""
     return {name: weights.detach().clone() for name, weights in model.named_parameters()}
 
 
 @contextmanager
 def exchanged(model: nn.Module, weights: Weights) -> Iterator[None]:
-    """Inside the context, the model has these weights and the dictionary has the model's own, swapped in place.
+    """Inside the context, the model has these weights and the dictionary has the model's, swapped in place.
 
-    The model's parameters keep their memory, because CUDA graphs read them at fixed addresses.
+    The parameters keep their memory, because CUDA graphs read fixed addresses.
     """
     _exchange(model, weights)
     try:

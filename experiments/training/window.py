@@ -1,4 +1,4 @@
-"""Statistics over the training steps between two lines of the log: sums, means and their time."""
+"""Statistics over the training steps between two log lines: sums, means and time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from experiments.training.steps import BatchSize, Outcome
 
 
 class Means(NamedTuple):
-    """Statistics over the steps since the last line of the log, of all processes together."""
+    """Statistics over the steps since the last log line, of all processes together."""
 
     loss: float
     auxiliary: float
@@ -23,7 +23,7 @@ class Means(NamedTuple):
 
 
 class Window:
-    """Sums over the steps since the last line of the log, on the device so that no step waits for it."""
+    """Sums over the steps since the last log line, on the device, so that no step waits."""
 
     def __init__(self, device: torch.device) -> None:
         self._sums = torch.zeros(3, dtype=torch.float64, device=device)

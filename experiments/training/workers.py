@@ -1,4 +1,4 @@
-"""Worker processes that use one thread each and end when the process that started them ends, even if it was killed."""
+"""Worker processes that use one thread each, and end with their parent process even if it is killed."""
 
 from __future__ import annotations
 
@@ -11,21 +11,19 @@ from multiprocessing.connection import wait
 from multiprocessing.context import SpawnContext, SpawnProcess
 from threading import Thread
 
-GRACE = 20  # seconds that a worker continues after a SIGTERM, so that its parent can save
+GRACE = 20  # seconds that a worker continues after SIGTERM, so that its parent can save
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # PyTorch's, NumPy's and MKL's
 
 
 def available_cores() -> int:
-    """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Worker(SpawnProcess):
     """A process with one thread of PyTorch and of NumPy, whatever the environment says.
 
-    There is a worker for each core. NumPy's OpenBLAS starts a thread for each core in every process by default, and
-    they spin while they wait: a training run beside 12 such workers on 32 cores had a fifth of its speed. The libraries
-    read the number when they are loaded, so it must be set before the process starts.
+    By default NumPy's OpenBLAS starts a spinning thread for each core in every process, which slows training down. The
+    libraries read the number of threads when they are loaded, so it is set before the process starts.
     """
 
     def start(self) -> None:
@@ -48,7 +46,7 @@ class _Workers(SpawnContext):
 
 
 def worker_pool(workers: int, initializer: Callable[[], None] | None = None) -> ProcessPoolExecutor:
-    """A pool of processes that work until it is shut down. initializer: called first in each of them."""
+    """A pool of processes that work until it is shut down. initializer: called first in each process."""
     return ProcessPoolExecutor(workers, mp_context=_Workers(), initializer=_begin, initargs=(initializer,))
 
 
@@ -59,7 +57,7 @@ def _begin(initializer: Callable[[], None] | None) -> None:
 
 
 def _end_with_parent() -> None:
-    """Without this, a worker whose parent was killed would wait for its next task forever."""
+    """End this process when its parent ends; otherwise it would wait for its next task forever."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         wait([parent.sentinel])

@@ -30,7 +30,20 @@ def hooks():
         ("patterns/define.md", "[a](../../../masks/README.md#conventions)", "[a](catalogue.md#conventions)"),
         ("patterns/catalogue.md", "![a](gallery.png)", "![a](../pictures/masks/gallery.png)"),
         ("contributing.md", "[`masks/`](masks)", "`masks`{.path}"),
-        ("faq.md", "[lm](../../experiments/lm/README.md)", "`experiments/lm/README.md`{.path}"),
+        ("faq.md", "[lm](../../experiments/lm/README.md)", "[lm](repository/experiments/lm/README.md)"),
+        ("faq.md", "[lm](../../experiments/lm#a)", "[lm](repository/experiments/lm/README.md#a)"),
+        (
+            "models/train.md",
+            "[f](../../../experiments/results/patterns.json)",
+            "[f](../repository/experiments/results/patterns.json)",
+        ),
+        ("repository/experiments/lm/README.md", "[r](../results/README.md)", "[r](../results/README.md)"),
+        (
+            "faq.md",
+            "[`mask`](../../experiments/lra/custom_mask.py)",
+            "`mask` (`experiments/lra/custom_mask.py`{.path})",
+        ),
+        ("tutorial.md", "[n](notebooks/pattern.ipynb)", "[n](notebooks/pattern.md)"),
         ("results.md", "[a run](../../experiments/results/a.md)", "a run (`experiments/results/a.md`{.path})"),
         ("results.md", "(H200, [run](../../masks/a.md))", "(H200, run: `masks/a.md`{.path})"),
         ("results.md", "| `a \\| b` \\| c |", "| `a | b` \\| c |"),
@@ -50,12 +63,69 @@ def test_links_lead_to_the_repository_if_it_has_an_address(hooks):
     )
 
 
+def test_links_to_copied_files_lead_to_the_repository_instead_if_it_has_an_address(hooks):
+    text = "[lm](../../experiments/lm/README.md)"
+    assert "example.org/r/blob/main/experiments/lm/README.md" in hooks.rewritten(
+        text, "faq.md", "https://example.org/r"
+    )
+
+
+def test_copies_are_those_of_files_that_exist(hooks):
+    text = "[a](../../experiments/results/README.md) [b](../../experiments/results/none.md) [c](../../CONTRIBUTING.md)"
+    assert hooks.copies_in(text, "faq.md") == {"experiments/results/README.md"}
+
+
+def test_a_family_of_patterns_has_a_picture_of_each_that_leads_to_it(hooks):
+    text = (
+        "## A\n\n<!-- pictures -->\n\n::: sparseflash.masks.dense.dense\n\n## B\n\n::: sparseflash.masks.local.local\n"
+    )
+    shown = hooks.with_thumbnails(text)
+    assert (
+        "[![dense](images/dense.png){.pattern}](#sparseflash.masks.dense.dense)" in shown and "local.png" not in shown
+    )
+    assert all(picture.startswith(b"\x89PNG") for picture in hooks.patterns().values())
+    page = (DOCS / "pages" / "reference" / "masks.md").read_text()
+    assert set(hooks.patterns()) <= set(re.findall(r"images/(\w+)\.png", hooks.with_thumbnails(page)))
+
+
+def test_a_notebook_becomes_a_page_with_its_outputs():
+    from types import SimpleNamespace
+
+    from docs.notebooks import markdown
+
+    class Output(dict):
+        __getattr__ = dict.__getitem__
+
+    outputs = [
+        Output(output_type="stream", text="one\n"),
+        Output(output_type="display_data", data={"image/png": "cG5n", "text/plain": "<Figure>"}),
+        Output(output_type="execute_result", data={"text/plain": "3"}),
+        Output(output_type="execute_result", data={"text/html": "<b>4</b>\n", "text/plain": "4"}),
+    ]
+    cells = [
+        SimpleNamespace(cell_type="markdown", source="# A"),
+        SimpleNamespace(cell_type="code", source="f()", outputs=outputs),
+    ]
+    text, pictures = markdown(cells, "a")
+    assert pictures == {"a-1.png": b"png"}
+    assert [part.splitlines()[0] for part in text.split("\n\n")] == [
+        "# A", "```python", "```text", "![What the code above draws](a-1.png)", "```text", "<div><b>4</b></div>",
+    ]  # fmt: skip
+
+
 def test_headings_of_the_reference_are_the_names_that_one_imports(hooks):
     text = "# a\n\n::: sparseflash.attention.attention\n\n::: sparseflash.masks.sparse_transformer.fixed\n"
     assert hooks.with_public_names(text) == (
-        "# a\n\n::: sparseflash.attention.attention\n    options: {heading: sparseflash.attention}\n\n"
-        "::: sparseflash.masks.sparse_transformer.fixed\n    options: {heading: sparseflash.masks.fixed}\n"
+        "# a\n\n::: sparseflash.attention.attention\n"
+        "    options: {heading: sparseflash.attention, heading_level: 2}\n\n"
+        "::: sparseflash.masks.sparse_transformer.fixed\n"
+        "    options: {heading: sparseflash.masks.fixed, heading_level: 2}\n"
     )
+    text = "# a\n\n## b\n\n::: sparseflash.blockmask.BlockMask\n    options: {members: false}\n"
+    assert hooks.with_public_names(text).endswith(
+        "    options: {heading: sparseflash.BlockMask, heading_level: 3, members: false}\n"
+    )
+    assert hooks.public_name("sparseflash.blockmask.BlockMask.load") == "sparseflash.BlockMask.load"
     assert hooks.public_name("sparseflash.distributed.attention.attention") == "sparseflash.distributed.attention"
     assert hooks.public_name("sparseflash.analysis.lint.lint") == "sparseflash.analysis.lint"
 
@@ -77,29 +147,32 @@ def test_every_page_is_in_the_list_of_pages_and_the_other_way_round():
     listed = set(re.findall(r": ([\w/-]+\.md)$|- ([\w/-]+\.md)$", (DOCS / "mkdocs.yml").read_text(), re.MULTILINE))
     listed = {first or second for first, second in listed}
     written = {str(path.relative_to(DOCS / "pages")) for path in (DOCS / "pages").rglob("*.md")}
-    assert listed - written == {"changelog.md", "contributing.md", "patterns/catalogue.md"}
+    notebooks = {str(path.relative_to(DOCS / "pages").with_suffix(".md")) for path in DOCS.rglob("*.ipynb")}
+    assert listed - written == {"changelog.md", "contributing.md", "patterns/catalogue.md", *notebooks}
     assert written - listed == set()
 
 
-def test_the_reference_names_what_there_is_and_all_public_patterns_and_comparisons():
-    from importlib import import_module
-
-    from sparseflash import masks, testing
+def test_the_reference_names_what_there_is_and_all_public_patterns_and_comparisons(hooks):
+    from sparseflash import BlockMask, masks, testing
 
     named = {}
     for path in (DOCS / "pages" / "reference").glob("*.md"):
         for name in re.findall(r"^::: ([\w.]+)$", path.read_text(), re.MULTILINE):
-            module, _, last = name.rpartition(".")
             try:
-                named[name] = getattr(import_module(module), last)
-            except ImportError as error:
-                raise AssertionError(f"{path.name} names {name}, which there is not") from error
+                named[name] = hooks.located(name)
+            except (AttributeError, ImportError) as error:
+                raise AssertionError(f"{path.name} names {name}, which does not exist") from error
     for public in (masks, testing):
         assert {name for name in public.__all__ if getattr(public, name) not in named.values()} == set()
+    methods = {
+        name for name, each in vars(BlockMask).items() if isinstance(each, classmethod | property) or callable(each)
+    }
+    shown = {name.rpartition(".")[2] for name in named if ".BlockMask." in name}
+    assert {name for name in methods if not name.startswith("_")} - shown == set()
 
 
 def test_every_picture_is_drawn_and_every_drawing_is_stored():
-    from docs.figures.__main__ import FIGURES
+    from docs.pictures.__main__ import FIGURES
 
     stored = {path.name for path in (DOCS / "pages" / "images").iterdir()}
     assert stored == set(FIGURES)
@@ -108,52 +181,43 @@ def test_every_picture_is_drawn_and_every_drawing_is_stored():
 
 
 def test_the_speed_figure_has_the_stored_times_of_both_runs():
-    from docs.figures import speed
+    from docs.figures.store import stored
+    from docs.pictures import speed
 
     figure = speed.speed_over_density(128)
     lines = {
         (place, line.get_label()): line.get_ydata() for place, axis in enumerate(figure.axes) for line in axis.lines
     }
+    lines = {key: speeds for key, speeds in lines.items() if set(speeds) != {speed.PEAK}}
     assert {label for _, label in lines} == {name for name, *_ in speed.PEERS.values()}
-    dense = [row for row in speed.rows("h200-f8db2f94", 128) if row["mask"] == "dense"]
-    shown = {(row["direction"], row["peer"]): float(row["tflops"]) for row in dense}
-    assert lines[0, "sparseflash"][-1] == shown["forward", "ours"]
-    assert lines[1, "FlashAttention-4"][-1] == shown["backward", "fa4"]
+    for place, direction, peer in ((0, "forward", "sparseflash"), (1, "backward", "fa4")):
+        dense = speed.timed(stored()["speed/h200"], 128, direction, peer)["dense"]
+        assert lines[place, speed.PEERS[peer][0]][-1] == dense.settings["flops"] / dense.value / 1e9
 
 
-def test_the_tables_beside_flashattention_4_are_those_of_the_stored_run():
-    from docs.figures import speed
-
-    passes = [(dim, direction) for dim in (128, 64) for direction in ("forward", "backward")]
-    times = {
-        (dim, row["direction"], row["mask"], row["peer"]): float(row["ms"])
-        for dim in (128, 64)
-        for row in speed.rows("h200-f8db2f94", dim)
-    }
-
-    def ratios(mask):
-        return [f"{times[(*each, mask, 'fa4')] / times[(*each, mask, 'ours')]:.2f}" for each in passes]
-
-    page, readme = (path.read_text() for path in (DOCS / "pages" / "results.md", ROOT / "README.md"))
-    masks = ("dense", "causal", "butterfly", "local", "random12", "bigbird")
-    for mask in masks:
-        (row,) = re.findall(rf"^\| {mask} \|[^|]*\|(.*) \|$", page, re.MULTILINE)
-        assert [each.strip() for each in row.split("|")] == ratios(mask)
-    for number, (dim, direction) in enumerate(passes):
-        (row,) = re.findall(rf"^\| D={dim} {direction} \|(.*) \|$", readme, re.MULTILINE)
-        assert [each.strip(" *") for each in row.split("|")] == [ratios(mask)[number] for mask in masks]
-
-    def ranges(peer):
-        for dim, direction in passes:
-            found = sorted(
-                time / times[(*key[:3], "ours")] for key, time in times.items() if key == (dim, direction, key[2], peer)
-            )
-            yield f"{found[0]:.2f} to {found[-1]:.2f}"
-
-    (row,) = re.findall(r"^\| FlexAttention, the six masks above \|(.*)$", readme, re.MULTILINE)
-    assert sorted(re.findall(r"[\d.]+ to [\d.]+", row)) == sorted(ranges("flex"))
+def measured_numbers(text):
+    """The numbers that marks of docs/figures have put into a page; of a table those of its cells."""
+    figures = re.findall(r"<!-- figure: [^>]*-->(.*?)<!-- /figure -->", text)
+    tables = re.findall(r"<!-- table: [^>]*-->(.*?)<!-- /table -->", text, re.DOTALL)
+    rows = [row for table in tables for row in re.findall(r"^\|[^|]*\|(.*)\|$", table, re.MULTILINE)[2:]]
+    cells = [cell for row in rows for cell in row.split("|")]
+    return [number for shown in [*figures, *cells] for number in re.findall(r"\d[\d,.]*", shown)]
 
 
-def test_the_hooks_and_figures_are_documented():
-    for path in [*DOCS.glob("*.py"), *(DOCS / "figures").glob("*.py")]:
+def test_the_readme_stays_short():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 120 and 0 < len(measured_numbers(text)) <= 30
+
+
+def test_measured_numbers_are_counted():
+    table = "<!-- table: t -->\n| a | 64 |\n|---|---|\n| b 8 | **1.25** |\n\nH200, 2026\n<!-- /table -->"
+    assert measured_numbers(f"7 <!-- figure: a/b/64 -->0.9 to 1,100 ms<!-- /figure --> {table}") == [
+        "0.9",
+        "1,100",
+        "1.25",
+    ]
+
+
+def test_the_hooks_and_pictures_are_documented():
+    for path in [*DOCS.glob("*.py"), *(DOCS / "pictures").glob("*.py")]:
         assert ast.get_docstring(ast.parse(path.read_text()))

@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from docs import versions as said
+from docs.figures import versions as said
+from docs.figures.store import stored
 from pages import ROOT
 from sparseflash.backends.triton import versions
 from sparseflash.backends.triton.launcher import DIRECT_VERSIONS
@@ -21,17 +22,18 @@ def words(path):
 
 @pytest.mark.parametrize("page", ["README.md", "docs/pages/tutorial.md"])
 def test_a_page_has_the_sentence(page):
-    assert said.sentence().rstrip(".") in words(page), f"`python -m docs.versions` prints what must stand in {page}"
+    assert said.sentence().rstrip(".") in words(page), "<!-- text: triton-versions --><!-- /text --> writes it"
 
 
 def test_the_questions_have_the_table():
-    assert said.table() in (ROOT / "docs/pages/faq.md").read_text(), "`python -m docs.versions` prints what must stand"
+    assert "<!-- table: triton-versions -->" in (ROOT / "docs/pages/faq.md").read_text()
 
 
 def test_every_version_was_timed_beside_the_first():
-    speeds = said.relative_speeds()
-    assert {version for version, _ in speeds} == {named((each.triton,)) for each in MEASURED}
-    assert all(len(found) >= 12 for found in speeds.values()), "twelve cases of `speed --quick`"
+    measured = stored()["triton-versions/h200"]
+    assert {each.way for each in measured.measurements if "portable" not in each.way} == set(said.rows().values())
+    for way in said.rows().values():
+        assert len(measured.matching(f"{said.NAMES}/*/{way}")) >= 24, "twelve cases of `speed --quick`, two passes"
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/pages/faq.md", "docs/pages/tutorial.md"])

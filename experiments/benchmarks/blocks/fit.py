@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from scipy.optimize import least_squares
 
+from experiments import measurements
 from experiments.benchmarks.tune.space import parse
 from experiments.training.cli_errors import short_errors
 from experiments.training.reading import reading
@@ -33,7 +34,7 @@ _LEAST, _MOST = 0.02, 20.0  # bounds of a constant
 
 @app.command()
 def main(
-    times: Annotated[list[Path], typer.Argument(help="blocks.csv of one run or of several on one GPU.", exists=True)],
+    times: Annotated[list[Path], typer.Argument(help="blocks.jsonl of one run or of several on one GPU.", exists=True)],
     without: Annotated[list[str] | None, typer.Option(help="Leave out this kind of mask; may be repeated.")] = None,
     shipped: Annotated[
         bool,
@@ -79,8 +80,8 @@ def read(paths: Sequence[Path], without: Sequence[str] = (), *, shipped: bool = 
 
 
 def _times(path: Path) -> pd.DataFrame:
-    with reading(path, "blocks.csv of a run"):
-        found = pd.read_csv(path)
+    with reading(path, "blocks.jsonl of a run"):
+        found = pd.DataFrame([each.settings | {"ms": each.value} for each in measurements.read(path)[1]])
         found[[*_CASE, "tiling", "config", "tiles", "length", "ms"]]  # raises KeyError for a column that is not there
     return found
 

@@ -1,15 +1,14 @@
-"""Times the three kernels under one mask, each in several tilings, on the same inputs."""
+"""The three kernels under one mask, each in several tilings, on the same inputs: compared, timed and recorded."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, get_args
 
 import torch
 
-from experiments.benchmarks import timing
+from experiments.benchmarks.harness import Bench, Way, slug
 from experiments.benchmarks.speed.patterns import block_mask, pattern
 from experiments.benchmarks.tune.kernel_call import KernelOfAttention
 from sparseflash import BlockMask
@@ -26,26 +25,7 @@ TARGETS = {128: 1.0, 64: 0.85, 32: 0.6, 16: 0.4}  # relative to the speed per li
 _CHANNELS = 2048  # all heads together
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One kernel under one mask in one tiling."""
-
-    kind: str
-    block: int  # tokens
-    dim: int
-    kernel: str
-    way: str  # OWN, CHOSEN, the name of a tiling, or a configuration
-    tiling: Tiling
-    config: Config
-    length: int  # tokens
-    kept: int  # live scores per head
-    tiles: int  # in the lists of the tiling, per head
-    predicted: float  # the cost per head, in units of a product of 64 x 64 scores
-    ms: float
-    difference: float  # from the results in the mask's own tiles, relative to the largest
-
-
-class Bench:
+class Kernels:
     """Inputs of one head dim, 2048 channels in all, in bf16; in fp16 on a CPU, whose interpreter has no bf16."""
 
     def __init__(self, dim: int, length: int, device: torch.device) -> None:
@@ -59,31 +39,31 @@ class Bench:
         )
 
     def measure(
-        self, kind: str, block: int, *, every: bool = False, configs: Sequence[Config] = (),
-        kernels: Sequence[Kernel] = KERNELS, rounds: int = 2, round_ms: float = 15.0,
-    ) -> list[Measured]:  # fmt: skip
+        self, bench: Bench, kind: str, block: int, *, every: bool = False, configs: Sequence[Config] = (),
+        kernels: Sequence[Kernel] = KERNELS,
+    ) -> None:  # fmt: skip
         """The kernels in the tiles of the mask and in those that the plan chooses.
 
         If `every`, also in all other tilings that it could have chosen; and for each of `configs`, in the tiling that
-        the plan chooses with it. Raises RuntimeError if a kernel fails.
+        the plan chooses with it. Raises what a kernel raises that fails.
         """
-        found = []
         mask = block_mask(kind, self.length, block).to(self.device)
         for kernel in kernels:
             calls = self._calls(kernel, mask, every=every, configs=configs)
-            timed = {way: timing.Timed(call.run, nullcontext) for way, call in calls.items()}
-            times = timing.in_turns(timed, self.device, rounds=rounds, round_ms=round_ms)
-            for way, call in calls.items():
-                if times[way].failure is not None:
-                    raise RuntimeError(f"{kernel}, {kind} in blocks of {block}, {way}") from times[way].failure
-                found.append(
-                    Measured(
-                        kind, block, self.dim, kernel, way, call.tiling, call.config,
-                        self.length, pattern(kind, self.length, block).kept, call.tiles, call.predicted, times[way].ms,
-                        _difference(call.results, calls[OWN].results),
-                    )
-                )  # fmt: skip
-        return found
+            for call in calls.values():
+                call.run()
+            shared = {
+                "kind": kind, "block": block, "dim": self.dim, "kernel": kernel, "length": self.length,
+                "kept": pattern(kind, self.length, block).kept,
+            }  # fmt: skip
+            ways = {
+                slug(way): Way(
+                    call.run,
+                    settings=shared | call.settings | {"difference": _difference(call.results, calls[OWN].results)},
+                )
+                for way, call in calls.items()
+            }
+            bench.time(f"{kind}/{self.dim}/{block}/{kernel}", ways)
 
     def _calls(self, kernel: Kernel, mask: BlockMask, *, every: bool, configs: Sequence[Config]) -> dict[str, _Call]:
         """The kernel in each of the ways in which it is timed."""
@@ -113,16 +93,21 @@ class Bench:
         tiles = retiling.count(int(subject.kernel == "dk_dv"), tiling)
         tile = held_and_streamed(subject.kernel, config[:2])
         predicted = HALF.of_tiles(tiles, tiling, tile, self.length, config.num_warps)
-        return _Call(call.run, tiling, config, tiles, predicted, call.results)
+        return _Call(
+            call.run, {"tiling": "x".join(map(str, tiling)), "config": str(config), "tiles": tiles,
+                       "predicted": predicted}, tiling, call.results,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class _Call:
+    """Of its settings, `tiles` are those in the lists of a head, and `predicted` is the cost of a head in units of a
+    product of 64 x 64 scores.
+    """
+
     run: Callable[[], None]
+    settings: dict[str, Any]
     tiling: Tiling
-    config: Config
-    tiles: int
-    predicted: float
     results: list[torch.Tensor]
 
 

@@ -1,5 +1,5 @@
 """What a call costs the host, beside PyTorch's own attention: microseconds of calls so short that the GPU waits.
 
 See `python -m experiments.benchmarks.calls --help`. May import the library, its `launcher` (to bypass it),
-`training`, and of benchmarks `timing` and `fresh_process`.
+and of benchmarks `harness`, `timing` and `fresh_process`.
 """

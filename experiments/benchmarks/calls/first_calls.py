@@ -9,20 +9,23 @@ import sys
 
 import torch
 
-from experiments.benchmarks.calls.report import Row
 from experiments.benchmarks.calls.ways import BOTH, FIRST_CALLS, IMPLEMENTATIONS_OF, INFERENCE, Shape, calls_of
 from experiments.benchmarks.fresh_process import answer_in, output_of, print_answer
+from experiments.benchmarks.harness import Bench
 from experiments.benchmarks.timing import first_call
 
 
-def first_calls(name: str, *, limit: float = 240.0) -> list[Row]:
+def record_first_calls(bench: Bench, name: str, *, limit: float = 240.0) -> None:
     """Seconds of FIRST_CALLS of one implementation, one after another, in a new process."""
+    seconds: dict[str, float] = {}
+    failure = ""
     try:
-        output = output_of(__name__, name, limit=limit)
-    except RuntimeError as failure:
-        return [Row(what, name, None, failure=str(failure)) for what in FIRST_CALLS]
-    seconds: dict[str, float] = answer_in(output)
-    return [Row(what, name, seconds[what]) for what in FIRST_CALLS]
+        seconds = answer_in(output_of(__name__, name, limit=limit))
+    except RuntimeError as failed:
+        failure = str(failed)
+    for what in FIRST_CALLS:
+        bench.add(f"{what}/{name}", seconds.get(what), "s", failure=failure)
+    bench.save()
 
 
 def main(name: str) -> None:

@@ -21,33 +21,27 @@ from torch.nn.functional import scaled_dot_product_attention
 import sparseflash
 from sparseflash import masks
 
+# The calls, in the order of the table. All but the last four have a causal mask made before.
 INFERENCE = "inference"
-FORWARD = "forward, gradients wanted"
-BOTH = "forward and backward"
-BOTH_HERE = "forward and backward, one thread"
-LENGTHS = "new lengths and a call"
-MASK = "new causal mask and a call"
-CHOICE = "top-k blocks and a call"
+FORWARD = "forward-gradients-wanted"  # the graph of the backward is made, and dropped
+BOTH = "forward-and-backward"  # forward and `torch.autograd.grad` for q, k and v
+# The backward runs in the thread that calls it and not in one of autograd's.
+BOTH_HERE = "forward-and-backward-one-thread"
+# Ours: `mask.with_lengths(new)`; SDPA: a Boolean mask made of the lengths; FlexAttention: `create_block_mask` of a rule
+# that reads them.
+LENGTHS = "new-lengths-and-a-call"
+# Ours: `masks.causal(n)`; SDPA: `is_causal=True`; FlexAttention: `create_block_mask(causal)`.
+MASK = "new-causal-mask-and-a-call"
+# The best blocks of every block row by given scores. Ours: `masks.top_k_blocks`; FlexAttention: `topk` and
+# `BlockMask.from_kv_blocks`, in blocks of 128, as all its masks are here; SDPA has no blocks.
+CHOICE = "top-k-blocks-and-a-call"
 WAYS = (INFERENCE, FORWARD, BOTH, BOTH_HERE, LENGTHS, MASK, CHOICE)
-FIRST_CALLS = ("first forward and backward", "the same of another head dim", "inference, a third head dim")
+# Seconds of a new process: a forward and backward, the same of another head dim, and inference of a third.
+FIRST_CALLS = ("first-forward-and-backward", "the-same-of-another-head-dim", "inference-a-third-head-dim")
 
-OURS, SDPA, FLEX = "sparseflash", "SDPA", "FlexAttention"
-IMPLEMENTATIONS = (OURS, SDPA, FLEX)
-THROUGH_TRITON = "sparseflash by Triton's launcher"  # only if it is asked for
+OURS, SDPA, FLEX = "sparseflash", "sdpa", "flex"
+THROUGH_TRITON = "sparseflash-by-tritons-launcher"  # only if it is asked for
 FLEX_BLOCK = 128  # its kernels refuse smaller blocks unless their tile sizes are also reduced by hand
-
-NOTES = {
-    INFERENCE: "causal, the mask made before; so are the next two",
-    FORWARD: "the graph of the backward is made, and dropped",
-    BOTH: "`torch.autograd.grad` for q, k and v",
-    BOTH_HERE: "the same under `torch.autograd.set_multithreading_enabled(False)`: the backward runs in the thread "
-    "that calls it and not in one of autograd's",
-    LENGTHS: "ours: `mask.with_lengths(new)`; SDPA: a Boolean mask made of the lengths; FlexAttention: "
-    "`create_block_mask` of a rule that reads them",
-    MASK: "ours: `masks.causal(n)`; SDPA: `is_causal=True`; FlexAttention: `create_block_mask(causal)`",
-    CHOICE: "the best blocks of every block row by given scores; ours: `masks.top_k_blocks`; FlexAttention: `topk`, "
-    "`BlockMask.from_kv_blocks`, in blocks of 128, as all its masks are here; SDPA has no blocks",
-}
 
 
 class Shape(NamedTuple):

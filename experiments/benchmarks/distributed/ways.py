@@ -18,10 +18,10 @@ from sparseflash import BlockMask, attention, distributed
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 # PyTorch 2.13 has another name for it, and warns of the one that 2.11 has.
 all_gather = getattr(collectives, "all_gather_single_autograd", None) or collectives.all_gather_tensor_autograd
-ONE, PEER = "one rank", "context_parallel"
-COLLECTIVE = ", collective"
-_KEYS = tuple(f"keys, {stages} st." for stages in range(3))
-WAYS = (ONE, "auto", *_KEYS, *(f"{way}{COLLECTIVE}" for way in _KEYS[:2]), "queries", "heads", "all-gather", PEER)
+ONE, PEER = "one-gpu", "context-parallel"
+COLLECTIVE = "-collective"
+_KEYS = tuple(f"keys-{stages}-stages" for stages in range(3))
+WAYS = (ONE, "auto", *_KEYS, *(f"{way}{COLLECTIVE}" for way in _KEYS[:2]), "queries", "all-to-all", "all-gather", PEER)
 
 
 class Way(NamedTuple):
@@ -109,10 +109,10 @@ def way_of(name: str, setting: Setting, stack: ExitStack) -> Way:
         return gathering(setting)
     if name == "auto":
         return setting.planned()
-    strategy, _, stages = name.removesuffix(COLLECTIVE).partition(", ")
-    options: dict[str, object] = {"strategy": strategy}
-    if stages:
-        options["stages"] = int(stages.split()[0])
+    strategy, *stages = name.removesuffix(COLLECTIVE).split("-")
+    options: dict[str, object] = {"strategy": "heads" if name == "all-to-all" else strategy}
+    if strategy == "keys":
+        options["stages"] = int(stages[0])
     if name.endswith(COLLECTIVE):
         options["transport"] = "collective"
     return setting.planned(**options)

@@ -3,5 +3,5 @@ Transformers offers. Are logits and gradients those of "eager", how many tokens 
 
     python -m experiments.benchmarks.huggingface models --model llama
 
-May import `timing`, `training`, the library and `sparseflash.huggingface`.
+May import `harness`, `measurements`, `timing`, `training`, the library and `sparseflash.huggingface`.
 """

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from experiments.benchmarks.huggingface.implementations import reason, release, with_attention
+from experiments.benchmarks.harness import Bench, reason, slug
+from experiments.benchmarks.huggingface.implementations import recorded_as, release, with_attention
 from experiments.training.clock import synchronize
 from experiments.training.environment import peak_memory
 
 DYNAMIC, STATIC, COMPILED = "dynamic cache", "static cache", "static cache, compiled"
 CHECKED_PROMPT, CHECKED_NEW, CHECKED_LEFT = 100, 32, 13
 SAME = "the same"
-NAN = float("nan")
 
 
 @dataclass(frozen=True)
@@ -33,27 +33,16 @@ class Way:
         return f"{self.implementation}, {self.cache}"
 
     @property
+    def path(self) -> str:
+        """In names of measurements."""
+        return f"{slug(self.cache)}/{recorded_as(self.implementation)}"
+
+    @property
     def options(self) -> dict[str, Any]:
         """Of `generate`. With a static cache on a GPU it compiles by itself what follows the prompt."""
         if self.cache == DYNAMIC:
             return {}
         return {"cache_implementation": "static", "disable_compile": self.cache == STATIC}
-
-
-@dataclass
-class Row:
-    """The times of one way for prompts of one length, or the reason why there are none."""
-
-    prompt: int
-    batch: int
-    implementation: str
-    prompt_rate: float = NAN  # tokens a second until the first new one
-    token_ms: float = NAN  # of each that follows, in every row of the batch
-    rate: float = NAN  # following tokens a second, all rows of the batch
-    spread: float = NAN  # the range of the rounds' token_ms over their median
-    first_seconds: float = NAN  # of the first run, with compilation
-    peak_bytes: int | None = None
-    failure: str = ""
 
 
 @dataclass
@@ -107,49 +96,49 @@ def same_tokens(model: nn.Module, ways: Sequence[Way]) -> dict[str, str]:
 
 
 def measure(
-    model: nn.Module, ways: Sequence[Way], prompt: int, batch: int, *, new: int, rounds: int, device: torch.device,
-    late: Callable[[], bool], say: Callable[[str], None],
-) -> list[Row]:  # fmt: skip
-    """A row for each way, which take turns. new: tokens to generate, at least two."""
-    rows = [Row(prompt, batch, str(way)) for way in ways]
+    bench: Bench, model: nn.Module, ways: Sequence[Way], prompt: int, batch: int, *, new: int, late: Callable[[], bool]
+) -> None:
+    """Milliseconds of a prompt and of each token that follows, in every row of the batch; ways take turns.
+
+    new: tokens to generate, at least two.
+    """
     ids = drawn(model, batch, prompt)
     models: dict[str, nn.Module] = {}
-    for row, way in zip(rows, ways):
-        try:
-            if way.implementation not in models:
-                models[way.implementation] = with_attention(model, way.implementation)
-        except Exception as failure:
-            row.failure = reason(failure)
-    seconds: dict[str, list[tuple[float, float]]] = {str(way): [] for way in ways}  # of prompt and token, of each round
-    for number in range(rounds + 1):
-        for row, way in zip(rows, ways):
-            if row.failure:
+    failures: dict[Way, str] = {}
+    rounds: dict[Way, list[tuple[float, float]]] = {way: [] for way in ways}  # ms of the prompt and of a token
+    for number in range(bench.rounds + 1):
+        for way in ways:
+            if way in failures:
                 continue
             if late():
-                row.failure = "" if seconds[str(way)] else "out of time"
+                if not rounds[way]:
+                    failures[way] = "out of time"
                 continue
             try:
-                if device.type == "cuda":
-                    torch.cuda.reset_peak_memory_stats(device)
+                if way.implementation not in models:
+                    models[way.implementation] = with_attention(model, way.implementation)
+                if bench.device.type == "cuda":
+                    torch.cuda.reset_peak_memory_stats(bench.device)
                 begin = time.perf_counter()
-                stamps = _Stamps(device)
+                stamps = _Stamps(bench.device)
                 generated(models[way.implementation], ids, new, way, streamer=stamps)
                 if number == 0:  # in which all is compiled
-                    row.first_seconds = time.perf_counter() - begin
-                    row.peak_bytes = peak_memory(device)
-                    say(f"{prompt:,} x {batch}, {way}: first {row.first_seconds:.1f} s")
+                    bench.add(f"{batch}x{prompt}-first/{way.path}", time.perf_counter() - begin, "s")
+                    if (peak := peak_memory(bench.device)) is not None:
+                        bench.add(f"{batch}x{prompt}-peak/{way.path}", peak / 2**30, "GiB")
                     continue
-                took = [after - before for before, after in pairwise(stamps.seconds)]
-                seconds[str(way)].append((took[0], median(took[1:])))
+                took = [1e3 * (after - before) for before, after in pairwise(stamps.seconds)]
+                rounds[way].append((took[0], median(took[1:])))
             except Exception as failure:
-                row.failure = reason(failure)
-                say(f"{prompt:,} x {batch}, {way}: {row.failure}")
-            release(device)
-    for row, rounds_of in zip(rows, seconds.values()):
-        if row.failure or not rounds_of:
-            row.failure = row.failure or "out of time"
-            continue
-        of_prompt, of_token = (median(each) for each in zip(*rounds_of))
-        row.prompt_rate, row.token_ms, row.rate = batch * prompt / of_prompt, of_token * 1e3, batch / of_token
-        row.spread = (max(each for _, each in rounds_of) - min(each for _, each in rounds_of)) / of_token
-    return rows
+                failures[way] = reason(failure)
+            release(bench.device)
+    for way, found in rounds.items():
+        of_rounds = list(zip(*found, strict=True)) if way not in failures else [(), ()]
+        for what, times, items in zip(("-prompt", ""), of_rounds, (batch * prompt, batch), strict=True):
+            path = f"{batch}x{prompt}{what}/{way.path}"
+            if way in failures:
+                bench.add(path, None, "ms", failure=failures[way])
+            else:
+                value = median(times)
+                bench.add(path, value, "ms", spread=(max(times) - min(times)) / value, items=items, of="tokens/s")
+    bench.save()

@@ -26,6 +26,11 @@ def available() -> list[str]:
     return ["eager", "sdpa", "flex_attention", *(name for name, is_there in installed.items() if is_there()), OURS]
 
 
+def recorded_as(implementation: str) -> str:
+    """The implementation in names of measurements."""
+    return {"flex_attention": "flex", "flash_attention_4": "fa4"}.get(implementation, implementation)
+
+
 def with_attention(model: nn.Module, implementation: str) -> nn.Module:
     """The same model, with the same parameters and buffers, that computes its attention in this way.
 
@@ -51,14 +56,6 @@ def _used(module: nn.Module, default: str) -> str:
     """The attention implementation that a part of a model names; the default for parts that name none."""
     used: str = getattr(getattr(module, "config", None), "_attn_implementation", default)
     return used
-
-
-def reason(failure: Exception) -> str:
-    """A failure in a few words, for a row of a table."""
-    if isinstance(failure, torch.OutOfMemoryError):
-        return "out of memory"
-    lines = str(failure).strip().splitlines() or [""]
-    return f"{type(failure).__name__}: {lines[0]}"[:160]
 
 
 def release(device: torch.device) -> None:

@@ -1,124 +1,96 @@
-"""Exactness and speed of one model with each attention implementation; what cannot run is a row with its reason."""
+"""Exactness and speed of one model with each attention implementation; what cannot run is recorded with its reason."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from experiments.benchmarks.harness import Bench, Way, reason
 from experiments.benchmarks.huggingface.exactness import Yardstick, worst
-from experiments.benchmarks.huggingface.implementations import OURS, reason, release, with_attention
+from experiments.benchmarks.huggingface.implementations import OURS, recorded_as, release, with_attention
 from experiments.benchmarks.huggingface.shapes import Shape
-from experiments.benchmarks.timing import Timed, Timing, first_call, in_turns
+from experiments.benchmarks.timing import first_call
+from experiments.measurements import Measurement
 from experiments.training.environment import peak_memory
 
-EXACT, FORWARD, STEP = "exactness", "forward", "training step"
+ERROR, FORWARD, STEP = "exactness", "forward", "training-step"
 CHECKED_TOKENS, CHECKED_BATCH = 150, 2
-NAN = float("nan")
+GIB = 2**30
+ALLOWED = "of what is allowed"  # the unit of errors
+
+Late = Callable[[], bool]
 
 
-@dataclass
-class Row:
-    """One number of one model with one implementation, or the reason why there is none."""
-
-    model: str
-    implementation: str
-    what: str  # EXACT, FORWARD or STEP
-    value: float = NAN  # the largest error over what is allowed, or tokens or images a second
-    ms: float = NAN
-    spread: float = NAN
-    peak_bytes: int | None = None
-    first_seconds: float = NAN  # of the first call, with compilation
-    note: str = ""  # of EXACT: which result has the largest error
-    failure: str = ""
+def deadline(minutes: float | None) -> Late:
+    """Whether so many minutes have passed from now."""
+    end = float("inf") if minutes is None else time.monotonic() + 60 * minutes
+    return lambda: time.monotonic() > end
 
 
 @dataclass(frozen=True)
 class Options:
-    """How to measure. tokens, batch: None for the shape's own. deadline: by time.monotonic(); nothing begins after."""
+    """How to measure. tokens, batch: None for the shape's own. late: nothing begins once it is true."""
 
     tokens: int | None = None
     batch: int | None = None
     compiles: bool = False
     small: bool = False
-    rounds: int = 3
-    round_ms: float = 300.0
-    deadline: float = float("inf")
-
-    def late(self) -> bool:
-        return time.monotonic() > self.deadline
+    late: Late = lambda: False
 
 
-Say = Callable[[str], None]
-
-
-def exactness(
-    shape: Shape, names: Sequence[str], options: Options, device: torch.device, dtype: torch.dtype
-) -> Iterator[Row]:
+def exactness(bench: Bench, shape: Shape, names: Sequence[str], options: Options, dtype: torch.dtype) -> None:
     """The largest error of logits and gradients over what is allowed, for each implementation but "eager"."""
-
-    def row(name: str, **values: object) -> Row:
-        return Row(shape.name, name, EXACT, **values)  # type: ignore[arg-type]
-
-    others = [name for name in names if name != "eager"]
+    failures: dict[str, str] = {}
     tokens = min(CHECKED_TOKENS, options.tokens or CHECKED_TOKENS)
     try:
-        model = shape.made(dtype, device, tokens=tokens, small=options.small, check=True)
+        model = shape.made(dtype, bench.device, tokens=tokens, small=options.small, check=True)
         yardstick = Yardstick.of(
-            model, lambda seed: shape.inputs(model, device, tokens=tokens, batch=CHECKED_BATCH, seed=seed)
+            model, lambda seed: shape.inputs(model, bench.device, tokens=tokens, batch=CHECKED_BATCH, seed=seed)
         )
     except Exception as failure:
-        yield from (row(name, failure=f"eager: {reason(failure)}") for name in others)
-        return
-    for name in others:
-        if name in shape.without or options.late():
-            yield row(name, failure=shape.without.get(name, "out of time"))
-            continue
-        try:
-            what, ratio = worst(yardstick.compare(with_attention(model, name)))
-            yield row(name, value=ratio, note=what)
-        except Exception as failure:
-            yield row(name, failure=reason(failure))
+        failures = dict.fromkeys(names, f"eager: {reason(failure)}")
+    for name in (name for name in names if name != "eager"):
+        path = f"{shape.name}/{ERROR}/{recorded_as(name)}"
+        failed = failures.get(name) or shape.without.get(name) or ("out of time" if options.late() else "")
+        if not failed:
+            try:
+                what, ratio = worst(yardstick.compare(with_attention(model, name)))
+                bench.add(path, ratio, ALLOWED, largest=what)
+            except Exception as failure:
+                failed = reason(failure)
+        if failed:
+            bench.add(path, None, ALLOWED, failure=failed)
 
 
-def speed(
-    shape: Shape, names: Sequence[str], options: Options, device: torch.device, dtype: torch.dtype, say: Say
-) -> list[Row]:
-    """Tokens or images a second of a forward pass and of a training step, implementations in turns."""
+def speed(bench: Bench, shape: Shape, names: Sequence[str], options: Options, dtype: torch.dtype) -> None:
+    """Milliseconds of a forward pass and of a training step, implementations in turns, and what the first call took."""
     tokens, batch = options.tokens or shape.tokens, options.batch or shape.batch
-    rows = [Row(shape.name, name, what) for name in names for what in (FORWARD, STEP)]
-    try:
-        model = shape.made(dtype, device, tokens=tokens, small=options.small, check=False)
-        inputs = shape.inputs(model, device, tokens=tokens, batch=batch)
-    except Exception as failure:
-        for row in rows:
-            row.failure = reason(failure)
-        return rows
-    calls: dict[str, Timed] = {}
     models: dict[str, nn.Module | str] = {}  # or why there is none
-    for row in rows:
-        if row.implementation not in models:
-            refused = shape.without.get(row.implementation)
-            models[row.implementation] = refused or _prepared(model, row.implementation, options.compiles)
-        made = models[row.implementation]
-        if isinstance(made, str) or options.late():
-            row.failure = made if isinstance(made, str) else "out of time"
-            continue
-        call = _forward(made, inputs) if row.what == FORWARD else _training_step(made, inputs)
-        _first_calls(row, call, model, device)
-        say(f"{row.model}, {row.implementation}, {row.what}: {row.failure or f'first {row.first_seconds:.1f} s'}")
-        if not row.failure:
-            calls[f"{row.implementation}, {row.what}"] = Timed(call, nullcontext)
-    timings = in_turns(calls, device, rounds=options.rounds, round_ms=options.round_ms)
-    for row in rows:
-        timing = timings.get(f"{row.implementation}, {row.what}")
-        if timing is not None:
-            _fill(row, timing, shape.count(inputs))
-    return rows
+    ways: dict[str, Way] = {}
+    try:
+        model = shape.made(dtype, bench.device, tokens=tokens, small=options.small, check=False)
+        inputs = shape.inputs(model, bench.device, tokens=tokens, batch=batch)
+    except Exception as failure:
+        models = dict.fromkeys(names, reason(failure))
+    for name in names:
+        if name not in models:
+            models[name] = shape.without.get(name) or _prepared(model, name, options.compiles)
+        made = models[name]
+        for what, call_of in ((FORWARD, _forward), (STEP, _training_step)):
+            failed = made if isinstance(made, str) else "out of time" if options.late() else ""
+            if not failed and not isinstance(made, str):
+                call = call_of(made, inputs)
+                failed = _first_calls(bench, f"{shape.name}/{{}}-{what}/{recorded_as(name)}", call, model)
+            if failed:
+                bench.add(f"{shape.name}/{what}/{recorded_as(name)}", None, "ms", failure=failed)
+            else:
+                settings = {"items": shape.count(inputs), "of": shape.unit, "batch": batch, "tokens": tokens}
+                ways[f"{what}/{recorded_as(name)}"] = Way(call, settings=settings, peer=True)
+    bench.time(shape.name, ways)
 
 
 def _prepared(model: nn.Module, name: str, compiles: bool) -> nn.Module | str:
@@ -151,34 +123,27 @@ def _training_step(model: nn.Module, inputs: dict[str, torch.Tensor]) -> Callabl
     return step
 
 
-def _first_calls(row: Row, call: Callable[[], object], weights: nn.Module, device: torch.device) -> None:
-    """Two calls: in the first all is compiled, of the second the memory is noted."""
+def _first_calls(bench: Bench, path: str, call: Callable[[], object], weights: nn.Module) -> str:
+    """Two calls: in the first all is compiled, of the second the memory is noted. Returns why they failed."""
+    failed = ""
     try:
-        row.first_seconds, _ = first_call(call, device)
+        seconds, _ = first_call(call, bench.device)
         weights.zero_grad(set_to_none=True)
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-        first_call(call, device)
-        row.peak_bytes = peak_memory(device)
+        if bench.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(bench.device)
+        first_call(call, bench.device)
+        bench.add(path.format("first"), seconds, "s")
+        if (peak := peak_memory(bench.device)) is not None:
+            bench.add(path.format("peak"), peak / GIB, "GiB")
     except Exception as failure:
-        row.failure = reason(failure)
+        failed = reason(failure)
     weights.zero_grad(set_to_none=True)  # which a failed step may have left; all models share them
-    release(device)
+    release(bench.device)
+    return failed
 
 
-def _fill(row: Row, timing: Timing, count: int) -> None:
-    if timing.failure is not None:
-        row.failure = reason(timing.failure)
-        return
-    row.ms, row.spread, row.value = timing.ms, timing.spread, count / timing.ms * 1e3
-
-
-def measure(
-    shape: Shape, names: Sequence[str], options: Options, device: torch.device, dtype: torch.dtype, say: Say
-) -> list[Row]:
-    """All rows of a model: exactness first, then speed."""
-    if options.late():
-        return [Row(shape.name, name, what, failure="out of time") for name in names for what in (EXACT, FORWARD, STEP)]
+def measure(bench: Bench, shape: Shape, names: Sequence[str], options: Options, dtype: torch.dtype) -> None:
+    """A model: exactness first, then speed."""
     import torch._dynamo
 
     torch._dynamo.reset()  # graphs of other models
@@ -186,16 +151,12 @@ def measure(
     # Past the default limits nothing would be compiled, with no more than a warning.
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 2048
     torch._dynamo.config.fail_on_recompile_limit_hit = True
-    rows = []
-    for row in exactness(shape, names, options, device, dtype):
-        say(f"{row.model}, {row.implementation}: {row.failure or f'largest error {row.value:.2f} of what is allowed'}")
-        rows.append(row)
-    release(device)
-    rows += speed(shape, names, options, device, dtype, say)
-    release(device)
-    return rows
+    for part in (exactness, speed):
+        part(bench, shape, names, options, dtype)
+        release(bench.device)
 
 
-def inexact(rows: Sequence[Row]) -> list[str]:
+def inexact(measurements: Sequence[Measurement]) -> list[str]:
     """The models for which this library's attention gave something else."""
-    return [row.model for row in rows if row.what == EXACT and row.implementation == OURS and row.value > 1.0]
+    ours = [each for each in measurements if each.name.endswith(f"/{ERROR}/{OURS}")]
+    return [each.name.split("/")[1] for each in ours if each.value is not None and not each.value <= 1.0]

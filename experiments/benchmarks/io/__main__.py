@@ -1,15 +1,22 @@
-"""`python -m experiments.benchmarks.io`: the tables of operations, bytes and milliseconds."""
+"""`python -m experiments.benchmarks.io`: operations, bytes and milliseconds of attention.
+
+The paper (Dao et al., 2022, figure 2; N=1024, D=64, 16 heads, batch 64, forward and backward, A100): standard attention
+66.6 GFLOPs, 40.3 GB, 41.7 ms; FlashAttention 75.2 GFLOPs, 4.4 GB, 7.3 ms.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+import torch
 import typer
-from rich.console import Console
 
-if TYPE_CHECKING:  # modules that import PyTorch are imported where they are needed, so that --help is quick
-    from experiments.benchmarks.io.cases import Case
+from experiments.benchmarks.harness import Bench, Commit, Device, Out, Way
+from experiments.benchmarks.io.cases import DENSE, Case, calls_of, every_density, largest_difference, of_words
+from experiments.benchmarks.io.counters import NoCountersError, counted
+from experiments.benchmarks.io.model import cost
 
 app = typer.Typer(
     help="What attention costs: operations, bytes, milliseconds; the FlashAttention paper's figure 2.",
@@ -17,11 +24,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-console = Console()
-
-RESULTS = Path("experiments/results/io")
-
-Out = Annotated[Path, typer.Option(help="Folder for the CSV file, the page and the plot.")]
+Block = Annotated[int, typer.Option(help="Tokens a tile of the mask: the smaller, the lower densities go.")]
+Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
 Counters = Annotated[bool, typer.Option(help="Count bytes by ncu where it is installed; seconds a case.")]
 
 
@@ -31,15 +35,15 @@ def table(
     heads: Annotated[int, typer.Option(min=1)] = 16,
     length: Annotated[int, typer.Option(help="Tokens.", min=16)] = 1024,
     dim: Annotated[int, typer.Option(help="Head dim.", min=16, max=256)] = 64,
-    block: Annotated[int, typer.Option(help="Tokens a tile of the mask: the smaller, the lower densities go.")] = 64,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    block: Block = 64,
+    dtype: Dtype = "bfloat16",
     counters: Counters = True,
-    out: Out = RESULTS,
+    device: Device = "cuda",
+    commit: Commit = None,
+    out: Out = Path("runs/io/table.jsonl"),
 ) -> None:
     """Standard attention, ours dense and ours butterfly at every density, at one shape, by default the paper's."""
-    from experiments.benchmarks.io.cases import DENSE, every_density
-
-    _run("table", every_density(_case(DENSE, batch, heads, length, dim, block, dtype)), counters, out)
+    run("paper", [_case(batch, heads, length, dim, block, dtype)], counters, device, commit, out)
 
 
 @app.command()
@@ -50,30 +54,21 @@ def theorem(
     dim: Annotated[
         list[int] | None, typer.Option(help="Head dim; may be repeated.", show_default="32, 64, 128")
     ] = None,
-    block: Annotated[int, typer.Option(help="Tokens a tile of the mask.")] = 128,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    block: Block = 128,
+    dtype: Dtype = "bfloat16",
     counters: Counters = True,
-    out: Out = RESULTS,
+    device: Device = "cuda",
+    commit: Commit = None,
+    out: Out = Path("runs/io/theorem.jsonl"),
 ) -> None:
     """Bytes over density and head dim beside those of the IO theorem, at a size that the cache cannot hold."""
-    from experiments.benchmarks.io.cases import DENSE, every_density
-
-    cases = [
-        case
-        for d in dim or (32, 64, 128)
-        for case in every_density(_case(DENSE, batch, heads, length, d, block, dtype))
-    ]
-    _run("theorem", cases, counters, out)
+    shapes = [_case(batch, heads, length, each, block, dtype) for each in dim or (32, 64, 128)]
+    run("theorem", shapes, counters, device, commit, out)
 
 
 @app.command(hidden=True, context_settings={"ignore_unknown_options": True})
 def one(passes: str, words: list[str]) -> None:
     """Runs one case, so that ncu sees its kernels and no others."""
-    import torch
-
-    from experiments.benchmarks.io.cases import of_words
-    from experiments.benchmarks.io.implementations import calls_of
-
     call = getattr(calls_of(of_words(words), torch.device("cuda")), passes)
     for _ in range(2):
         call()  # compiles and plans
@@ -84,49 +79,58 @@ def one(passes: str, words: list[str]) -> None:
     torch.cuda.profiler.stop()
 
 
-def _case(kind: str, batch: int, heads: int, length: int, dim: int, block: int, dtype: str) -> Case:
-    import torch
-
-    from experiments.benchmarks.io.cases import Case
-
+def _case(batch: int, heads: int, length: int, dim: int, block: int, dtype: str) -> Case:
     if dtype not in ("bfloat16", "float16", "float32"):
         raise typer.BadParameter(f"--dtype must be bfloat16, float16 or float32; got {dtype}")
     if length % block:
         raise typer.BadParameter(
             f"--length must be a multiple of --block, as the model counts; got {length} and {block}"
         )
-    return Case(kind, None, batch, heads, length, dim, block, getattr(torch, dtype))
+    return Case(DENSE, None, batch, heads, length, dim, block, getattr(torch, dtype))
 
 
-def _run(name: str, cases: list[Case], counters: bool, out: Path) -> None:
-    import torch
+def run(name: str, shapes: list[Case], counters: bool, device: str, commit: str | None, out: Path) -> None:
+    """Records each shape at every density: first how far ours is from standard attention."""
+    bench = Bench.start("io", device, commit, out)
+    for shape in shapes:
+        path = f"{name}/{shape.shape}"
+        bench.add(f"{path}/largest-difference/dense", largest_difference(shape, bench.device), "1")
+        cases = every_density(shape)
+        for case in cases:
+            count(bench, path, case, counters=counters and bench.device.type == "cuda")
+        for which in ("forward", "both"):
+            bench.time(f"{path}/time/{which}", {case.way: way_of(case, which, bench.device) for case in cases})
+    bench.finish()
 
-    from experiments.benchmarks.io import report
-    from experiments.benchmarks.io.measuring import largest_difference, measure
-    from experiments.training.environment import command_line, environment
-    from experiments.training.progress_bar import counting_bar
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cpu" and out == RESULTS:
-        raise typer.BadParameter(
-            f"a test on the CPU must not replace what is in {RESULTS}: name another folder by --out"
-        )
-    facts = environment(device, command_line("experiments.benchmarks.io"), None)
-    if device.type == "cpu":
-        facts["note"] = "no GPU: milliseconds are the CPU backend's, bytes the model's"
-    facts["largest difference of ours from standard attention"] = (
-        f"{largest_difference(cases[0], device):.2g} of the largest value"
-    )
-    with counting_bar(console, "Counting and timing", len(cases) + 1) as progress:
-        count = iter(range(1, len(cases) + 2))
-        rows = measure(cases, device, counters=counters and device.type == "cuda", done=lambda: progress(next(count)))
-    out.mkdir(parents=True, exist_ok=True)
-    report.frame(rows).to_csv(out / f"{name}.csv", index=False, float_format="%.6g")
-    page = report.markdown(rows, facts)
-    (out / f"{name}.md").write_text(page)
-    report.plot(rows, out / f"{name}.png")
-    console.print(page, markup=False, highlight=False, soft_wrap=True)
-    console.print(f"Written: {out / name}.csv, .md and .png", soft_wrap=True)
+def way_of(case: Case, which: str, device: torch.device) -> Way:
+    """A pass of a case, whose inputs are made when it is first called, with its cost by the model."""
+    made: list[Callable[[], object]] = []
+
+    def call() -> None:
+        if not made:
+            made.append(getattr(calls_of(case, device), which))
+        made[0]()
+
+    found = cost(case)
+    flops = found.flops if which == "both" else found.forward_flops
+    # That standard attention runs out of memory is a result.
+    return Way(call, settings={"flops": flops, "live": case.mask().density}, peer=True)
+
+
+def count(bench: Bench, path: str, case: Case, *, counters: bool) -> None:
+    """GB by the model and, if `counters`, as the GPU counts them: from HBM and from the L2 cache."""
+    model = cost(case)
+    bench.add(f"{path}/modelled-bytes/forward/{case.way}", model.forward_bytes / 1e9, "GB")
+    bench.add(f"{path}/modelled-bytes/both/{case.way}", model.bytes / 1e9, "GB")
+    for which in ("forward", "both") if counters else ():
+        try:
+            found = counted(case, which)
+        except NoCountersError as failure:
+            bench.add(f"{path}/hbm-bytes/{which}/{case.way}", None, "GB", failure=str(failure))
+            return
+        bench.add(f"{path}/hbm-bytes/{which}/{case.way}", found.hbm / 1e9, "GB")
+        bench.add(f"{path}/l2-bytes/{which}/{case.way}", found.l2 / 1e9, "GB")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
-"""The cases that are counted and timed: one `Case` for each row of the tables."""
+"""The cases that are counted and timed, and the calls of each: forward, and forward with backward."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
-from sparseflash import BlockMask, masks
+from experiments.training.layers.attention import ElementMask, standard_attention
+from sparseflash import BlockMask, attention, masks
 
 STANDARD, DENSE, BUTTERFLY = "standard", "dense", "butterfly"
 
@@ -25,11 +28,16 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
 
     @property
-    def name(self) -> str:
-        """The name of the case in tables."""
+    def way(self) -> str:
+        """The implementation, in names of measurements."""
         if self.factors is None:
             return self.kind
-        return f"{self.kind}, {self.factors} factor{'s' * (self.factors != 1)}"
+        return f"{self.kind}-{self.factors}-factor{'s' * (self.factors != 1)}"
+
+    @property
+    def shape(self) -> str:
+        """In names of measurements."""
+        return f"{self.batch}x{self.length}-heads{self.heads}-d{self.head_dim}"
 
     def mask(self) -> BlockMask:
         """The live scores, on the CPU."""
@@ -58,3 +66,41 @@ def every_density(case: Case) -> list[Case]:
     most = (-(-case.length // case.block) - 1).bit_length()
     first = [replace(case, kind=kind, factors=None) for kind in (STANDARD, DENSE)]
     return first + [replace(case, kind=BUTTERFLY, factors=factors) for factors in range(most, -1, -1)]
+
+
+@dataclass(frozen=True)
+class Calls:
+    """`forward()` returns out; `both()` returns out and the gradients of q, k and v."""
+
+    forward: Callable[[], Tensor]
+    both: Callable[[], tuple[Tensor, ...]]
+
+
+def calls_of(case: Case, device: torch.device, seed: int = 0) -> Calls:
+    """The case on random inputs, which are the same for all cases of one shape."""
+    generator = torch.Generator(device).manual_seed(seed)
+    shape = (case.batch, case.heads, case.length, case.head_dim)
+    q, k, v, dout = (torch.randn(shape, generator=generator, device=device).to(case.dtype) for _ in range(4))
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    mask = case.mask().to(device) if case.kind not in (STANDARD, DENSE) else None
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if case.kind == STANDARD:
+            return standard_attention(q, k, v, ElementMask(None))
+        return attention(q, k, v, mask)
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return run(*inputs)
+
+    def both() -> tuple[Tensor, ...]:
+        out = run(*inputs)
+        return out.detach(), *torch.autograd.grad(out, inputs, dout)
+
+    return Calls(forward, both)
+
+
+def largest_difference(case: Case, device: torch.device) -> float:
+    """The difference between standard attention and ours dense, in out and gradients, relative to the largest value."""
+    standard, ours = (calls_of(replace(case, kind=kind, factors=None), device).both() for kind in (STANDARD, DENSE))
+    return max(((a - b).abs().max() / a.abs().max()).item() for a, b in zip(standard, ours, strict=True))

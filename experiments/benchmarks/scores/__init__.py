@@ -1,5 +1,5 @@
-"""What changed scores cost: time over plain attention, and beside FlexAttention with the same `score_mod`.
+"""What changed scores cost, over plain attention and beside FlexAttention: `python -m experiments.benchmarks.scores`.
 
-It may import `timing`, `interpreter` and `fresh_process` of the benchmarks, `flexattention` of the speed benchmark,
-`experiments.training`, and the library.
+May import the library, `measurements`, and of benchmarks `harness`, `timing`, `interpreter`, `fresh_process` and the
+speed benchmark's `flexattention`.
 """

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
-from experiments.benchmarks.interpreter import run_kernels_on
-from experiments.training.atomic_files import write_csv
-
-if TYPE_CHECKING:
-    from experiments.benchmarks.scores.ways import Sizes
+from experiments.benchmarks.harness import Bench, Commit, Device, Out, Rounds, Way, chosen
+from experiments.benchmarks.scores.cases import NAMES, TARGETS, calls
+from experiments.benchmarks.scores.first_use import seconds_of
+from experiments.benchmarks.scores.ways import BACKENDS, FLEX, OURS, PLAIN, Sizes, Ways
+from experiments.measurements import ratio
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-console = Console(width=120)
 
 
 @app.command()
@@ -38,101 +32,67 @@ def main(
     backend: Annotated[
         str, typer.Option(help="auto: the kernels that attention() takes; triton: the portable ones; hopper: those.")
     ] = "auto",
-    rounds: Annotated[int, typer.Option(help="Series of each implementation, in turns.")] = 5,
-    device: Annotated[str, typer.Option(help="cuda, or cpu: the interpreter, a test of the experiment.")] = "cuda",
-    out: Annotated[Path, typer.Option(help="Folder of scores.csv, or of first_use.csv.")] = Path("runs/scores"),
+    rounds: Rounds = 5,
+    device: Device = "cuda",
+    commit: Commit = None,
+    out: Out = Path("runs/scores"),
 ) -> None:
     """Time causal attention in bf16 with each change of scores, forward and with the backward.
 
-    over plain: the time relative to that of unchanged scores with the same --backend, whose kernels may be others:
-    explain() tells. Flex: how many times as long FlexAttention takes with the same score_mod. With all cases about a
-    minute on an H100, most of it compiling; with --flex about four on an H200. With --first half a minute a case.
+    Unchanged scores are timed beside each case, with the same --backend, whose kernels may be others: explain() tells.
+    With all cases about a minute on an H100, most of it compiling; with --flex about four on an H200. With --first half
+    a minute a case.
     """
-    run_kernels_on(device)
-    from experiments.benchmarks.scores.cases import NAMES
-    from experiments.benchmarks.scores.ways import BACKENDS, FLEX, OURS, Sizes
-
-    names = case or NAMES
-    if unknown := set(names) - set(NAMES):
-        raise typer.BadParameter(f"case must be of {', '.join(NAMES)}; got {', '.join(sorted(unknown))}")
-    if backend not in BACKENDS:
-        raise typer.BadParameter(f"backend must be {', '.join(BACKENDS)}; got {backend}")
-    out.mkdir(parents=True, exist_ok=True)
+    names = chosen("case", case, NAMES)
+    chosen("backend", [backend], BACKENDS)
+    bench = Bench.start("scores", device, commit, out, rounds=rounds, round_ms=30.0)
     sizes, libraries = Sizes(length, heads, dim, device, backend), (OURS, FLEX) if flex else (OURS,)
     if first:
-        _first_uses(names, libraries, sizes, out)
+        for name in names:
+            for library in libraries:
+                _first_use(bench, name, library, sizes)
     else:
-        _times(names, libraries, sizes, rounds, out)
+        _times(bench, names, libraries, Ways(sizes), {"heads": heads, "tokens": length})
+    bench.finish()
+    for line in over_plain(bench):
+        print(line)
 
 
-def _times(names: Sequence[str], libraries: Sequence[str], sizes: Sizes, rounds: int, out: Path) -> None:
-    from experiments.benchmarks.scores.cases import TARGETS, calls
-    from experiments.benchmarks.scores.ways import OURS, PLAIN, Ways
-    from experiments.benchmarks.timing import Timed, in_turns
-
-    ways = Ways(sizes)
+def _times(bench: Bench, names: list[str], libraries: tuple[str, ...], ways: Ways, settings: dict[str, object]) -> None:
     plain = {library: ways.plain(library) for library in libraries}
-    groups = [{PLAIN: plain}] if len(libraries) > 1 else []
+    groups = {PLAIN: plain} if len(libraries) > 1 else {}
     for each in ways.cases(names):
         changed = {library: way for library in libraries if (way := ways.changed(each, library)) is not None}
-        groups.append({PLAIN: {OURS: plain[OURS]}, each.name: changed})
-
-    rows: list[dict[str, Any]] = []
-    for number, group in enumerate(groups):  # of what is compared, so that a run that is cut short has compared some
+        groups[each.name] = changed | {f"{ways.ours}-{PLAIN}": plain[OURS]}
+    for name, group in groups.items():
         timed = {
-            (name, library, what): call
-            for name, of_library in group.items()
-            for library, way in of_library.items()
+            f"{what}/{ways.ours if library == OURS else library}": Way(call, settings=settings, peer=library == FLEX)
+            for library, way in group.items()
             for what, call in calls(way.run, way.wanted, ways.dout).items()
         }
-        found = in_turns(
-            {" ".join(key): Timed(call, nullcontext) for key, call in timed.items()},
-            ways.place,
-            rounds=rounds,
-            round_ms=30.0,
-        )
-        for (name, library, what), timing in zip(timed, found.values(), strict=True):
-            if timing.failure is not None:
-                failure = f"{type(timing.failure).__name__}: {timing.failure}"
-                console.print(f"{name} {library} {what}: {failure}", soft_wrap=True)
-            row = {"group": number, "case": name, "library": library, "pass": what, "ms": timing.ms}
-            rows.append(row | {"spread": timing.spread})
-        write_csv(out / "scores.csv", rows)
-        console.print(f"{number + 1} of {len(groups)}: {', '.join(group)}")
-    _print(rows, TARGETS)
+        bench.time(f"{ways.dim}/{name}", timed)
 
 
-def _first_uses(names: Sequence[str], libraries: Sequence[str], sizes: Sizes, out: Path) -> None:
-    from experiments.benchmarks.scores.first_use import seconds_of
-
-    rows: list[dict[str, Any]] = []
-    for name in names:
-        for library in libraries:
-            try:
-                found = seconds_of(name, library, sizes)
-            except RuntimeError as failure:  # the others are worth having
-                console.print(f"{library:>12}  {name}: {failure}", soft_wrap=True)
-                continue
-            for what, seconds in found.items():
-                rows.append({"case": name, "library": library, "first": what, "seconds": round(seconds, 2)})
-                console.print(f"{library:>12}  {what:<24} {seconds:6.2f} s")
-            if rows:
-                write_csv(out / "first_use.csv", rows)
+def _first_use(bench: Bench, name: str, library: str, sizes: Sizes) -> None:
+    try:
+        for what, seconds in seconds_of(name, library, sizes).items():
+            if f"scores/first-use/{what}" not in [each.name for each in bench.measurements]:  # plain, of another case
+                bench.add(f"first-use/{what}", seconds, "s")
+    except RuntimeError as failure:  # the others are worth having
+        bench.add(f"first-use/{name}-forward/{library}", None, "s", failure=str(failure))
+    bench.save()
 
 
-def _print(rows: list[dict[str, Any]], targets: dict[str, float]) -> None:
-    table = Table(box=box.SIMPLE)
-    for column in ("case", "pass", "ms", "over plain", "wanted", "Flex"):
-        table.add_column(column, justify="left" if column in ("case", "pass") else "right")
-    ms = {(row["group"], row["case"], row["library"], row["pass"]): row["ms"] for row in rows}
-    for (group, name, library, what), time in ms.items():
-        if library == "sparseflash" and (name != "plain" or (group, name, "flex", what) in ms):
-            flex = ms.get((group, name, "flex", what))
-            table.add_row(
-                name, what, f"{time:.3f}", f"{time / ms[group, 'plain', library, what]:.3f}",
-                f"{targets[name]:.2f}" if name in targets else "", "" if flex is None else f"{flex / time:.2f}",
-            )  # fmt: skip
-    console.print(table)
+def over_plain(bench: Bench) -> list[str]:
+    """For each case and pass: the time over that of plain attention in the same turns, and the aim."""
+    lines = []
+    for each in bench.measurements:
+        _, _, case, what = each.name.split("/")[:4]
+        if each.way.endswith(f"-{PLAIN}"):
+            times = ratio(bench.measurements, each.name.removesuffix(f"-{PLAIN}"), each.name)
+            aim = f", wanted {TARGETS[case]:.2f}" if case in TARGETS else ""
+            lines.append(f"{case}, {what}: {times.value:.3f} over plain (spread {times.spread:.3f}){aim}")
+    return lines
 
 
 if __name__ == "__main__":

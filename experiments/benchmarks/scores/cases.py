@@ -123,4 +123,4 @@ def calls(run: Callable[[], Tensor], leaves: Sequence[Tensor], dout: Tensor) -> 
         with torch.no_grad():
             return run()
 
-    return {"forward": forward, "with backward": partial(with_backward, run, leaves, dout)}
+    return {"forward": forward, "both": partial(with_backward, run, leaves, dout)}

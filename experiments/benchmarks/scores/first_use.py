@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING
 
 from experiments.benchmarks.fresh_process import answer_in, output_of, print_answer
 from experiments.benchmarks.interpreter import run_kernels_on
-
-if TYPE_CHECKING:
-    from experiments.benchmarks.scores.ways import Sizes
+from experiments.benchmarks.scores.cases import calls
+from experiments.benchmarks.scores.ways import PLAIN, Sizes, Ways
+from experiments.benchmarks.timing import first_call
 
 
 def seconds_of(case: str, library: str, sizes: Sizes, *, limit: float = 240.0) -> dict[str, float]:
-    """Seconds until each first result of a case, the forward's and then the backward's, after those of plain attention.
+    """Seconds until each first result of a case, the forward's and then the backward's, by PASS/WAY, after those of
+    plain attention.
 
     So a case pays for what it needs besides plain attention, as if one had worked with the library before and now
     writes a new change. {} where the library cannot express the case. Raises RuntimeError if the process fails or takes
@@ -29,19 +29,15 @@ def seconds_of(case: str, library: str, sizes: Sizes, *, limit: float = 240.0) -
 
 def main(question: str) -> None:
     """Measures in this process."""
-    name, library, length, heads, dim, device, backend = json.loads(question)
-    run_kernels_on(device)
-    from experiments.benchmarks.scores.cases import calls
-    from experiments.benchmarks.scores.ways import PLAIN, Sizes, Ways
-    from experiments.benchmarks.timing import first_call
-
-    ways = Ways(Sizes(length, heads, dim, device, backend))
+    name, library, *sizes = json.loads(question)
+    ways = Ways(Sizes(*sizes))
+    run_kernels_on(ways.place.type)
     (case,) = ways.cases([name])
     seconds = {}
     changed = ways.changed(case, library)
     for label, way in ((PLAIN, ways.plain(library)), (name, changed)) if changed is not None else ():
         for what, call in calls(way.run, way.wanted, ways.dout).items():
-            seconds[f"{label} {what}"], _ = first_call(call, ways.place)
+            seconds[f"{label}-{what}/{library}"], _ = first_call(call, ways.place)
     print_answer(seconds)
 
 

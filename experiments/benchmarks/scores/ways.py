@@ -38,7 +38,8 @@ class Ways:
     """The implementations that are compared, of inputs that they share."""
 
     def __init__(self, sizes: Sizes) -> None:
-        self.place = torch.device(sizes.device)
+        self.place, self.dim = torch.device(sizes.device), sizes.dim
+        self.ours = {"triton": f"{OURS}-portable", "hopper": f"{OURS}-hopper"}.get(sizes.backend, OURS)
         on_gpu = self.place.type == "cuda"
         # A backend of "auto" is the interpreted kernels on a CPU, where attention() would take another.
         self.backend = BACKENDS[sizes.backend] if on_gpu else "triton"

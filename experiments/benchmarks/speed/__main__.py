@@ -1,6 +1,123 @@
-"""`python -m experiments.benchmarks.speed`."""
+"""`python -m experiments.benchmarks.speed`: sparseflash beside its peers."""
 
-from experiments.benchmarks.speed.cli import app
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from experiments.benchmarks.harness import Bench, Commit, Out, Seed
+from experiments.benchmarks.speed import peers as known
+from experiments.benchmarks.speed.cases import CASES, GROUPS, Case, select
+from experiments.benchmarks.speed.findings import findings
+from experiments.benchmarks.speed.inputs import Options
+from experiments.benchmarks.speed.peers import DEFAULT_PEERS, PEERS, named
+from experiments.benchmarks.speed.rows import FAILED, OURS, WRONG, Row
+from experiments.benchmarks.speed.run import run_cases
+from sparseflash.blockmask.arguments import BLOCKS
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+
+QUICK_MINUTES = 2.7  # a case that begins before this ends within three minutes
+
+
+def _names(given: Sequence[str] | None) -> tuple[str, ...]:
+    """The values of an option that may be repeated, or have several values separated by commas."""
+    return tuple(dict.fromkeys(name.strip() for each in given or () for name in each.split(",") if name.strip()))
+
+
+def _options(device: torch.device, quick: bool, heads: int, seed: int) -> Options:
+    if device.type == "cpu":
+        return Options(device, rounds=1, round_ms=0.0, heads=heads, calls=2, seed=seed)
+    if quick:
+        return Options(device, rounds=2, round_ms=40.0, heads=heads, seed=seed)
+    return Options(device, heads=heads, seed=seed)
+
+
+def _sized(case: Case, length: int | None, block: int | None, device: torch.device) -> Case:
+    if length is None and device.type != "cpu":
+        return case
+    most = 32 if device.type == "cpu" else case.block
+    return case.shrunk(length or 256, block or min(case.block, most))
+
+
+@app.command(epilog="Several commands in a limited time: see experiments/benchmarks/speed/README.md.")
+def main(
+    group: Annotated[
+        list[str] | None,
+        typer.Option(help=f"{', '.join(GROUPS)}; may be repeated.", show_default="all, over half an hour"),
+    ] = None,
+    cases: Annotated[str, typer.Option(help="Comma-separated globs over the names of the cases.")] = "*",
+    list_: Annotated[bool, typer.Option("--list", help="Print the groups and their cases, and stop.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Six masks at D=64 and D=128, fewer repeats, under three minutes.")
+    ] = False,
+    peers: Annotated[
+        str | None,
+        typer.Option(help=f"Comma-separated, from {', '.join(PEERS)}; none: ours alone.", show_default="all that fit"),
+    ] = None,
+    flex_autotune: Annotated[
+        bool, typer.Option("--flex-autotune", help="Tune FlexAttention in every case: over a minute a shape.")
+    ] = False,
+    out: Out = Path("runs/speed"),
+    device: Annotated[
+        str, typer.Option(help="cuda, or cpu: every case shrunk, a test of the benchmark itself.")
+    ] = "cuda",
+    length: Annotated[
+        int | None,
+        typer.Option(help="Tokens, with one sequence and two heads.", show_default="of the case, 256 on a CPU"),
+    ] = None,
+    block: Annotated[
+        int | None,
+        typer.Option(help="Tokens a mask block, with --length.", show_default="of the case, at most 32 on a CPU"),
+    ] = None,
+    check_heads: Annotated[int, typer.Option(help="Heads whose outputs and gradients are compared with fp64.")] = 3,
+    minutes: Annotated[
+        float | None, typer.Option(help="No case begins later than this.", show_default="no limit; 2.7 with --quick")
+    ] = None,
+    seed: Seed = 0,
+    commit: Commit = None,
+) -> None:
+    """Time sparseflash beside its peers, after checking that it is right.
+
+    Forward is without gradients, both is one call of forward and backward. TFLOP/s are useful ones: dead scores count
+    nothing. Error: of ours against fp64, output and gradients, in units of the yardstick (at most 1 is right). Ends
+    with 1 if ours was wrong or failed somewhere, with 2 for options that cannot be served.
+    """
+    if list_:
+        for name, question in GROUPS.items():
+            print(f"{name}: {question}\n    {', '.join(case.name for case in CASES if case.group == name)}")
+        return
+    if block is not None and block not in BLOCKS:
+        raise typer.BadParameter(f"--block must be one of {', '.join(map(str, BLOCKS))}; got {block}.")
+    try:
+        names = named(peers) if peers is not None else DEFAULT_PEERS["cpu" if device == "cpu" else "cuda"]
+        chosen = select(cases, groups=_names(group), quick=quick)
+    except ValueError as failure:
+        raise typer.BadParameter(str(failure)) from None
+    bench = Bench.start("speed", device, commit, out, seed=seed, packages=("nvidia-cudnn-frontend",))
+    chosen = [_sized(case, length, block, bench.device) for case in chosen]
+    if flex_autotune:
+        names = tuple(dict.fromkeys((*names, "flex-autotune")))
+        chosen = [replace(case, tuned=True) for case in chosen]
+
+    def record(rows: list[Row]) -> None:
+        bench.measurements += [row.measurement for row in rows]
+        bench.save()
+
+    rows = run_cases(
+        chosen, known.ours, {name: PEERS[name] for name in names}, _options(bench.device, quick, check_heads, seed),
+        minutes=minutes if minutes is not None else QUICK_MINUTES if quick else float("inf"), done=record,
+    )  # fmt: skip
+    bench.finish()
+    print(*findings(bench.measurements), sep="\n")
+    if any(row.peer == OURS and row.status in (WRONG, FAILED) for row in rows):
+        raise typer.Exit(1)
+
 
 if __name__ == "__main__":
-    app(prog_name="python -m experiments.benchmarks.speed")
+    app()

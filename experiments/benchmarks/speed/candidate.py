@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -15,10 +14,11 @@ import torch
 from torch import Tensor
 
 from experiments.benchmarks import timing
+from experiments.benchmarks.harness import SAME_FUNCTION, Unavailable, difference, reason
 from experiments.benchmarks.speed import check, memory
 from experiments.benchmarks.speed.cases import BACKWARD, BOTH, CALL, FORWARD, MEMORY, Case
 from experiments.benchmarks.speed.patterns import Pattern
-from experiments.benchmarks.speed.peers.runner import Inputs, Peer, Runner, Unavailable
+from experiments.benchmarks.speed.peers.runner import Inputs, Peer, Runner
 from experiments.benchmarks.speed.rows import DIFFERS, FAILED, OK, SKIPPED, WRONG
 
 # The results that must be right for a pass to be timed: the output of a call without gradients, or output and gradients
@@ -40,11 +40,7 @@ def verdict_of(failure: Exception) -> tuple[str, str]:
     """`(status, reason)`: SKIPPED in the words of a peer that cannot serve a case, otherwise FAILED with the first line
     of the failure.
     """
-    if isinstance(failure, Unavailable):
-        return SKIPPED, str(failure)
-    first = next((line.strip() for line in str(failure).splitlines() if line.strip()), "")
-    first = re.sub(r"(?<!\w)(?:/[\w.+-]+)+/", "", first)  # a reader elsewhere has no use for local folders
-    return FAILED, f"{type(failure).__name__}: {first}"[:200]
+    return (SKIPPED, str(failure)) if isinstance(failure, Unavailable) else (FAILED, reason(failure))
 
 
 @dataclass
@@ -155,8 +151,7 @@ def verify(candidate: Candidate, inputs: Inputs, live: Pattern, heads: list[tupl
         name = _worst(ratios, RESULTS_OF_PASS[direction])
         candidate.errors[direction] = ratios[name]
         if not ratios[name] <= 1:
-            reason = f"the error of {name} is {ratios[name]:.3g} times the yardstick"
-            candidate.verdicts[direction] = (WRONG, reason)
+            candidate.verdicts[direction] = (WRONG, f"the error of {name} is {ratios[name]:.3g} times the yardstick")
 
 
 def compare(candidate: Candidate, ours: Candidate, dtype: torch.dtype) -> None:
@@ -165,9 +160,8 @@ def compare(candidate: Candidate, ours: Candidate, dtype: torch.dtype) -> None:
         if candidate.status(direction) != OK or ours.status(direction) != OK:
             continue
         names = RESULTS_OF_PASS[direction]
-        values = {name: check.difference(candidate.results[name], ours.results[name]) for name in names}
+        values = {name: difference(candidate.results[name], ours.results[name]) for name in names}
         name = _worst(values, names)
         candidate.differences[direction] = values[name]
-        if not values[name] <= check.SAME_FUNCTION[dtype]:
-            reason = f"{name} differs from ours by {values[name]:.2g}, relative"
-            candidate.verdicts[direction] = (DIFFERS, reason)
+        if not values[name] <= SAME_FUNCTION[dtype]:
+            candidate.verdicts[direction] = (DIFFERS, f"{name} differs from ours by {values[name]:.2g}, relative")

@@ -63,6 +63,24 @@ class Case:
         """The dtype, or tf32."""
         return "tf32" if self.tf32 else str(self.dtype).removeprefix("torch.")
 
+    @property
+    def path(self) -> str:
+        """The case in names of measurements, with what is not as in most: other groups have names of their own."""
+        if self.group in ("masks", "windows"):
+            return f"{self.kind}/{self.head_dim}"
+        if self.group == "blocks":
+            block = self.name.partition("-")[0].removeprefix("block")  # which a shrunk case keeps
+            return f"blocks-of-{block}/{self.kind}/{self.head_dim}"
+        return f"{self.name}/{self.head_dim}"
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """What a reader needs to repeat the case."""
+        return {
+            "mask": self.kind, "batch": self.batch, "heads": self.heads, "kv_heads": self.heads_of_keys,
+            "tokens": self.length, "head_dim": self.head_dim, "dtype": self.arithmetic, "block": self.block,
+        }  # fmt: skip
+
     def shrunk(self, length: int, block: int) -> Case:
         """The same case with one sequence of `length` tokens, two heads and mask blocks of `block` tokens."""
         grouped = self.heads_of_keys < self.heads

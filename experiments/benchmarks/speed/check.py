@@ -10,7 +10,7 @@ its error, plus one unit in the last place of the largest reference value.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,15 +19,9 @@ from experiments.benchmarks.speed.patterns import Pattern
 from experiments.benchmarks.speed.peers.runner import Inputs
 from sparseflash.testing import Part, error_of, sampled_heads, sampled_part
 
-Results = Tensor | tuple[Tensor, ...]
-
 NAMES = ("out", "dq", "dk", "dv")
 SCORES_AT_ONCE = 2**25  # 256 MiB of fp64
 LIVE_SCORES_IN_FULL = 2**30  # per head: 0.2 s on an H100
-# A peer counts as computing the same function if it differs from ours, which is verified, by less than this (Frobenius
-# norms). Rounding stays well below it; a wrong mask or a wrong scale does not.
-SAME_FUNCTION = {torch.bfloat16: 3e-2, torch.float16: 1e-2, torch.float32: 3e-3, torch.float64: 1e-6}
-
 checked_heads = sampled_heads
 
 
@@ -143,30 +137,6 @@ def error_ratios(
         if not bool(torch.isfinite(result).all()):
             worst[name] = math.inf
     return worst
-
-
-def difference(result: Tensor, ours: Tensor) -> float:
-    """||result - ours|| / ||ours||, in Frobenius norms."""
-    apart, size = 0.0, 0.0
-    for one, other in zip(result, ours):  # one batch element at a time: fp32 copies of all would double the memory
-        apart += float((one.float() - other.float()).norm()) ** 2
-        size += float(other.float().norm()) ** 2
-    return math.sqrt(apart / size)
-
-
-def failure_of(peer: Callable[[], Results], ours: Callable[[], Results]) -> Exception | None:
-    """Why a peer is not to be timed: it fails, or its results are not ours. None if they are."""
-    try:
-        results, expected = peer(), ours()
-    except Exception as failure:
-        return failure
-    if isinstance(results, Tensor):
-        results, expected = (results,), (expected,)
-    for result, other in zip(results, expected, strict=True):
-        apart = difference(result, other)
-        if not apart <= SAME_FUNCTION[result.dtype]:
-            return ValueError(f"differs from ours by {apart:.2g}, relative")
-    return None
 
 
 def poison(like: Tensor, count: int) -> None:

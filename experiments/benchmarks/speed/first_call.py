@@ -40,7 +40,7 @@ class Answer:
 
 
 def in_new_process(case: Case, name: str, options: Options, *, limit: float = SECONDS) -> list[Answer]:
-    """The answers of `case.passes`, each one of FIRST, for the implementation `name`: "ours" or one of PEERS."""
+    """The answers of `case.passes`, each one of FIRST, for the implementation `name`: OURS or one of PEERS."""
     question = pickle.dumps((case, name, options))
     try:
         output = output_of("experiments.benchmarks.speed.first_call", question=question, limit=limit)

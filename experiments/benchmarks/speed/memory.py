@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from experiments.benchmarks.speed.peers.runner import Inputs, Runner, Unavailable
+from experiments.benchmarks.harness import Unavailable
+from experiments.benchmarks.speed.peers.runner import Inputs, Runner
 
 MIB = 2**20
 

@@ -1,16 +1,16 @@
-"""The results as rows, and as a CSV file in which every line has its run, device and versions."""
+"""The results of a case as rows, each of which is one measurement."""
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Any
 
-from experiments.benchmarks.speed.cases import Case
+from experiments.benchmarks.speed.cases import CALL, FIRST, MEMORY, Case
+from experiments.measurements import Measurement
 
-OURS = "ours"
+OURS = "sparseflash"
 OK, WRONG, FAILED, SKIPPED, DIFFERS, NOT_RUN = "ok", "WRONG", "FAILED", "skipped", "DIFFERS", "not run"
+_UNITS = {CALL: "us", MEMORY: "MiB", **dict.fromkeys(FIRST, "s")}  # of other passes: ms
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Row:
     density: float | None = None
     ms: float | None = None
     spread: float | None = None  # range of the rounds' medians over the median
-    tflops: float | None = None  # useful TFLOP/s
+    flops: float | None = None  # useful ones of a call
     ratio: float | None = None
     memory_mib: float | None = None  # peak of a forward and a backward, including inputs and mask
     first_call_s: float | None = None  # seconds, including compilation
@@ -37,29 +37,17 @@ class Row:
     checked: str = ""  # the part of ours that was compared with fp64
     reason: str = ""
 
-    def columns(self) -> dict[str, object]:
-        """The columns of the CSV file, without those that describe the run."""
-        case = self.case
-        return {
-            "group": case.group,
-            "case": case.name,
-            "mask": case.kind,
-            "batch": case.batch,
-            "heads": case.heads,
-            "kv_heads": case.heads_of_keys,
-            "length": case.length,
-            "head_dim": case.head_dim,
-            "dtype": case.arithmetic,
-            "block": case.block,
-            **{field.name: getattr(self, field.name) for field in fields(self) if field.name != "case"},
-        }
-
-
-def write_csv(rows: Sequence[Row], facts: Mapping[str, str], path: Path) -> None:
-    """Writes all rows, one line each, with six digits of each float."""
-    with path.open("w", newline="") as file:
-        lines = [{**row.columns(), **facts} for row in rows]
-        writer = csv.DictWriter(file, list(lines[0]), lineterminator="\n")
-        writer.writeheader()
-        for line in lines:
-            writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in line.items()})
+    @property
+    def measurement(self) -> Measurement:
+        """The row in the record."""
+        unit = _UNITS.get(self.direction, "ms")
+        ms = None if self.ms is None else self.ms * {"us": 1e3, "s": 1e-3}.get(unit, 1.0)
+        value = self.memory_mib if self.direction == MEMORY else ms
+        name = f"speed/{self.case.path}/{self.direction.replace(' ', '-')}/{self.peer}"
+        failure = "" if value is not None else ": ".join(filter(None, (self.status, self.reason)))
+        known: dict[str, Any] = {
+            "live": self.density, "flops": self.flops, "error": self.error, "difference": self.difference,
+            "checked": self.checked or None, "first_call_s": None if unit == "s" else self.first_call_s,
+        }  # fmt: skip
+        settings = self.case.settings | {what: value for what, value in known.items() if value is not None}
+        return Measurement(name, value, None if failure else self.spread, unit, settings, failure=failure)

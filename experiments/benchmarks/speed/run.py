@@ -97,7 +97,7 @@ def _row(
         row.memory_mib = candidate.memory_mib
     if measured is not None and measured.failure is None:
         row.ms, row.spread = measured.ms, measured.spread
-        row.tflops = useful_flops(case, live.kept, direction) / measured.ms / 1e9
+        row.flops = useful_flops(case, live.kept, direction)
         if candidate.name != OURS and ours is not None and ours.failure is None:
             row.ratio = measured.ms / ours.ms
     return row
@@ -169,7 +169,7 @@ def run_cases(
     minutes: float = float("inf"),
     done: Callable[[list[Row]], None] = lambda rows: None,
 ) -> list[Row]:
-    """All rows. `done` receives the rows so far after every case; no case begins after `minutes` minutes."""
+    """All rows. `done` receives the rows of each case; no case begins after `minutes` minutes."""
     begin = time.monotonic()
     rows: list[Row] = []
     lost = ""
@@ -194,5 +194,5 @@ def run_cases(
             f"[{number:2}/{len(cases)}] {now - begin:4.0f} s  {case.name}: {_progress(new)} {took}",
             flush=True,
         )
-        done(rows)
+        done(new)
     return rows

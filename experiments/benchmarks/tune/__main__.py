@@ -12,6 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from experiments.benchmarks.harness import chosen
 from experiments.benchmarks.interpreter import compile_kernels
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -60,16 +61,15 @@ def main(
     from experiments.benchmarks.speed.patterns import KINDS as EVERY_MASK
     from experiments.benchmarks.tune.compiling import compile_candidates
     from experiments.benchmarks.tune.measuring import KINDS
-    from experiments.benchmarks.tune.options import check_choices, configs_of
-    from experiments.benchmarks.tune.space import ARITHMETICS, DIMS, KERNELS, Target, candidates
+    from experiments.benchmarks.tune.space import ARITHMETICS, DIMS, KERNELS, Target, candidates, configs_of
     from experiments.training.progress_bar import counting_bar
     from sparseflash.backends.triton.shared_memory import shared_memory
 
-    check_choices("kernel", kernel, KERNELS)
-    check_choices("arithmetic", arithmetic, ARITHMETICS)
-    check_choices("dim", dim, DIMS)
-    check_choices("loads", loads, ("descriptors", "pointers"))
-    check_choices("mask", mask, EVERY_MASK)
+    both = ("descriptors", "pointers")
+    known = {"kernel": KERNELS, "arithmetic": ARITHMETICS, "dim": DIMS, "loads": both, "mask": EVERY_MASK}
+    given = {"kernel": kernel, "arithmetic": arithmetic, "dim": dim, "loads": loads, "mask": mask}
+    for name, values in known.items():
+        chosen(f"--{name}", given[name], values)
     named = configs_of(config)
     if not compile_only and not torch.cuda.is_available():
         raise typer.BadParameter("there is no GPU to time on; --compile-only needs none")
@@ -81,7 +81,7 @@ def main(
         for k in kernel or KERNELS
         for a in arithmetic or ("half",)
         for d in dim or (64, 128)
-        for way in loads or ("descriptors", "pointers")
+        for way in loads or both
         if not (way == "descriptors" and arch < 90)
     ]
     if not targets:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import product
 from typing import NamedTuple
+
+import typer
 
 from sparseflash.backends.triton.configs import Arithmetic, Config, Kernel
 from sparseflash.backends.triton.portable.occupancy import held_and_streamed, results_and_scores
@@ -50,6 +53,14 @@ def parse(text: str) -> Config:
     if config.registers and not 24 <= config.registers <= 255:
         raise ValueError(f"a thread may have 24 to 255 registers; got {text!r}")
     return config
+
+
+def configs_of(given: Collection[str] | None) -> list[Config]:
+    """The configurations given by --config; raises typer.BadParameter for text that is not a configuration."""
+    try:
+        return [parse(each) for each in given or ()]
+    except ValueError as failure:
+        raise typer.BadParameter(f"--config: {failure}") from None
 
 
 def candidates(target: Target) -> list[Config]:

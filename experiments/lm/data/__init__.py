@@ -1,4 +1,1 @@
-"""Text: finding and dividing files, cutting them into tokens, and packing tokens into sequences.
-
-May import `training` alone.
-"""
+"""Text: finding and splitting files, tokenising them, and packing tokens into sequences. May import only `training`."""

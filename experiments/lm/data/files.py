@@ -1,8 +1,8 @@
-"""The text files of a folder: found, freed of duplicates, and divided into training and validation.
+"""The text files of a folder: found, deduplicated, and split into training and validation.
 
-A document is a file, and its part is decided by its contents, never by names or by the order in which a folder lists
-its files: two copies of a folder give the same parts. Or a document is a package, all files below one folder, and its
-part is decided by its name: two versions of a package are in the same part.
+A document is a file, and the hash of its contents decides its part: two copies of a folder give the same parts. Or a
+document is a package (all files below one folder), and its name decides: two versions of a package are in the same
+part.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 VALIDATION_SHARE = 0.02
-LEAST_BYTES = 64  # shorter files teach nothing: licences' stubs, empty packages
-MOST_BYTES = 4 * 2**20  # longer ones are data rather than text
+LEAST_BYTES = 64  # shorter files are licence stubs and empty packages
+MOST_BYTES = 4 * 2**20  # longer files are data rather than text
 
 
 @dataclass(frozen=True)
 class Document:
-    """Text files that follow each other.
+    """Consecutive text files.
 
-    name: of a package; the text of a file without one has none.
-    digest: the SHA-256 of a file's text without white space at both ends; of a package, that of its files' digests.
+    name: of a package; empty for a file.
+    digest: the SHA-256 of a file's text without white space at both ends; for a package, the SHA-256 of its files'
+        digests.
     """
 
     paths: tuple[Path, ...]
@@ -35,13 +36,14 @@ class Document:
         return sum(path.stat().st_size for path in self.paths)
 
     def texts(self) -> list[str]:
-        """The text of each file."""
         return [text_of(path.read_bytes()) or "" for path in self.paths]
 
 
 @dataclass(frozen=True)
 class Found:
-    """The files of a folder. skipped: how many were not text, too short or too long; duplicates: how many repeated."""
+    """The files of a folder. skipped: the number of files that are no text, too short or too long; duplicates: the
+    number of repeated files.
+    """
 
     documents: tuple[Document, ...]
     skipped: int
@@ -52,9 +54,9 @@ class Found:
         return sum(len(document.paths) for document in self.documents)
 
     def limited(self, most: int) -> Found:
-        """A fair sample: documents that have at most `most` bytes together, the first by the ends of their digests.
+        """A fair sample of at most `most` bytes: the first documents in the order of the ends of their digests.
 
-        By their beginnings all that validate would be first.
+        The beginnings would select all validation documents first.
         """
         kept = []
         for document in sorted(self.documents, key=lambda document: document.digest[::-1]):
@@ -65,7 +67,7 @@ class Found:
         return Found(tuple(sorted(kept, key=_by_digest)), self.skipped, self.duplicates)
 
     def split(self, share: float = VALIDATION_SHARE) -> tuple[list[Document], list[Document]]:
-        """Training and validation documents, in the order of their digests, which has nothing to do with their text."""
+        """Training and validation documents, in the order of their digests, which is independent of their text."""
         training = [document for document in self.documents if not is_validation(document, share)]
         validation = [document for document in self.documents if is_validation(document, share)]
         return training, validation
@@ -76,11 +78,12 @@ def find(
 ) -> Found:
     """The text files below some folders, each text once.
 
-    suffixes: of the files wanted, such as .py; none: all. excluded: names of folders that are left out.
-    packages: join the files below each folder inside `folders` to one document, in the order of their paths.
+    suffixes: of the wanted files, such as .py; empty: all.
+    excluded: names of skipped folders.
+    packages: join the files below each folder inside `folders` into one document, in the order of their paths.
 
-    Files are equal if their texts are, apart from white space at both ends. Near copies are not found.
-    Raises FileNotFoundError if a folder is missing, and ValueError if there is no text.
+    Files are equal if their texts are, apart from white space at both ends; near copies are kept. Raises
+    FileNotFoundError if a folder is missing, and ValueError if no text is found.
     """
     known: dict[bytes, Document] = {}
     skipped = duplicates = 0
@@ -104,7 +107,7 @@ def find(
 
 
 def joined(files: Iterable[Document], folders: Sequence[Path]) -> list[Document]:
-    """One document for each package: the files below one of the folders inside `folders`, or a single file there."""
+    """One document for each package: the files below a folder inside `folders`, or a single file there."""
     groups: dict[str, list[Document]] = defaultdict(list)
     for file in files:
         (path,) = file.paths
@@ -121,7 +124,7 @@ def joined(files: Iterable[Document], folders: Sequence[Path]) -> list[Document]
 
 
 def paths(folders: Sequence[Path], suffixes: Sequence[str], excluded: Sequence[str] = ()) -> Iterator[Path]:
-    """The files below folders, not those that are hidden or in hidden folders, and no links."""
+    """The files below folders, without hidden files, hidden folders and links."""
     for folder in folders:
         if not folder.is_dir():
             raise FileNotFoundError(f"there is no folder {folder}")
@@ -134,7 +137,7 @@ def paths(folders: Sequence[Path], suffixes: Sequence[str], excluded: Sequence[s
 
 
 def text_of(data: bytes) -> str | None:
-    """The text of a file; None if it is not UTF-8, or holds a zero byte and so is no text."""
+    """The text of a file; None if it is not UTF-8 or holds a zero byte."""
     if b"\0" in data:
         return None
     try:
@@ -148,6 +151,6 @@ def _by_digest(document: Document) -> bytes:
 
 
 def is_validation(document: Document, share: float) -> bool:
-    """Whether a document belongs to the validation part, by its name or its text alone: it does so in every corpus."""
+    """Whether a document validates; its name or text alone decides, so the answer is the same in every corpus."""
     decides = hashlib.sha256(document.name.encode()).digest() if document.name else document.digest
     return int.from_bytes(decides[:8], "big") < share * 2**64

@@ -1,8 +1,7 @@
-"""Sequences of a fixed length from documents that follow each other, in an order that a seed determines.
+"""Sequences of a fixed length from concatenated documents, in an order that a seed determines.
 
-Sequence i of a part holds the tokens from i * context on, and one more, because every token is asked for the next. The
-order of the sequences is another permutation in each epoch. A batch is a function of the step alone, so a resumed run
-sees what it would have seen.
+Sequence i of a part holds the tokens from i * context on, and one more as the last label. Each epoch uses another
+permutation. A batch is a function of the step, so a resumed run sees the same batches.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from experiments.lm.data.store import Part
 
 @dataclass(frozen=True)
 class Packing:
-    """The sequences of a part. share: those of a batch that belong to this process."""
+    """The sequences of a part. share: this process's sequences of a batch."""
 
     part: Part
     context: int
@@ -33,11 +32,11 @@ class Packing:
 
     @property
     def count(self) -> int:
-        """The number of sequences; a last one that is not full is left out."""
+        """The number of full sequences."""
         return max(0, (len(self.part) - 1) // self.context)
 
     def numbers(self, step: int) -> np.ndarray:
-        """The sequences of the batch at a step, from 0 on; those of an epoch that fill no batch are left out."""
+        """The sequences of the batch at a step (from 0). An incomplete last batch of an epoch is dropped."""
         batches = self.count // self.batch
         epoch, place = divmod(step, batches)
         order = np.random.default_rng([self.seed, epoch]).permutation(self.count)
@@ -49,7 +48,7 @@ class Packing:
         return self.part.tokens[places].astype(np.int32)
 
     def documents(self, number: int) -> list[int]:
-        """The lengths of the documents, or of their pieces, that make up the N tokens of a sequence."""
+        """The lengths of the documents, or of their pieces, in the N tokens of a sequence."""
         begin = number * self.context
         starts = self.part.starts
         first, last = np.searchsorted(starts, [begin, begin + self.context])

@@ -1,4 +1,4 @@
-"""Tokens in files that are mapped into memory, made once from a folder of text.
+"""Memory-mapped token files, made once from a folder of text.
 
 <store>/train.bin, val.bin          all tokens of a part, uint16 or uint32, each document ended by the last token
 <store>/train.starts.npy, ...       the first token of each document, int64, and the number of tokens
@@ -24,15 +24,17 @@ from experiments.training.reading import read_json, reading
 
 ABOUT = "about.json"
 PARTS = ("train", "val")
-VOCABULARY_BYTES = 200 * 2**20  # of the training texts, from which a vocabulary is learned
-_TOGETHER = 512  # files that are cut at once
+VOCABULARY_BYTES = 200 * 2**20  # of training texts, to learn a vocabulary from
+_TOGETHER = 512  # files tokenised at once
 
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Part:
-    """The tokens of training or of validation. starts: the first token of each document, and at last the count."""
+    """The tokens of training or of validation. starts: the first token of each document, followed by the number of
+    tokens.
+    """
 
     tokens: np.ndarray
     starts: np.ndarray
@@ -43,8 +45,6 @@ class Part:
 
 @dataclass(frozen=True)
 class Store:
-    """A folder of tokens."""
-
     folder: Path
     train: Part
     val: Part
@@ -84,9 +84,9 @@ def _part(folder: Path, name: str, dtype: str) -> Part:
 
 
 def tokens_of(data: Path, vocabulary: int, say: Progress) -> Store:
-    """The tokens of a folder: those that it holds, or those made from its text files, in a hidden folder of it.
+    """The tokens of a folder: its stored tokens, or tokens made from its text files, in a hidden subfolder.
 
-    vocabulary: the most tokens; at most 257 means bytes. The folder is made again if the texts have changed.
+    vocabulary: the maximum number of tokens; at most 257 means bytes. Tokens are made again if the texts have changed.
     """
     if (data / ABOUT).is_file():
         return opened(data)
@@ -100,12 +100,12 @@ def tokens_of(data: Path, vocabulary: int, say: Progress) -> Store:
 
 
 def make(found: Found, target: Path, vocabulary: int, say: Progress, share: float = VALIDATION_SHARE) -> Store:
-    """Cut texts into tokens and write them to a folder, which is replaced."""
+    """Tokenise texts into a folder, which is replaced."""
     training, validation = found.split(share)
     if not training or not validation:
         raise ValueError(
             f"there must be texts to train on and to validate on; got {len(training)} and {len(validation)}: "
-            f"give more files, of which about {share:.0%} validate, or a larger share: `corpus --validation 0.2`"
+            f"give more files (about {share:.0%} of them validate), or a larger share: `corpus --validation 0.2`"
         )
     unfinished = target.with_name(f"{target.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -143,7 +143,7 @@ def make(found: Found, target: Path, vocabulary: int, say: Progress, share: floa
 
 
 def check_replaceable(folder: Path) -> None:
-    """Raises FileExistsError if a folder holds anything else than tokens, or is none."""
+    """Raises FileExistsError if a path is no folder, or holds anything but tokens."""
     if folder.exists() and not (folder / ABOUT).is_file() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} must be empty, or hold tokens that are replaced; choose another --out")
 
@@ -153,7 +153,7 @@ def _digest(documents: Sequence[Document]) -> str:
 
 
 def _texts(documents: Sequence[Document], most: int) -> Iterator[str]:
-    """Texts of at most `most` bytes together; the order of the documents is random enough to be a fair sample."""
+    """Texts of at most `most` bytes together. The order of the documents is random enough for a fair sample."""
     for document in documents:
         for text in document.texts():
             most -= len(text)

@@ -1,6 +1,6 @@
-"""Cutting text into tokens: bytes, or byte pairs by a vocabulary trained on the text itself.
+"""Tokenises text: bytes, or byte pairs with a vocabulary trained on the text.
 
-Byte pairs need the package tokenizers, whose training and cutting run in Rust; in Python they would take hours.
+Byte pairs need the package tokenizers, which is written in Rust; Python would take hours.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import Any, Protocol
 import numpy as np
 
 BYTES = 256
-# The name of the token that ends documents, GPT-2's.
+# The token that ends documents, with GPT-2's name.
 END = "<|endoftext|>"
 FILE = "tokenizer.json"
 
 
 class Tokenizer(Protocol):
-    """Text to numbers and back. Decoding what was encoded gives the text, byte for byte."""
+    """Converts text to numbers and back; decoding restores the text byte for byte."""
 
     @property
     def size(self) -> int:
-        """Tokens, the one that ends documents included; it is the last."""
+        """The number of tokens. The last one ends documents."""
         ...
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]: ...
@@ -46,11 +46,9 @@ class Bytes:
 
 
 class BytePairs:
-    """A byte-pair vocabulary of the package tokenizers."""
-
     def __init__(self, made: Any) -> None:
         self._made = made
-        self._made.encode_special_tokens = True  # a text that contains END gets its letters, not the token
+        self._made.encode_special_tokens = True  # END inside a text becomes letters, not the token
 
     @property
     def size(self) -> int:
@@ -58,10 +56,10 @@ class BytePairs:
 
     @classmethod
     def trained(cls, texts: Iterable[str], vocabulary: int) -> BytePairs:
-        """A vocabulary of `vocabulary` tokens, the 256 bytes and the end of a document among them."""
+        """A vocabulary of `vocabulary` tokens, including the 256 bytes and the end of a document."""
         tokenizers = library()
         made = tokenizers.Tokenizer(tokenizers.models.BPE())
-        # GPT-2's rule keeps words, numbers and runs of spaces apart, and begins a word with its space.
+        # GPT-2's rule separates words, numbers and runs of spaces; a word begins with its space.
         made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
         made.decoder = tokenizers.decoders.ByteLevel()
         trainer = tokenizers.trainers.BpeTrainer(

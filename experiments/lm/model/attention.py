@@ -1,6 +1,6 @@
-"""Attention of one layer over its mask, by three implementations that compute the same.
+"""Attention of one layer over its mask, by three implementations with equal results.
 
-q, k and v are [B, H, N, D], and so is the result.
+q, k, v and the result are [B, H, N, D].
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ import sparseflash
 from sparseflash import BlockMask, interop, masks
 
 IMPLEMENTATIONS = ("sparseflash", "sdpa", "flex")
-LONGEST_DENSE_MASK = 32_768  # tokens; SDPA's mask has a byte, and its copy in the kernels two, for every score
+LONGEST_DENSE_MASK = 32_768  # tokens; SDPA's mask has a byte for every score, its copies in the kernels two
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def attention_over(mask: BlockMask, implementation: str) -> Attention:
-    """Attention over a mask that lies on the device of q, k and v.
+    """Attention over a mask on the device of q, k and v.
 
-    sparseflash: any mask. sdpa: PyTorch's, with `is_causal` if the mask is dense and causal, and with a mask of
-    elements otherwise. flex: FlexAttention, compiled on a GPU, with the block lists of the mask.
-    Raises ValueError for another name, and for a mask that SDPA could only hold with gigabytes.
+    sparseflash: any mask.
+    sdpa: PyTorch's, with `is_causal` for dense causal masks, and with an element mask otherwise.
+    flex: FlexAttention, compiled on a GPU, with the block lists of the mask.
+    Raises ValueError for another name, and for a mask that takes gigabytes in SDPA.
     """
     if implementation == "sparseflash":
         return partial(_sparse, mask=mask)
@@ -39,7 +40,7 @@ def attention_over(mask: BlockMask, implementation: str) -> Attention:
 
 
 def is_dense_causal(mask: BlockMask) -> bool:
-    """Whether every token sees all before it, and itself, whatever the blocks are."""
+    """Whether every token sees itself and all tokens before it, for any block size."""
     same = masks.causal(mask.q_len, mask.k_len, block=(mask.block_q, mask.block_k))
     return mask.to("cpu") == same
 

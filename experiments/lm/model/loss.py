@@ -1,8 +1,8 @@
 """Cross-entropy from features, without all logits in memory at once.
 
 T tokens with a vocabulary of V have T * V logits: 13 GB in fp32 for 65,536 tokens and GPT-2's vocabulary, and as much
-for their gradient. Here a chunk of tokens goes forward and backward at once, so that the logits of one chunk exist at a
-time and none is computed twice.
+for their gradient. Here each chunk of tokens goes forward and backward at once, so only one chunk's logits exist at a
+time, and none is computed twice.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CHUNK_BYTES = 2**30  # of a chunk's logits
 def loss_and_gradient(logits: Tensor, labels: Tensor, factor: float) -> tuple[Tensor, Tensor]:
     """The sum of the cross-entropies of logits [M, V], fp32, and the gradient of `factor` times the sum.
 
-    The logits are not to be read again: on a GPU the gradient has their memory.
+    Do not read the logits again: on a GPU the gradient overwrites them.
     """
     if logits.is_cuda:
         from experiments.lm.model.fused_loss import fused_loss_and_gradient
@@ -30,7 +30,7 @@ def loss_and_gradient(logits: Tensor, labels: Tensor, factor: float) -> tuple[Te
 
 
 def plain_loss_and_gradient(logits: Tensor, labels: Tensor, factor: float) -> tuple[Tensor, Tensor]:
-    """The same by PyTorch's operations, on any device; the logits stay as they are."""
+    """The same with PyTorch's operations, on any device; the logits are kept."""
     scores = logits.float()
     lse = scores.logsumexp(-1, keepdim=True)
     label = labels[:, None]
@@ -41,7 +41,7 @@ def plain_loss_and_gradient(logits: Tensor, labels: Tensor, factor: float) -> tu
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The mean loss. Its forward computes the gradients, too, which its backward multiplies by that of the loss."""
+    """The mean loss. Its forward also computes the gradients, which its backward scales."""
 
     @staticmethod
     def forward(ctx: Any, features: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             loss, chunk_gradient = loss_and_gradient(chunk @ head.T, labels[part], 1 / len(features))
             total += loss
             torch.mm(chunk_gradient, head, out=features_gradient[part])
-            weight_gradient += chunk_gradient.T @ chunk  # fp32 sums of the chunks
+            weight_gradient += chunk_gradient.T @ chunk  # sums over chunks, in fp32
         ctx.dtype = weight.dtype
         ctx.save_for_backward(features_gradient, weight_gradient)
         return total / len(features)
@@ -84,7 +84,7 @@ def token_losses(features: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 
 def chunks(features: Tensor, weight: Tensor) -> Iterator[slice]:
-    """Parts of the tokens whose logits take at most CHUNK_BYTES; equal ones where halves of halves are small enough."""
+    """Parts of the tokens whose logits take at most CHUNK_BYTES, of equal size if repeated halving reaches it."""
     tokens = size = len(features)
     most = max(1, CHUNK_BYTES // (len(weight) * features.element_size()))
     while size > most and size % 2 == 0:

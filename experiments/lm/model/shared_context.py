@@ -1,4 +1,4 @@
-"""Attention over sequences whose tokens lie in several processes (context parallelism), alike for all layers."""
+"""Context parallelism: attention over sequences whose tokens lie in several processes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from sparseflash.distributed import ShardPlan
 
 
 class SharedContext:
-    """Which tokens of each sequence this process has, and their attention to all tokens.
+    """This process's tokens of each sequence, and their attention to all tokens.
 
-    masks: those of the layers. The one with the most live scores says where the tokens lie, because an uneven deal of
-    its scores costs the most.
+    masks: the masks of the layers. The mask with the most live scores decides the assignment of tokens, because its
+        imbalance costs the most.
     """
 
     def __init__(self, ranks: Ranks, masks: Sequence[BlockMask]) -> None:
@@ -28,7 +28,7 @@ class SharedContext:
 
     @property
     def layout(self) -> ShardPlan:
-        """The plan that says where the tokens lie."""
+        """The plan with the assignment of tokens."""
         return self._sequences.plan(self._leading)
 
     def positions(self, device: torch.device) -> Tensor:
@@ -37,12 +37,12 @@ class SharedContext:
 
     @property
     def share(self) -> float:
-        """This process's tokens over the mean of all processes."""
+        """This process's number of tokens divided by the mean over processes."""
         queries = self.layout.queries
         return queries.counts[self.layout.rank] * self.layout.ranks / queries.length
 
     def scatter(self, x: Tensor) -> Tensor:
-        """This process's tokens [B, n] of all [B, N]."""
+        """This process's tokens [B, n] out of all tokens [B, N]."""
         return self.layout.scatter(x, -1)
 
     def gather(self, x: Tensor) -> Tensor:
@@ -50,18 +50,17 @@ class SharedContext:
         return self.layout.gather(x, -1)
 
     def attention(self, mask: BlockMask) -> Attention:
-        """The attention of a layer."""
         return partial(self._attention, mask=mask)
 
     def attention_once(self, mask: BlockMask) -> Attention:
-        """The attention of a layer with a mask that one batch has."""
+        """The attention of a layer with a mask of one batch."""
         return partial(distributed.attention, plan=self._sequences.plan_once(mask, self.layout))
 
     def clear(self) -> None:
-        """Forget the plans, which keep the process group and its threads."""
+        """Drop the plans, which hold the process group and its threads."""
         self._sequences.clear()
 
     def _attention(self, q: Tensor, k: Tensor, v: Tensor, *, mask: BlockMask) -> Tensor:
-        # Not with the plan as an argument: a model would then keep the process group.
+        # The plan is no argument: a model would then keep the process group.
         out: Tensor = distributed.attention(q, k, v, self._sequences.plan(mask, self.layout))
         return out

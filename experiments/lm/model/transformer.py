@@ -1,10 +1,10 @@
-"""A causal transformer in GPT-2's shape: pre-norm, GELU, one matrix for embedding and head, no biases.
+"""A causal transformer in GPT-2's shape: pre-norm, GELU, tied embedding and head, no biases.
 
-Weights are fp32; each product runs in the dtype of its input, which the embedding sets. So bf16 needs no autocast, and
-the stream that layers add to is bf16, too.
+Weights are fp32. Each product runs in the dtype of its input, which the embedding sets. So bf16 needs no autocast, and
+the residual stream is bf16 too.
 
 Shapes: B sequences, N tokens of context (of this process, if several share them), T = B * N, W width, H heads, D
-features a head, V vocabulary with padding.
+    features a head, V vocabulary with padding.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ _GRAPHS = 64  # of each half, in one process
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a model."""
-
     depth: int
     width: int
     head_dim: int
@@ -60,17 +58,17 @@ class Sizes:
 
     @property
     def padded_vocabulary(self) -> int:
-        """The next multiple of 128: matrix products are slow with other sizes."""
+        """The next multiple of 128, because matrix products are slow with other sizes."""
         return -(-self.vocabulary // 128) * 128
 
     @property
     def weights(self) -> int:
-        """Those of matrix products; see flops.py."""
+        """The number of weights in matrix products; see flops.py."""
         return matrix_weights(self.depth, self.width, self.mlp, self.padded_vocabulary)
 
 
 class Block(nn.Module):
-    """One layer: attention, then an MLP, each applied to the normalised stream and added to it."""
+    """One layer: attention, then an MLP, each with a normalised input and a residual connection."""
 
     def __init__(self, sizes: Sizes, halves: Halves, recompute: bool = False) -> None:
         super().__init__()
@@ -86,7 +84,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, batch: int, rotation: Rotation | None, attention: Attention) -> Tensor:
         """x [T, W], of `batch` sequences."""
         if self.recompute and torch.is_grad_enabled():
-            # In here and not around the module: FSDP gathers its weights before the backward that computes it again.
+            # Here and not around the module: FSDP gathers its weights before the backward that recomputes it.
             again: Tensor = checkpoint(
                 self.layer, x, batch, rotation, attention, use_reentrant=False, preserve_rng_state=False
             )
@@ -94,7 +92,7 @@ class Block(nn.Module):
         return self.layer(x, batch, rotation, attention)
 
     def layer(self, x: Tensor, batch: int, rotation: Rotation | None, attention: Attention) -> Tensor:
-        """The same, with all that the backward pass reads kept."""
+        """The layer without recomputation: all tensors for the backward are kept."""
         parts = self.halves.before(x, self.attention_norm.weight, self.qkv.weight, self.head_dim, rotation)
         q, k, v = (each.unflatten(0, (batch, -1)).transpose(1, 2) for each in parts)  # [B, H, N, D]
         mixed = attention(q, k, v).transpose(1, 2).reshape(x.shape)
@@ -117,7 +115,7 @@ def before_attention(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v [T, H, D], each contiguous.
 
-    Were v a view into the product, its gradient would have to be copied into that layout before the compiled backward.
+    If v were a view into the product, the compiled backward would have to copy its gradient into that layout.
     """
     q, k, v = product(norm(x, norm_weight), qkv).unflatten(-1, (3, -1, head_dim)).unbind(1)
     if rotation is not None:
@@ -149,12 +147,12 @@ class LanguageModel(nn.Module):
     """Embedding, layers, norm and head.
 
     attentions: one for each layer; see attention.py.
-    dtype: of the stream and of the matrix products.
-    compiling: "none"; "block": the two halves of a layer around its attention, one pair of graphs for all layers and
-        all contexts with the same number of tokens; "model": all from the first layer to the last norm as one graph,
-        with attention as an operator in it.
-    recompute: whether the backward pass computes each layer again from its input, which alone is kept.
-    shared: which tokens this process has, if several share those of each sequence; `attentions` are then over these.
+    dtype: of the residual stream and of the matrix products.
+    compiling: "none"; "block": the two halves of a layer around attention, one pair of graphs for all layers and all
+        contexts with the same number of tokens; "model": all layers and the last norm as one graph, with attention as
+        an operator in it.
+    recompute: whether the backward recomputes each layer from its input.
+    shared: this process's tokens, if several processes share each sequence; `attentions` are then over these.
     """
 
     def __init__(
@@ -186,17 +184,17 @@ class LanguageModel(nn.Module):
         self.initialize()
 
     def initialize(self) -> None:
-        """GPT-2's: what is added to the stream starts smaller, by the number of sums."""
+        """GPT-2's initialisation: projections into the residual stream start smaller, by the number of sums."""
         small = 0.02 / (2 * self.sizes.depth) ** 0.5
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 nn.init.normal_(parameter, std=small if name.endswith(("out.weight", "down.weight")) else 0.02)
 
     def features(self, ids: Tensor, attentions: Sequence[Attention]) -> Tensor:
-        """Features [T, W] of tokens [B, N], which are this process's if sequences are shared.
+        """Features [T, W] of tokens [B, N] (this process's tokens if sequences are shared).
 
-        The embeddings are never compiled: Inductor would add up the gradients of equal tokens by atomic additions, in
-        another order at every run.
+        The embeddings are never compiled: Inductor would sum the gradients of equal tokens by atomic additions, in
+        another order in every run.
         """
         batch, length = ids.shape
         of_sequence = (
@@ -209,7 +207,7 @@ class LanguageModel(nn.Module):
         return self.run(x, places, batch, attentions)
 
     def trunk(self, x: Tensor, places: Tensor, batch: int, attentions: Sequence[Attention]) -> Tensor:
-        """Features [T, W] of embedded tokens [T, W] at these places [T] of their sequences."""
+        """Features [T, W] of embedded tokens [T, W] at the positions [T] of their sequences."""
         rotation = None
         if self.rotary is not None:
             cosine, sine = self.rotary(places)  # [T, 1, D / 2]
@@ -221,14 +219,14 @@ class LanguageModel(nn.Module):
     def forward(
         self, ids: Tensor, labels: Tensor, attentions: Sequence[Attention] | None = None, each: bool = False
     ) -> Tensor:
-        """The mean loss, nats, of tokens [B, N] with the tokens that follow them as labels [B, N].
+        """The mean loss, nats, of tokens [B, N] with the next tokens as labels [B, N].
 
-        If sequences are shared, each process is given all tokens and returns what its own add: the mean over the
-        processes is the mean loss, and so it is with the gradients.
+        If sequences are shared, each process receives all tokens and returns its tokens' part: the mean over processes
+        is the mean loss. The same holds for gradients.
 
-        attentions: others than the model's own, for a batch with documents that do not see each other.
-        each: the loss of each token, [B, N], without gradients. It is not a method of its own, because what wraps the
-            model for several processes gathers weights when `forward` is called.
+        attentions: replace the model's own, for a batch with separate documents.
+        each: return the loss of each token, [B, N], without gradients. An argument and not a method, because FSDP
+            gathers weights when `forward` is called.
         """
         if self.shared is not None:
             ids, labels = self.shared.scatter(ids), self.shared.scatter(labels)
@@ -241,7 +239,7 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def scores(self, ids: Tensor, place: int) -> Tensor:
-        """Scores [B, V] of the tokens that may follow the one at a place of ids [B, N]; -inf for the padding's."""
+        """Scores [B, V] of the next token after a position of ids [B, N]; -inf for padding."""
         features = self.features(ids, self.attentions).unflatten(0, ids.shape)[:, place]
         found = product(features, self.embedding.weight).float()
         found[:, self.sizes.vocabulary :] = -torch.inf

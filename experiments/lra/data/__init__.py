@@ -1,5 +1,5 @@
 """From files to batches: examples on disk, their order, augmentation, fingerprints; generated ListOps.
 
-May import `training`, and the description of a task (`tasks.task`). For all of lra. This file imports nothing, so that
-the generator's worker processes start without PyTorch.
+May import `training` and `tasks.task`. This file imports nothing, so that the generator's worker processes start
+without PyTorch.
 """

@@ -1,4 +1,4 @@
-"""Training images turned and mirrored, for tasks in which the class does not depend on it."""
+"""Augmentation of training images by symmetries of a square."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Image = NDArray[np.uint8]  # the pixels of a square image, row by row
 
 # Which of the eight symmetries of a square each setting draws from; see `turned`.
 WAYS = {"none": (0,), "mirror": (0, 4), "square": tuple(range(8))}
-_KEY = (0x7075,)  # makes these draws independent of all others with the same seed
+_KEY = (0x7075,)  # makes these draws independent of others with the same seed
 
 
 def turned(pixels: Image, side: int, way: int) -> Image:
-    """An image turned by `way % 4` quarters to the left, then, if `way` is 4 or more, with left and right exchanged.
+    """An image turned by `way % 4` quarters to the left and, if `way` is 4 or more, then mirrored left to right.
 
     >>> turned(np.array([1, 2, 3, 4], np.uint8), 2, 1).tolist(), turned(np.array([1, 2, 3, 4], np.uint8), 2, 4).tolist()
     ([2, 4, 1, 3], [2, 1, 4, 3])
@@ -27,9 +27,10 @@ def turned(pixels: Image, side: int, way: int) -> Image:
 
 @dataclass(frozen=True)
 class Turning:
-    """Turns the images of every step, in the same way however many processes share a batch.
+    """Turns the images of every step, in the same way for any number of processes.
 
-    batch: images of a step, of all processes; share: which of them are this process's.
+    batch: images of a step, of all processes.
+    share: this process's images.
     """
 
     setting: str
@@ -39,10 +40,9 @@ class Turning:
     share: slice = field(default_factory=lambda: slice(None))
 
     def ways(self, step: int) -> NDArray[np.int64]:
-        """The way in which each of this process's images is turned."""
+        """The symmetry for each of this process's images."""
         random = np.random.default_rng(np.random.SeedSequence([self.seed, step], spawn_key=_KEY))
         return random.choice(WAYS[self.setting], self.batch)[self.share]
 
     def __call__(self, step: int, images: Sequence[Image]) -> list[Image]:
-        """The images of a step, turned."""
         return [turned(image, self.side, way) for image, way in zip(images, self.ways(step).tolist(), strict=True)]

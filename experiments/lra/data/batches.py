@@ -1,4 +1,4 @@
-"""Batches: sequences of about one length as the rows of a tensor, padded to the longest of them."""
+"""Batches: sequences of similar length as the rows of a tensor, padded to the longest."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _TENSORS = ("ids", "lengths", "places", "labels", "asked", "pixel_labels")
 
 @dataclass(frozen=True)
 class Shape:
-    """How sequences become rows of a batch."""
+    """The form of sequences as rows of a batch."""
 
     block: int  # of the mask
-    max_tokens: int  # longer sequences are cut to this many tokens, as in the reference loader
+    max_tokens: int  # longer sequences are cut, as in the reference loader
     cls: int | None  # the id of [CLS], which is put first; None: no [CLS]
-    drop_background: bool = False  # leave out zeros, the black pixels of an image
+    drop_background: bool = False  # drop zeros, the black pixels of an image
     multiple: int | None = None  # rows have a multiple of this many tokens; None: whole blocks of the mask
-    shortest_row: int = 0  # in tokens; shorter rows are padded to it
+    shortest_row: int = 0  # tokens; shorter rows are padded
 
     @property
     def first(self) -> int:
@@ -38,7 +38,7 @@ class Shape:
 
     @property
     def length(self) -> int:
-        """The length of the longest row, in whole blocks: that of the mask.
+        """The length of the longest row, and of the mask, in whole blocks.
 
         >>> Shape(128, 2000, cls=16).length
         2048
@@ -46,25 +46,25 @@ class Shape:
         return -(-(self.max_tokens + self.first) // self.block) * self.block
 
     def places(self, longest: int) -> int:
-        """The number of places for tokens, for sequences of at most `longest` symbols."""
+        """The number of token positions for sequences of at most `longest` symbols."""
         return self.first + longest if self.drop_background else self.length
 
     def row(self, tokens: int) -> int:
-        """The length of the rows of a batch whose longest sequence has this many tokens, including [CLS]."""
+        """The row length of a batch whose longest sequence has this many tokens, including [CLS]."""
         multiple = self.multiple or self.block
         return max(-(-tokens // multiple) * multiple, self.shortest_row)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """B examples of T sequences each; the sequences of an example follow each other."""
+    """B examples of T sequences each; the sequences of an example are consecutive."""
 
     ids: torch.Tensor  # int64 [B * T, N], padding at the end; N is the longest length, rounded up
     lengths: torch.Tensor  # int32 [B * T], tokens before the padding, including [CLS]
-    places: torch.Tensor | None  # int64 [B * T, N], the original index of each token; None if none were left out
-    labels: torch.Tensor  # int64 [B], or [M] if tokens are to be named
-    live_tokens: int  # sum of lengths, known without asking the device
-    asked: torch.Tensor | None = None  # int64 [M], places in the flattened ids whose tokens are to be named
+    places: torch.Tensor | None  # int64 [B * T, N], the original index of each token; None if no token was dropped
+    labels: torch.Tensor  # int64 [B], or [M] for hidden tokens
+    live_tokens: int  # sum of lengths, known on the host
+    asked: torch.Tensor | None = None  # int64 [M], positions of hidden tokens in the flattened ids
     pixel_labels: torch.Tensor | None = None  # int64 [B * T, N], the classes of drawn pixels; NO_LABEL elsewhere
 
     @property
@@ -72,12 +72,11 @@ class Batch:
         return BatchSize(len(self.labels), self.live_tokens, self.ids.numel())
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors that the batch has, by their names."""
         found = {name: getattr(self, name) for name in _TENSORS}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def to(self, device: torch.device) -> Batch:
-        """The batch on a device, copied from pinned memory if the copy can then overlap with work on a GPU."""
+        """The batch on a device, copied from pinned memory if the copy can then overlap with GPU work."""
         pins = device.type == "cuda" and self.ids.device.type == "cpu"
         return self._with_each(lambda tensor: (tensor.pin_memory() if pins else tensor).to(device, non_blocking=pins))
 
@@ -98,7 +97,8 @@ def collate(
 ) -> Batch:
     """The examples with these indices as one batch.
 
-    change: applied to the sequences first; pixel_labels: the classes of every example's pixels, in their order.
+    change: applied to the sequences first.
+    pixel_labels: the classes of every example's pixels, in order.
     """
 
     def sequences_of(source: Examples) -> list[NDArray[np.uint8]]:
@@ -139,24 +139,22 @@ def collate(
 
 
 def live_pixels(symbols: NDArray[np.uint8], shape: Shape) -> NDArray[np.int64]:
-    """The pixels of an image that are not black; of an image that is all black, the first pixel."""
+    """The pixels of an image that are not black; the first pixel if all are black."""
     live = np.flatnonzero(symbols)
     check_pixels(len(live), shape)
     return live if len(live) else np.zeros(1, np.int64)
 
 
 def check_images(examples: Examples, shape: Shape) -> None:
-    """Raises ValueError if an image has more pixels than a row has tokens, so that a run fails early and not at its
-    end.
-    """
+    """Raises ValueError if an image has more pixels than a row has tokens, so that a run fails at its start."""
     if shape.drop_background and shape.max_tokens < (examples.ends - examples.begins).max():
         check_pixels(int(live_counts(examples).max()), shape)
 
 
 def live_counts(examples: Examples) -> NDArray[np.int64]:
-    """How many pixels of each image are not black. int64 [n]"""
+    """The number of pixels of each image that are not black, int64 [n]."""
     counts = np.zeros(len(examples), np.int64)
-    for row in np.argsort(examples.begins[:, 0]):  # in their order on the disk
+    for row in np.argsort(examples.begins[:, 0]):  # in disk order
         counts[row] = np.count_nonzero(examples.sequence(row))
     return counts
 
@@ -185,7 +183,8 @@ def training_batches(
 ) -> Iterator[Batch]:
     """Endless batches for the steps from `first_step` on.
 
-    turning: turns images; None: they are not turned. pixel_labels: the classes of their pixels.
+    turning: turns images, or None.
+    pixel_labels: the classes of their pixels.
     """
     for step in count(first_step):
         change = None if turning is None else partial(turning, step)
@@ -199,9 +198,9 @@ def evaluation_batches(
     limit: int,
     share: slice = slice(None),
 ) -> Iterator[Batch]:
-    """The first `limit` examples once, in the order of the file; the last batch may be smaller.
+    """The first `limit` examples once, in file order; the last batch may be smaller.
 
-    share: the batches of this process, if several processes evaluate together.
+    share: this process's batches, if several processes evaluate together.
     """
     for start in range(0, min(limit, len(examples)), batch)[share]:
         yield collate(examples, np.arange(start, min(start + batch, limit, len(examples))), shape)

@@ -1,4 +1,4 @@
-"""Tokenised examples on disk: read once from a task's files, then memory-mapped by every run."""
+"""Tokenised examples on disk: parsed once from a task's files, then memory-mapped by every run."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from rich.progress import track
 
 from experiments.training.reading import reading
 
-FORMAT = 2  # increase it when the symbols or the arrays change, so that old caches are not read
+FORMAT = 2  # increase it when symbols or arrays change, so that old caches are not read
 
-# A class, and the symbols of each sequence: one sequence, or two for a task with two towers.
+# A class, and the symbols of one sequence, or of two for a task with two towers.
 Row = tuple[int, tuple[bytes, ...]]
 
 
@@ -48,12 +48,11 @@ class Examples:
         return self.begins.shape[1]
 
     def sequence(self, index: int, tower: int = 0) -> NDArray[np.uint8]:
-        """The symbols of one sequence."""
         return self.symbols[self.begins[index, tower] : self.ends[index, tower]]
 
     @property
     def first_symbols(self) -> NDArray[np.uint8]:
-        """The first symbol of every example; in ListOps that is the root operator. uint8 [n]"""
+        """The first symbol of every example, uint8 [n]; in ListOps the root operator."""
         return self.symbols[self.begins[:, 0]]
 
     def take(self, rows: NDArray[np.int64]) -> Examples:
@@ -70,9 +69,9 @@ def cached(
     shift: int,
     total: int | None = None,
 ) -> Examples:
-    """The examples that `rows` reads, memory-mapped from `<place>/tokens/`, which is written if it is missing.
+    """The examples that `rows` reads, memory-mapped from `<place>/tokens/`, which is written if missing.
 
-    A cache is valid for one state of the sources: their names, sizes and modification times.
+    A cache is valid for one state of the sources: names, sizes and modification times.
     total: the expected number of rows, for the progress bar.
     """
     states = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sources]
@@ -94,7 +93,7 @@ def cached(
 
 
 def _write(rows: Iterator[Row], folder: Path, name: str, total: int | None) -> None:
-    """Save the rows such that the folder exists only when it is complete."""
+    """Save the rows; the folder exists only when complete."""
     try:
         folder.parent.mkdir(exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))

@@ -1,4 +1,4 @@
-"""A fingerprint of the data that a run used. The checks that use it are in experiments/training/fingerprint.py."""
+"""A fingerprint of a run's data. experiments/training/fingerprint.py checks it."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import numpy as np
 from experiments.lra.data.examples import Examples
 from experiments.lra.tasks.task import Data
 
-_READ = 64  # examples of each split whose symbols are hashed, because all of Path-X would be 2.6 GB
+_READ = 64  # hashed examples of each split; all of Path-X would be 2.6 GB
 
 
 def fingerprint(data: Data) -> dict[str, str]:
     """The origin of the examples, and a hash of the three splits.
 
-    Splits with the same origin may share examples in any way; splits with the same hash are equal.
+    Splits with equal origins may share examples. Splits with equal hashes are equal.
     """
     return {"origin": data.origin, "hash": splits_hash(data)}
 
 
 def splits_hash(data: Data) -> str:
-    """A hash of all labels and lengths of the three splits, and of the symbols of some of their examples."""
+    """A hash of all labels and lengths of the three splits, and of the symbols of some examples."""
     digest = blake2b(data.task.name.encode(), digest_size=8)
     for split in (data.train, data.val, data.test):
         update(digest, split)

@@ -1,9 +1,7 @@
-"""The order of the training examples: a pure function of the seed and the step.
+"""The order of the training examples: a pure function of seed and step, so a resumed run needs no loader state.
 
-A resumed run therefore needs no loader state: step s always sees the same examples.
-
-Each epoch has all examples once, in its own order. Epochs follow each other without a gap, and batches are cut from
-this one long sequence. If an epoch is not a whole number of batches, one batch lies in two epochs.
+Each epoch has all examples once, in its own order. Epochs are concatenated, and batches are cut from this sequence, so
+a batch may lie in two epochs.
 """
 
 from __future__ import annotations
@@ -17,9 +15,9 @@ from numpy.typing import NDArray
 class Order:
     """The examples of each training step.
 
-    sizes: int64 [count], the length of each example's row, in any unit. The examples of a batch then have the same
-        size, as far as there are enough, and are otherwise combined and ordered at random. None: combine all at random.
-    share: this process's examples of a batch, if several train together.
+    sizes: int64 [count], the row length of each example, in any unit. A batch then has examples of equal size as far as
+        possible. None: random batches.
+    share: this process's examples of a batch, if several processes train together.
     """
 
     def __init__(
@@ -37,7 +35,7 @@ class Order:
         self._epoch = lru_cache(maxsize=2)(self._new_epoch)  # a batch lies in at most two epochs
 
     def rows(self, step: int) -> NDArray[np.int64]:
-        """The indices of the examples of step `step` (from 0), int64 [batch], or this process's share of them."""
+        """The indices of the examples of step `step` (from 0), int64 [batch], or this process's share."""
         epoch, begin = divmod(step * self.batch, self.count)
         rows = self._epoch(epoch)[begin : begin + self.batch]
         if len(rows) < self.batch:
@@ -50,11 +48,11 @@ class Order:
         order = random.permutation(self.count)
         if self.sizes is None:
             return order
-        # The examples before `first` complete the last batch of the previous epoch, and those from `last` on begin the
-        # first batch of the next one. The permutation decides which they are, so no length is favoured.
+        # The examples before `first` complete the previous epoch's last batch; the examples from `last` on begin the
+        # next epoch's first batch. The permutation selects them, so no length is favoured.
         first = -epoch * self.count % self.batch
         last = first + (self.count - first) // self.batch * self.batch
         whole = order[first:last]
-        # The sort is stable, so the permutation decides which examples of equal size are combined.
+        # The sort is stable, so the permutation decides which examples of equal size share a batch.
         batches = whole[np.argsort(self.sizes[whole], kind="stable")].reshape(-1, self.batch)
         return np.concatenate([order[:first], *random.permutation(batches), order[last:]])

@@ -1,8 +1,7 @@
-"""Reads a pickle of plain values and byte arrays without unpickling, which would import and run what the file names.
+"""Reads a pickle of plain values and byte arrays without unpickling, which could import and run code named in the file.
 
-The CIFAR-10 files are pickles of dictionaries of strings, lists of numbers and NumPy arrays of bytes, written by Python
-2. A pickle is a list of instructions for a stack machine. The few instructions that these values need are followed
-here; all others are refused.
+The CIFAR-10 files are Python 2 pickles of dictionaries of strings, lists of numbers and NumPy byte arrays. A pickle is
+a program for a stack machine. This reader runs the few instructions that these values need and refuses all others.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _SKIPPED = {"PROTO", "FRAME"}
 
 @dataclass
 class _Global:
-    """The name of an object that the file asks to import. It is never imported."""
+    """The name of an object that the file imports. It is never imported."""
 
     name: str
 
@@ -50,7 +49,7 @@ def read(contents: bytes) -> Any:
     >>> read(pickle.dumps({b"labels": [3, 4], b"data": np.arange(4, dtype=np.uint8)}, protocol=2))
     {b'labels': [3, 4], b'data': array([0, 1, 2, 3], dtype=uint8)}
 
-    Raises ValueError for a file that holds or asks for anything else.
+    Raises ValueError for a file with any other contents.
     """
     try:
         return _followed(contents)
@@ -120,7 +119,7 @@ def _of_type(value: Any, wanted: Any) -> Any:
 
 
 def _known(module: str, name: str) -> _Global:
-    """A name that arrays need; raises ValueError for any other."""
+    """A name needed for arrays; raises ValueError for others."""
     full = f"{_of_type(module, str)}.{_of_type(name, str)}"
     if full not in _NEEDED:
         raise ValueError(f"it asks for {full[:60]}, which arrays of bytes do not need")
@@ -128,7 +127,7 @@ def _known(module: str, name: str) -> _Global:
 
 
 def _called(function: _Global, arguments: tuple[Any, ...]) -> Any:
-    """The value of a call that the file asks for, without calling anything."""
+    """The value of a call in the file, without calling anything."""
     if function.name in _RECONSTRUCT:
         return _Array()
     if function.name == "numpy.dtype":
@@ -140,14 +139,14 @@ def _called(function: _Global, arguments: tuple[Any, ...]) -> Any:
 
 
 def _built(value: Any, state: tuple[Any, ...]) -> Any:
-    """The value with the contents that follow it in the file."""
+    """The value with its contents that follow in the file."""
     if isinstance(value, _DType):
-        return value  # its state is the byte order, which bytes do not have
+        return value  # its state is the byte order, meaningless for bytes
     _of_type(value, _Array)
     _, shape, dtype, by_columns, data = state
     if _of_type(dtype, _DType).name != "u1" or by_columns or not isinstance(data, bytes):
         raise ValueError(f"it must have arrays of bytes, in rows; got the type {dtype.name[:60]}")
-    # Check types first: a file can hold a list whose repr, or whose product with a number, fills the memory.
+    # Check types first: a list's repr, or its product with a number, could fill the memory.
     if not all(type(n) is int and n >= 0 for n in _of_type(shape, tuple)) or math.prod(shape) != len(data):
-        raise ValueError(f"it is damaged: an array whose shape is not that of its {len(data)} bytes")
+        raise ValueError(f"it is damaged: the shape of an array does not fit its {len(data)} bytes")
     return np.frombuffer(data, np.uint8).reshape(shape)

@@ -1,5 +1,5 @@
-"""The models: an encoder whose attention is any mask, the classifier that answers, and masks by their names.
+"""The models: an encoder with any mask, the classifier, and masks by name.
 
 May import the library, its command line's `sources` (a mask from a file), `training`, and the settings and tasks of
-`lra`. For all of lra but its data.
+`lra`.
 """

@@ -61,5 +61,4 @@ def made_model(config: Config, task: Task, mask: BlockMask) -> Classifier | Deno
 
 
 def build_optimizer(config: Config, model: nn.Module) -> torch.optim.AdamW:
-    """The optimiser of a run."""
     return adamw(model, config.lr, config.weight_decay)

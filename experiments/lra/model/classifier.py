@@ -19,12 +19,13 @@ POOLS = ("cls", "first", "mean", "max", "mean+max")
 
 
 class Classifier(Encoder):
-    """Answers with a class.
+    """Predicts a class.
 
-    towers: sequences per example. Of two, x and y, the head reads [x, y, x * y, x - y] (the Long Range Arena's "NLI").
-    pool: "cls" reads position 0, where batches then have [CLS]; "first" reads position 0 too, which then holds the
-        example's own first token; "mean" and "max" read all live positions.
-    sizes: those of the encoder; see encoder.py.
+    towers: sequences per example. With two, x and y, the head reads [x, y, x * y, x - y] (the Long Range Arena's
+        "NLI").
+    pool: "cls" and "first" read position 0, which holds [CLS] or the example's first token; "mean" and "max" read all
+        live positions.
+    sizes: the encoder's; see encoder.py.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Classifier(Encoder):
         self.head = nn.Sequential(nn.Linear(features, mlp), nn.GELU(), nn.Linear(mlp, classes))
 
     def forward(self, ids: Tensor, lengths: Tensor, places: Tensor | None = None, padded: bool = True) -> Tensor:
-        """Logits [B, C] for ids [B * T, N]; the other arguments are those of `encode`."""
+        """Logits [B, C] for ids [B * T, N]; other arguments as in `Encoder.encode`."""
         return self.answers(self.encode(ids, lengths, places, padded), lengths)
 
     def answers(self, x: Tensor, lengths: Tensor) -> Tensor:

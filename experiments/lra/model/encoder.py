@@ -1,4 +1,4 @@
-"""A pre-norm transformer encoder in which each layer has its own mask.
+"""A pre-norm transformer encoder with a mask for each layer.
 
 Shapes: B sequences, N positions (padded), W width.
 """
@@ -24,12 +24,12 @@ from sparseflash.distributed import ShardPlan
 class Encoder(nn.Module):
     """Embedding, positions, layers and a norm.
 
-    masks: one for each layer, for the longest batch, on the device where the model will run.
-    places: the number of places; more than the mask's length if batches leave tokens out.
-    first: the place where an example's own tokens begin; 1 if [CLS] comes before them.
+    masks: one for each layer, for the longest batch, on the model's device.
+    places: the number of positions; above the mask's length if batches drop tokens.
+    first: the position of an example's first token; 1 after [CLS].
     side: pixels along a side, for images.
-    brackets: those of expressions, which positions "nested" need.
-    attention: the implementation of attention; see experiments/training/layers/attention.py.
+    brackets: ids of brackets, for positions "nested".
+    attention: the implementation; see experiments/training/layers/attention.py.
     """
 
     def __init__(
@@ -92,9 +92,9 @@ class Encoder(nn.Module):
         self.training_halves = compiled_halves()
 
     def share_sequences(self, ranks: Ranks) -> SharedSequences:
-        """Share out the tokens of every sequence to the processes of `ranks` that have the same share of a batch.
+        """Share the tokens of every sequence among the processes of `ranks` with the same share of a batch.
 
-        All of them return the same features. A backward pass leaves gradients whose mean over the processes is right.
+        All of them return the same features. The mean of their gradients is the gradient.
         """
         self.shared = SharedSequences(ranks)
         return self.shared
@@ -102,11 +102,11 @@ class Encoder(nn.Module):
     def encode(self, ids: Tensor, lengths: Tensor, places: Tensor | None = None, padded: bool = True) -> Tensor:
         """Features [B, N, W] of ids [B, N]; positions from lengths [B] on are padding, which attention ignores.
 
-        places: the original indices of the tokens if some were left out, [B, N]; None: none were.
-        padded: False promises that there is no padding.
+        places: the original indices of the tokens if some were dropped, [B, N]; else None.
+        padded: False promises a batch without padding.
         """
         length = ids.shape[1]
-        depths = None if self.nesting is None else self.nesting.depths(ids)  # from all tokens before
+        depths = None if self.nesting is None else self.nesting.depths(ids)  # from all earlier tokens
         layout = None
         if self.shared is not None:
             layout = self.shared.plan(self.cropped(self.masks[0], length))
@@ -115,8 +115,8 @@ class Encoder(nn.Module):
             depths = None if depths is None else layout.scatter(depths, -1)
         x = self.embedding(ids)
         if self.positions is not None:
-            # Not positions[places]: its gradient adds tokens with the same place one after the other, and all padding
-            # has the same place.
+            # Not positions[places]: its gradient would add tokens with equal positions serially, and all padding has
+            # one position.
             x = x + (self.positions[:length] if places is None else F.embedding(places, self.positions))
         if self.nesting is not None and depths is not None:
             x = x + self.nesting(depths)
@@ -142,7 +142,7 @@ class Encoder(nn.Module):
         """A layer's mask for batches of `length` positions."""
         key = (id(mask), length)
         if key not in self._cropped:
-            # The mask is used for training, too, and autograd refuses tensors that were made in inference mode.
+            # The mask is used for training too, and autograd refuses tensors made in inference mode.
             with torch.inference_mode(False):
                 whole = length == mask.q_len
                 self._cropped[key] = mask if whole else mask.crop(q=(0, length), k=(0, length))
@@ -151,7 +151,7 @@ class Encoder(nn.Module):
     def masks_for(self, length: int, lengths: Tensor) -> list[BlockMask]:
         """Each layer's mask for a batch of `length` positions, with its padding.
 
-        Layers that share a mask also share the plan that the library makes for the lengths of this batch.
+        Layers with one mask also share the library's plan for this batch's lengths.
         """
         padded: dict[int, BlockMask] = {}
         for mask in self.masks:
@@ -160,9 +160,7 @@ class Encoder(nn.Module):
         return [padded[id(mask)] for mask in self.masks]
 
     def plans_for(self, layout: ShardPlan, lengths: Tensor | None) -> list[ShardPlan]:
-        """Each layer's plan where several processes share the tokens as in `layout`. lengths: None if there is no
-        padding.
-        """
+        """Each layer's plan if several processes share the tokens as in `layout`. lengths: None without padding."""
         assert self.shared is not None
         found: dict[int, ShardPlan] = {}
         for mask in self.masks:
@@ -172,7 +170,7 @@ class Encoder(nn.Module):
         return [found[id(mask)] for mask in self.masks]
 
     def element_masks_for(self, length: int, lengths: Tensor | None) -> list[ElementMask]:
-        """The same for implementations without block masks. lengths: None if there is no padding."""
+        """Each layer's mask for implementations without block masks. lengths: None without padding."""
         found: dict[int, ElementMask] = {}
         for mask in self.masks:
             if id(mask) not in self._patterns:

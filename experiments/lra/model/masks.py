@@ -1,4 +1,4 @@
-"""The mask of a run, from its name on the command line."""
+"""Masks by their names on the command line."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ NAMES = ("dense", "local", "butterfly")
 def build(name: str, length: int, *, block: int, window: int) -> BlockMask:
     """The mask of `length` queries and keys, on the CPU.
 
-    name: "dense", "local" (|q - k| <= window // 2), "butterfly", or a function of the user's, as "module:function" or
-        "path/to/file.py:function", which is called with (length, block=block) and returns the BlockMask.
-    Raises ValueError if the name does not give such a mask.
+    name: "dense", "local" (|q - k| <= window // 2), "butterfly", or a user's function, as "module:function" or
+        "path/to/file.py:function"; called with (length, block=block), it returns the BlockMask.
+    Raises ValueError for other names, and for a function that returns anything else.
     """
     if name == "dense":
         return BlockMask.dense(length, block=block)
@@ -37,7 +37,7 @@ def build(name: str, length: int, *, block: int, window: int) -> BlockMask:
 
 
 def load_function(name: str) -> Callable[..., object]:
-    """The function that "module:function" or "path/to/file.py:function" names."""
+    """The function named by "module:function" or "path/to/file.py:function"."""
     place, _, attribute = name.rpartition(":")
     if not place or not attribute:
         raise ValueError(f"the mask must be given as module:function or file.py:function; got {name!r}")
@@ -55,7 +55,7 @@ def load_function(name: str) -> Callable[..., object]:
 
 
 def check_signature(function: Callable[..., object], name: str, length: int, block: int) -> None:
-    """Raises ValueError if the function cannot be called like those of masks, as distinct from one that fails."""
+    """Raises ValueError if the function's signature does not fit, as distinct from a function that fails."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # some functions written in C have no signature

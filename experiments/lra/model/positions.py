@@ -1,7 +1,7 @@
-"""Positions that are added to the embedding: the places of tokens, and how deeply they are nested.
+"""Position embeddings: by token index, and by nesting depth.
 
-A place is a token's index in its whole sequence, including [CLS], also if tokens before it were left out. Rotary
-positions are in experiments/training/layers/rotary.py.
+The index counts the whole sequence, including [CLS] and dropped tokens. Rotary positions are in
+experiments/training/layers/rotary.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 POSITIONS = ("learned", "sinusoidal", "rotary", "rotary2d", "nested")
-_DEEPEST = 31  # tokens that are nested more deeply get the vector of this depth
+_DEEPEST = 31  # deeper tokens have the vector of this depth
 
 
 def sinusoids(length: int, width: int) -> Tensor:
@@ -22,21 +22,21 @@ def sinusoids(length: int, width: int) -> Tensor:
         raise ValueError(f"sinusoidal positions need an even width; got {width}")
     rates = torch.exp(torch.arange(0, width, 2) * (-math.log(10_000.0) / width))
     angles = torch.arange(length)[:, None] * rates  # [N, W / 2]
-    # Scaled to the size of the embedding, to which they are added.
+    # Scaled to the size of the embedding.
     return torch.stack([angles.sin(), angles.cos()], -1).flatten(1) * math.sqrt(2 / width)
 
 
 class Brackets(NamedTuple):
-    """Which ids open a nested part of a sequence, and which close one."""
+    """The ids of opening and closing brackets."""
 
     opening: tuple[int, ...]
     closing: tuple[int, ...]
 
 
 class Nesting(nn.Module):
-    """A learned vector for every depth of nesting, to add to the embedding.
+    """A learned vector for each nesting depth, added to the embedding.
 
-    The depth is a sum over all earlier brackets, of which sparse attention sees only a part.
+    The depth is a sum over all earlier brackets, and sparse attention sees only some of them.
     """
 
     change: Tensor
@@ -51,7 +51,7 @@ class Nesting(nn.Module):
         nn.init.normal_(self.vectors.weight, std=width**-0.5)
 
     def depths(self, ids: Tensor) -> Tensor:
-        """The number of brackets open around each of the ids [B, N]; a bracket is not inside itself."""
+        """The number of open brackets around each of the ids [B, N]; a bracket is not inside itself."""
         change = self.change[ids]
         return (change.cumsum(-1) - change.clamp(min=0)).clamp(0, _DEEPEST)
 

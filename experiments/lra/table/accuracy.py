@@ -17,12 +17,12 @@ from experiments.lra.tasks.task import Options
 from experiments.training.reading import read_json, reading
 from experiments.training.run_log import read
 
-_LINES = 20  # at the end of a log, because a single line covers only a few hundred examples
-# Settings that may differ within a group: the seed, and those that do not change the weights.
+_LINES = 20  # at the end of a log; one line covers only a few hundred examples
+# Settings that may differ within a group: the seed, and settings without effect on the weights.
 _APART = ("seed", "device", "context_parallel", "checkpoint_every", "log_every")
-# Settings that do not affect a run that classifies. Initial weights are compared by their contents, not by their path.
+# Settings without effect on a classifying run. Initial weights are compared by contents, not by path.
 _NOTHING = ("objective", "hidden", "initial")
-# What older runs did, before there was a setting for it.
+# The behaviour of older runs, from before the setting existed.
 _BEFORE = {
     "buckets": False, "attention": "sparseflash", "compiled": False, "recorded": False, "augment": "none",
     "auxiliary": 0.0, "keep": "last",
@@ -31,9 +31,9 @@ _BEFORE = {
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Runs that differ only in their seed. Accuracies are those of the test split, from 0 to 1."""
+    """Runs that differ only in their seed. Accuracies are on the test split, from 0 to 1."""
 
-    task: str  # with the difficulty if it is one of Pathfinder's easier paths, which are different tasks
+    task: str  # with the difficulty for Pathfinder's easier paths, which are different tasks
     attention: str
     mask: str
     data: str  # released or generated
@@ -43,23 +43,22 @@ class Accuracy:
     std: float | None  # sample standard deviation; None for one run
     validation: float | None  # mean over runs, of the tested weights or else at the end; None without a log
     training: float | None  # over the last lines of the logs
-    majority: float  # of always answering with the most frequent class
-    best_rule: str  # the best of the rules that avoid the task
+    majority: float  # of always predicting the most frequent class
+    best_rule: str  # the best rule that avoids the task
     best_rule_accuracy: float
     seeds: str
-    initial: str  # what all runs before had trained the initial weights on, and for how many steps, or "nothing"
-    inputs: str  # changes to the inputs that the arena's models do not have
+    initial: str  # training of the initial weights in all earlier runs, with steps, or "nothing"
+    inputs: str  # changes to the inputs, which the arena's models do not have
     steps: int  # of the longest run
-    tested_steps: str  # steps of the tested weights, for each seed; empty if all are the last
+    tested_steps: str  # steps of the tested weights, for each seed; empty for the last weights
     parameters: int
     training_seconds: float  # mean over runs
     tokens_per_s: float  # median over runs
     device: str
-    folder: str  # the folder of the runs, or the deepest that contains all of them
+    folder: str  # the folder of the runs, or their deepest common parent
 
     @property
     def variant(self) -> str:
-        """The name of the variant in the table of times."""
         return self.mask if self.attention == "sparseflash" else self.attention
 
 
@@ -78,8 +77,8 @@ class Run:
 
 
 def collect(folder: Path) -> list[Accuracy]:
-    """All finished runs below a folder that classify. Raises ValueError if two runs with the same settings have the
-    same seed, or if a file of a run is damaged.
+    """All finished classifying runs below a folder. Raises ValueError if two runs with equal settings have the same
+    seed, or if a file is damaged.
     """
     groups: dict[str, list[Run]] = {}
     for path in sorted(folder.rglob("metrics.json")):
@@ -89,7 +88,7 @@ def collect(folder: Path) -> list[Accuracy]:
         run = Run(path, metrics, *scores(path.with_name("log.jsonl"), metrics))
         with reading(path, "the result of a run"):
             setting = key(metrics)
-            accuracy([run], setting, folder)  # a damaged result shows here, under its own name
+            accuracy([run], setting, folder)  # reports a damaged result under its own name
         groups.setdefault(setting, []).append(run)
     for runs in groups.values():
         by_seed: dict[int, Path] = {}
@@ -105,13 +104,13 @@ def collect(folder: Path) -> list[Accuracy]:
 
 
 def key(metrics: dict[str, Any]) -> str:
-    """A short name for a run's settings and data, the same for runs that differ only by chance."""
+    """A short name for a run's settings and data, equal for runs that differ only by chance."""
     config = {**_BEFORE, **metrics["config"]}
     left_out = (*_APART, *_NOTHING, *(() if config["keep"] == "best" else VALIDATION))
     kept = {name: value for name, value in sorted(config.items()) if name not in left_out}
     kept |= {"generated": metrics["generated_data"], "test_examples": metrics["test_examples"]}
     if (data := metrics.get("data")) is not None:
-        # A generator's settings describe data that would have been generated without --data.
+        # A generator's settings describe the data of runs without --data.
         kept = {name: value for name, value in kept.items() if name not in GENERATOR} | {"data": data["hash"]}
     if (initial := metrics.get("initial")) is not None:
         kept["initial"] = initial["sha256"]
@@ -119,7 +118,7 @@ def key(metrics: dict[str, Any]) -> str:
 
 
 def accuracy(found: Iterable[Run], setting: str, folder: Path) -> Accuracy:
-    """One row for runs below `folder` with the same settings."""
+    """One row for runs below `folder` with equal settings."""
     ordered = sorted(found, key=lambda run: run.seed)
     runs = [run.metrics for run in ordered]
     first = runs[0]
@@ -154,7 +153,7 @@ def accuracy(found: Iterable[Run], setting: str, folder: Path) -> Accuracy:
 
 
 def name_of_task(config: dict[str, Any]) -> str:
-    """The task, with its difficulty if that is not the one of the arena's results.
+    """The task, with its difficulty if it is not hard.
 
     >>> name_of_task({"task": "pathfinder32", "difficulty": "easy"})
     'pathfinder32, easy'
@@ -164,12 +163,12 @@ def name_of_task(config: dict[str, Any]) -> str:
 
 
 def tested_steps(runs: list[dict[str, Any]]) -> list[str]:
-    """The steps of the tested weights, if they were chosen by validation."""
+    """The steps of the tested weights, if validation selected them."""
     return [f"{metrics['tested_step']:,}" for metrics in runs if metrics["config"].get("keep") == "best"]
 
 
 def scores(log: Path, metrics: dict[str, Any]) -> tuple[float | None, float | None]:
-    """A run's accuracies in its validation, and in its training over the last lines of its log."""
+    """A run's accuracies in validation, and in training over the last log lines."""
     records = read(log)
     with reading(log, "the log of a run with its accuracies"):
         validations = [float(record["accuracy"]) for record in records if record["kind"] == "val"]
@@ -181,13 +180,13 @@ def scores(log: Path, metrics: dict[str, Any]) -> tuple[float | None, float | No
 
 
 def mean_of(values: Iterable[float | None]) -> float | None:
-    """The mean of the known values; None if there are none."""
+    """The mean of the known values; None if no value is known."""
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if known else None
 
 
 def changed_inputs(config: dict[str, Any]) -> str:
-    """The inputs that the arena's models do not have, in words.
+    """Changes to the inputs, which the arena's models do not have, in words.
 
     >>> changed_inputs({"positions": "rotary2d", "background": "drop", "augment": "square", "auxiliary": 0.5})
     'background dropped, turned (square), pixel labels in training'
@@ -202,7 +201,7 @@ def changed_inputs(config: dict[str, Any]) -> str:
 
 
 def described(initial: dict[str, Any] | None, origin: str = "") -> str:
-    """What initial weights were trained on, in words, with the data if they differ from the run's own, `origin`.
+    """The training of initial weights, in words, with the data if they differ from the run's own, `origin`.
 
     >>> described({"objective": "denoise", "steps": 5000})
     'denoise 5,000'
@@ -215,7 +214,7 @@ def described(initial: dict[str, Any] | None, origin: str = "") -> str:
         return "nothing"
     seen = [name_of(each["origin"]) for each in initial.get("seen") or ()]
     before = initial.get("before", [])
-    if len(seen) != len(before) + 1:  # older runs kept only the last run's costs; they follow the data of all runs
+    if len(seen) != len(before) + 1:  # older runs kept only the last run's costs, and the data of all runs
         before, seen = [], [" and ".join(dict.fromkeys(seen))]
     runs = zip([*before, initial], seen, strict=True)
     return ", ".join(stage(each) + (f" ({name})" if name not in ("", name_of(origin)) else "") for each, name in runs)
@@ -227,6 +226,6 @@ def name_of(origin: str) -> str:
 
 
 def stage(run: dict[str, Any]) -> str:
-    """What one run trained the weights on."""
+    """One run's training of the weights, in words."""
     steps = run.get("tested_step", run["steps"])
     return f"{run['objective']} {steps:,}" + (", pixel labels" if run.get("pixel_labels") else "")

@@ -1,6 +1,6 @@
-"""Checks that the implementations agree before they are timed: the whole model's logits and gradients against fp64.
+"""Checks the implementations before they are timed: the whole model's logits and gradients against fp64.
 
-The yardstick is the rounding error of standard attention in the model's own precision, under the same mask.
+The tolerance comes from the rounding error of standard attention in the model's dtype, under the same mask.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Results = dict[str, Tensor]  # the logits, and the gradient of every parameter, 
 
 
 class Yardstick:
-    """The truth and the plain error of one task's model, each computed once for each mask."""
+    """The truth and the plain error of one task's model, computed once for each mask."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._known: dict[str, tuple[Results, float]] = {}
 
     def error_of(self, config: Config) -> float:
-        """The model's error in units of what is allowed, at most 1 for a correct model."""
+        """The model's error divided by the allowed error, at most 1 for a correct model."""
         config = without_dropout(config)
         plain = replace(config, attention="standard")
         if config.mask not in self._known:
@@ -55,9 +55,9 @@ def results(config: Config, device: torch.device, dtype: torch.dtype | None = No
 
 
 def error(found: Results, truth: Results) -> float:
-    """The root mean square over all tensors of their distance from the truth, relative to the norm of the truth.
+    """The root mean square over all tensors of the relative distance from the truth.
 
-    It is over all tensors because a single one, such as two logits, may be exact by chance.
+    Over all tensors, because a single one, such as two logits, may be exact by chance.
     """
     tiny = torch.finfo(torch.float64).tiny
     squares = [

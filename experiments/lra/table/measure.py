@@ -1,4 +1,4 @@
-"""The time and memory of a training step with each implementation, in turns on one device."""
+"""Time and memory of a training step with each implementation, in turns on one device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OK, WRONG, OUT_OF_MEMORY, FAILED, NOT_RUN = "ok", "WRONG", "out of memory", "FAI
 
 @dataclass
 class Row:
-    """One task, one variant, one batch size. Numbers that do not exist are None."""
+    """One task, one variant, one batch size. Missing numbers are None."""
 
     task: str
     variant: str
@@ -39,9 +39,9 @@ class Row:
     ms: float | None = None  # median time of a step (forward, backward, optimiser) by the host's clock
     spread: float | None = None  # range of the rounds over the median
     tokens_per_s: float | None = None
-    memory_gb: float | None = None  # 10^9 bytes: peak of a step that is launched by the host, including the model
-    speedup: float | None = None  # standard attention's time over this one's, with the same batch
-    error: float | None = None  # of logits and gradients, in units of what is allowed, so at most 1
+    memory_gb: float | None = None  # 10^9 bytes: peak of a step launched by the host, including the model
+    speedup: float | None = None  # standard attention's time divided by this variant's, with the same batch
+    error: float | None = None  # error of logits and gradients divided by the allowed error; at most 1
     reason: str = ""
 
 
@@ -68,12 +68,12 @@ class Candidate:
             self.memory_gb = (torch.cuda.max_memory_allocated(device) - before) / 1e9
 
     def capture(self, pool: Any) -> None:
-        """Capture the steps as CUDA graphs, if the settings say so. pool: memory that candidates share."""
+        """Capture the steps as CUDA graphs, if the settings say so. pool: memory shared by candidates."""
         self.steps = steps_of(self.model, self.optimizer, self.config, self.device, pool=pool)
         self.step()
 
     def step(self) -> None:
-        """A training step with learning rate 0, which changes no weight but is as much work as any other."""
+        """A training step with learning rate 0: the same work without changing weights."""
         self.steps(self.batch, 0.0)
 
 
@@ -87,8 +87,8 @@ def measure(
 ) -> list[Row]:
     """The rows of one task, from the settings of each variant.
 
-    If standard attention runs out of memory, everything is measured again with half the batch, so that there is
-    something to compare with; the rows of both are kept.
+    If standard attention runs out of memory, everything is measured again with half the batch, to have a reference; the
+    rows of both are kept.
     """
     found: list[Row] = []
     verdicts = checked(configs, device, say)
@@ -104,7 +104,7 @@ def measure(
 
 
 def checked(configs: dict[str, Config], device: torch.device, say: Callable[[str], None]) -> dict[str, Row]:
-    """A row for each variant with its error; variants that are wrong are marked and will not be timed."""
+    """A row for each variant with its error; wrong variants are marked and not timed."""
     yardstick, rows = Yardstick(device), {}
     for variant, config in configs.items():
         row = rows[variant] = new_row(variant, config)
@@ -112,7 +112,7 @@ def checked(configs: dict[str, Config], device: torch.device, say: Callable[[str
             row.error = yardstick.error_of(config)
             if not row.error <= 1:
                 row.status, row.reason = WRONG, "logits and gradients differ from fp64 by more than rounding explains"
-        if row.status == OUT_OF_MEMORY:  # the check ran out of memory, and a smaller batch would not help
+        if row.status == OUT_OF_MEMORY:  # the check ran out of memory, so a smaller batch would not help
             row.status, row.reason = FAILED, f"not checked: {row.reason}"
         say(f"{config.task} {variant}: error {'-' if row.error is None else f'{row.error:.2f}'} of 1 {row.reason}")
     return rows
@@ -172,13 +172,13 @@ def new_row(variant: str, config: Config) -> Row:
 
 @contextmanager
 def caught(row: Row, device: torch.device) -> Iterator[None]:
-    """Inside the context, failures are recorded in the row, and the memory that they held is freed."""
+    """Inside the context, failures are recorded in the row, and their memory is freed."""
     try:
         yield
     except Exception as failure:
         row.status, row.reason = verdict(failure)
     if row.status not in (OK, WRONG):
-        gc.collect()  # of the frames that its traceback held
+        gc.collect()  # frees the frames held by the traceback
     with fresh_memory(device):
         pass
 
@@ -194,7 +194,7 @@ def verdict(failure: Exception) -> tuple[str, str]:
 
 @contextmanager
 def fresh_memory(device: torch.device) -> Iterator[None]:
-    """Frees cached blocks first, so that memory that others needed before does not make this one fail."""
+    """Frees cached blocks first, so that memory of earlier variants does not make this one fail."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
     yield

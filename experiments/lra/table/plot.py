@@ -1,4 +1,4 @@
-"""The table as a picture: speed-ups as a group of bars for each task, and accuracies as a dot for each setting."""
+"""The table as a picture: speed-ups as bars for each task, accuracies as a dot for each setting."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 def draw(results: Results, path: Path) -> Path | None:
-    """Write the picture; returns None if there is nothing to draw."""
-    # Imported only here, because matplotlib takes a second to import and other commands draw nothing.
+    """Write the picture; returns None if it would be empty."""
+    # Imported here, because matplotlib takes a second to import and other commands draw nothing.
     from matplotlib.figure import Figure
 
     panels = [panel for panel, needs in ((_speeds, results.times), (_accuracies, results.accuracies)) if needs]
@@ -31,7 +31,7 @@ def draw(results: Results, path: Path) -> Path | None:
 
 
 def _bars(axes: Axes, groups: list[str], heights: dict[str, list[float | None]]) -> None:
-    """Draw the variants of each group beside each other, without those that have no height."""
+    """Draw the variants of each group beside each other; those without a height are skipped."""
     width = 0.8 / len(heights)
     for number, (variant, values) in enumerate(heights.items()):
         places = [group + (number - (len(heights) - 1) / 2) * width for group in range(len(groups))]
@@ -69,7 +69,7 @@ def _accuracies(results: Results, axes: Axes) -> None:
         color = f"C{list(VARIANTS).index(variant)}"
         for group, task in enumerate(tasks):
             place = group + (number - (len(variants) - 1) / 2) * 0.8 / len(variants)
-            # A program cannot decide which of several settings counts, so all of them are shown.
+            # No rule selects one of several settings, so all are shown.
             for each in matching(results.accuracies, task, variant):
                 has_more = each.inputs != "as they are" or each.initial != "nothing"
                 axes.errorbar(

@@ -25,32 +25,29 @@ TITLES = {
     "local": "sparseflash, local",
 }
 LEGEND = (
-    "Times are of one training step (forward, backward, clipping, optimiser) by the host's clock, medians of rounds in "
-    "turns, on batches of the tasks' full length. The model is the preset's, the same for all. Standard attention is "
-    "the leanest plain form: scale on q, mask in place, softmax in the model's precision. Every variant's logits and "
-    "gradients were compared with fp64 first; an error of 1 is what is allowed, twice that of standard attention. "
-    "Memory is that of a step that the host starts."
+    "Times are medians of one training step (forward, backward, clipping, optimiser) by the host's clock. Variants "
+    "take turns, on batches of the tasks' full length, with the preset's model. Standard attention is the leanest "
+    "plain form: scale on q, mask in place, softmax in the model's precision. Logits and gradients are first compared "
+    "with fp64; the allowed error of 1 is twice standard attention's. Memory is for a step launched by the host."
 )
 
 
 ACCURACIES = (
-    "Validation: of the tested weights, else the last of a run. Training: the mean of the log's last 20 lines. "
-    "The best rule is the best of those that avoid the task. Tested: the weights of the last step, or of the best "
-    "validation, at that step. Minutes are those of training; runs: their folder."
+    "Validation: of the tested weights, or else a run's last. Training: the mean of the last 20 log lines. Best rule: "
+    "the best baseline that avoids the task. Tested: the step of the tested weights, the last or the best "
+    "validation's. Minutes: training time. Runs: their folder."
 )
 
 
 @dataclass
 class Results:
-    """Everything that the table shows."""
-
     facts: dict[str, str] = field(default_factory=dict)  # device, versions, command of the times
     times: list[Row] = field(default_factory=list)
     accuracies: list[Accuracy] = field(default_factory=list)
 
 
 def compared(times: Sequence[Row]) -> dict[tuple[str, str], Row]:
-    """By task and variant, the row of the largest batch for which standard attention has a time, or the last row."""
+    """By task and variant, the row of the largest batch with a time for standard attention, or the last row."""
     chosen: dict[tuple[str, str], Row] = {}
     for row in times:
         known = chosen.get((row.task, row.variant))
@@ -60,19 +57,19 @@ def compared(times: Sequence[Row]) -> dict[tuple[str, str], Row]:
 
 
 def mean_speedup(times: Sequence[Row], variant: str) -> tuple[float, int] | None:
-    """The geometric mean of a variant's speed-ups, and the number of tasks; None if there are none."""
+    """The geometric mean of a variant's speed-ups, and the number of tasks; None without speed-ups."""
     found = [row.speedup for (_, name), row in compared(times).items() if name == variant and row.speedup is not None]
     return (statistics.geometric_mean(found), len(found)) if found else None
 
 
 def matching(accuracies: Sequence[Accuracy], task: str, variant: str) -> list[Accuracy]:
-    """The settings of a task that could give a variant's accuracy; those on released data if there are any."""
+    """The settings of a task that match a variant; only those on released data if any exist."""
     found = [each for each in accuracies if (each.task, each.variant) == (task, variant)]
     return [each for each in found if each.data == "released"] or found
 
 
 def summary(results: Results) -> list[list[str]]:
-    """The paper's table, with one line for each variant and the speed-up and accuracy of each task."""
+    """The paper's table: one line for each variant, with speed-up and accuracy of each task."""
     tasks = [task for task in FIVE if any(task == row.task for row in [*results.times, *results.accuracies])]
     chosen = compared(results.times)
     table = [["", *tasks, "geometric mean"]]
@@ -97,7 +94,7 @@ def _speed(row: Row | None) -> str:
 def _accuracy(accuracies: Sequence[Accuracy], task: str, variant: str) -> str:
     found = matching(accuracies, task, variant)
     if len(found) > 1:
-        return f"{len(found)} settings below"  # a program cannot decide which one counts
+        return f"{len(found)} settings below"  # no rule selects one
     return percent(found[0]) if found else ""
 
 
@@ -112,7 +109,6 @@ def _percent(value: float | None) -> str:
 
 
 def times_table(times: Sequence[Row]) -> list[list[str]]:
-    """All that was measured."""
     table = [["task", "tokens", "batch", "", "ms a step", "tokens/s", "memory, GB", "speed-up", "error", "remark"]]
     for row in times:
         table.append(
@@ -175,7 +171,6 @@ def markdown(table: Sequence[Sequence[str]]) -> str:
 
 
 def page(results: Results) -> str:
-    """table.md."""
     parts = ["# Long Range Arena: accuracy and speed of training"]
     if results.facts:
         parts.append("\n".join(f"- {name}: {value}" for name, value in results.facts.items()))
@@ -190,7 +185,6 @@ def page(results: Results) -> str:
 
 
 def write(results: Results, out: Path) -> None:
-    """All files but the plot."""
     out.mkdir(parents=True, exist_ok=True)
     rows = {"times": [asdict(row) for row in results.times], "accuracies": [asdict(a) for a in results.accuracies]}
     write_json(out / "table.json", {"facts": results.facts, **rows})
@@ -211,7 +205,7 @@ def _write_csv(lines: list[dict[str, Any]], path: Path) -> None:
 
 
 def read_times(out: Path) -> Results:
-    """The results of an earlier command; raises FileNotFoundError if there are none."""
+    """The results of an earlier command; raises FileNotFoundError if they are missing."""
     path = out / "table.json"
     if not path.is_file():
         raise FileNotFoundError(f"there are no times to keep in {out}: table.json is missing")
@@ -221,5 +215,5 @@ def read_times(out: Path) -> Results:
 
 
 def all_right(times: Sequence[Row]) -> bool:
-    """Whether neither ours nor standard attention was wrong or failed; running out of memory is not a failure."""
+    """Whether sparseflash and standard attention had no errors or failures; running out of memory is no failure."""
     return not any(row.status in (WRONG, FAILED) for row in times if row.variant != "sdpa")

@@ -20,7 +20,7 @@ PRESETS = ("lra", "nystromformer", "modern")  # those with all five tasks
 
 @dataclass(frozen=True)
 class Options:
-    """What is measured, and how long."""
+    """The variants to measure, and the duration."""
 
     device: torch.device
     tasks: tuple[str, ...] = FIVE
@@ -30,7 +30,7 @@ class Options:
     block: int | None = None  # tokens along one side of the masks' tiles, likewise
     rounds: int = 5
     steps: int = 8  # per round
-    minutes: float = 8.0  # no task begins after this many
+    minutes: float = 8.0  # no task starts after this time
     compiled: bool = False  # compile the parts around attention with torch.compile
     recorded: bool = True  # on a GPU, run steps as CUDA graphs
 
@@ -50,9 +50,9 @@ class Options:
 def run(
     options: Options | None, runs: Path, out: Path, command: str, commit: str | None, say: Callable[[str], None]
 ) -> report.Results:
-    """Measure times (without options, keep those of an earlier command), collect accuracies, and write the table.
+    """Measure times (without options, keep an earlier command's), collect accuracies, and write the table.
 
-    Files are written after every task, so that a command that is cut short keeps its measurements.
+    Files are written after every task, so that an interrupted command keeps its measurements.
     """
     results = report.read_times(out) if options is None else report.Results()
     results.accuracies = accuracy.collect(runs)
@@ -64,8 +64,8 @@ def run(
         results.facts = environment(options.device, command, commit)
         recorded = options.recorded and options.device.type == "cuda"
         how = "as CUDA graphs" if recorded else "started by the host, kernel by kernel"
-        more = ", what surrounds attention compiled" if options.compiled else ""
-        results.facts["steps"] = f"{how}{more}, those of all variants alike"
+        more = ", code around attention compiled" if options.compiled else ""
+        results.facts["steps"] = f"{how}{more}, for all variants"
         if options.device.type == "cpu":
             results.facts["note"] = "everything is shrunk: a test of the command, and no measurement"
         say(in_a_line(results.facts))

@@ -1,4 +1,4 @@
-"""What is compared: the models of the five tasks with each implementation, and batches of their shapes."""
+"""The models of the five tasks with each implementation, and batches of their shapes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from experiments.lra.data.batches import Batch, collate
 from experiments.lra.data.examples import Examples
 from experiments.lra.tasks import TASKS
 
-# The five tasks of the paper's mean. Path-X has a separate table there, without times.
+# The five tasks of the paper's mean. Path-X is separate there, without times.
 FIVE = ("listops", "text", "retrieval", "image", "pathfinder32")
 
 # The implementation of attention, and the mask, of each variant.
@@ -24,7 +24,7 @@ VARIANTS = {
 }
 REFERENCE = "standard"
 
-# Small enough for a CPU to take a second: a test of the benchmark, not a measurement.
+# Small enough for a second on a CPU: tests the benchmark, measures nothing.
 SMALL = {
     "max_tokens": 60, "block": 16, "window": 16, "batch": 2, "depth": 1, "width": 32, "head_dim": None, "mlp": 32,
     "precision": "fp32",
@@ -34,14 +34,14 @@ SMALL = {
 def settings(
     task: str, variant: str, preset: str, *, small: bool = False, batch: int | None = None, block: int | None = None
 ) -> Config:
-    """The preset's model for a task, with the attention of a variant. batch, block: replace those of the preset."""
+    """The preset's model for a task, with a variant's attention. batch, block: replace the preset's."""
     attention, mask = VARIANTS[variant]
     chosen = {name: value for name, value in (("batch", batch), ("block", block)) if value is not None}
     return configure(preset, {"task": task, "attention": attention, "mask": mask, **(SMALL if small else {}), **chosen})
 
 
 def full_batch(config: Config, examples: int) -> Batch:
-    """Examples of the task's full length, so that every implementation does the most work that the task can require."""
+    """Examples of the task's full length, the maximum work for every implementation."""
     return _batch(config, [config.shape.max_tokens] * examples * TASKS[config.task].towers)
 
 
@@ -52,7 +52,6 @@ def ragged_batch(config: Config) -> Batch:
 
 
 def without_dropout(config: Config) -> Config:
-    """The same model without anything random."""
     return replace(config, dropout=0.0, attention_dropout=0.0)
 
 

@@ -1,6 +1,6 @@
-"""The tasks: one module each, which finds a task's files in a folder and reads them.
+"""The tasks: one module each, which finds and reads a task's files.
 
-May import `lra.data`, `training`, the names of `lra.model.positions`, and the images of `pathfinder`. For all of lra.
+May import `lra.data`, `training`, the names of `lra.model.positions`, and the images of `pathfinder`.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ TASKS: dict[str, Task] = {module.TASK.name: module.TASK for module in _MODULES} 
 
 
 def load(name: str, folder: Path, options: Options = Options()) -> Data:  # noqa: B008 - it is frozen
-    """Open a task's splits from a folder with the released or, where a task has a generator, the generated files.
+    """Open a task's splits from a folder with the released or, for some tasks, generated files.
 
-    The first time, the files are read into `tokens/` beside them, which later runs map into memory. Raises ValueError
-    for an unknown task or a damaged file, and FileNotFoundError, saying which files belong where.
+    The first call reads the files into `tokens/` beside them, for later runs to memory-map. Raises ValueError for an
+    unknown task or a damaged file, and FileNotFoundError, with the expected files, if files are missing.
     """
     if name not in TASKS:
         raise ValueError(f"the task must be one of {', '.join(TASKS)}; got {name!r}")

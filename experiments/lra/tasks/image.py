@@ -58,7 +58,7 @@ def read(paths: list[Path]) -> Iterator[Row]:
 
 
 def read_binary(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Classes [n] and colours [n, 3, 1024]: records of a class and 3,072 bytes, red before green before blue."""
+    """Classes [n] and colours [n, 3, 1024]: each record has a class and 3,072 bytes (red, green, blue)."""
     data = np.fromfile(path, np.uint8)
     if len(data) == 0 or len(data) % (1 + 3 * PIXELS):
         raise ValueError(f"{path} must hold records of {1 + 3 * PIXELS} bytes; it has {len(data)} bytes")

@@ -1,4 +1,4 @@
-"""ListOps: nested expressions whose value is a digit, from `basic_{train,val,test}.tsv` or our generator's files."""
+"""ListOps: nested expressions whose value is a digit, from `basic_{train,val,test}.tsv` or generated files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ADVICE = (
 
 
 def load(folder: Path) -> Data:
-    """The splits in `folder`, or in the folders where the released archive keeps them."""
+    """The splits in `folder`, or in the nested folders of the released archive."""
     place, prefix = find(folder)
     train, val, test = (open_file(place / f"{prefix}_{split}.tsv") for split in SPLITS)
     generated = prefix == "generated"
@@ -42,7 +42,7 @@ def load(folder: Path) -> Data:
 
 
 def by_root(train: Examples, test: Examples) -> Kinds:
-    """The expressions grouped by root operator, and how often the operator's most frequent training value is right."""
+    """The expressions grouped by root operator, and the accuracy of the operator's most frequent training value."""
     trained, groups = root_groups(train), root_groups(test)
     right = []
     for group in range(len(ROOTS)):
@@ -59,7 +59,7 @@ def root_groups(examples: Examples) -> NDArray[np.int64]:
 
 
 def origin_of(place: Path) -> str:
-    """The draws that generated examples come from; overlapping bounds on lengths keep some of the same examples."""
+    """The draws behind generated examples; overlapping bounds on lengths share some examples."""
     return f"ListOps, generated, seed {read_json(place / LABEL, 'the seed of generated data', 'seed')['seed']}"
 
 
@@ -81,7 +81,7 @@ def open_file(path: Path) -> Examples:
 
 
 def read(path: Path) -> Iterator[Row]:
-    """A row for each line of a file in the released format; raises ValueError naming file and line."""
+    """A row for each line of a file in the released format; raises ValueError with file and line."""
     with open(path, "rb") as file:
         header = file.readline().rstrip(b"\r\n")
         if header != b"Source\tTarget":

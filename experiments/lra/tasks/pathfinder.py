@@ -1,6 +1,6 @@
-"""Pathfinder, Path-X and Path-256: whether two dots are on one path, from the pixels in rows.
+"""Pathfinder, Path-X and Path-256: whether two dots lie on one path, from the pixels in rows.
 
-The images come from the released folders (experiments/pathfinder/released.py), or from a file written by `python -m
+The images come from the released folders (experiments/pathfinder/released.py), or from a file of `python -m
 experiments.pathfinder generate`.
 """
 
@@ -44,8 +44,8 @@ _IMAGES_FOR_SHORTCUTS = 10_000
 def load(task: Task, folder: Path, options: Options) -> Data:
     """Four fifths of the images for training, and a tenth each for validation and for testing.
 
-    `split="shuffled"` is `torch.utils.data.random_split` with seed 42, as in S4, MEGA and others; `"ordered"` takes the
-    files' order. Empty images (the release has one) are left out.
+    `split="shuffled"` is `torch.utils.data.random_split` with seed 42, as in S4, MEGA and others; `"ordered"` keeps
+    file order. Empty images (the release has one) are dropped.
     """
     if options.difficulty not in FOLDS:
         raise ValueError(f"difficulty must be one of {', '.join(FOLDS)}; got {options.difficulty!r}")
@@ -92,21 +92,21 @@ def rows_of(samples: list[Sample], pixels: int) -> Iterator[Row]:
 
 
 def generated_origin(parameters: Parameters, seed: int) -> str:
-    """The sequence of generated images that a file begins."""
+    """The sequence of generated images; a file is its beginning."""
     return f"{parameters.name}, generated, seed {seed}"
 
 
 def generated_in(folder: Path, task: Task, difficulty: str) -> list[Path]:
-    """The files in a folder whose names are those of this task's generated images."""
+    """The files in a folder with the names of this task's generated images."""
     return sorted(folder.glob(f"{task.name}-cl{CONTOURS[difficulty]}-generated-*.safetensors"))
 
 
 def load_generated(task: Task, path: Path, options: Options) -> Data:
     """The images of a file of vectors, rendered into the cache once.
 
-    The rules of these data are those that answer without tracing, and a small 2-D CNN if its accuracy is stored.
+    The baselines are rules that answer without tracing, and a small 2-D CNN if its accuracy is stored.
     """
-    # Imported only here, because Numba, which renders, takes a second to import.
+    # Imported here, because Numba takes a second to import.
     from experiments.pathfinder.bins import marker_distances
     from experiments.pathfinder.cnn.results import stored
     from experiments.pathfinder.owners import marker_counts
@@ -161,7 +161,7 @@ def load_generated(task: Task, path: Path, options: Options) -> Data:
 
 
 def image_rows(vectors: Vectors, arrays: Callable[[Vectors, int, int], NDArray[np.uint8]]) -> Iterator[Row]:
-    """A row for each image, from `arrays`, which renders some of them at a time, uint8 `[n, side, side]`."""
+    """A row for each image, from `arrays`, which renders several at a time, uint8 `[n, side, side]`."""
     for first in range(0, len(vectors), _RENDERED_AT_ONCE):
         images = arrays(vectors, first, min(first + _RENDERED_AT_ONCE, len(vectors)))
         for label, image in zip(vectors.labels[first:].tolist(), images):
@@ -169,13 +169,11 @@ def image_rows(vectors: Vectors, arrays: Callable[[Vectors, int, int], NDArray[n
 
 
 def split(everything: Examples, options: Options, place: Path) -> tuple[Examples, Examples, Examples]:
-    """The three splits of all images."""
     train, val, test = map(everything.take, dealt_out(len(everything), options, place))
     return train, val, test
 
 
 def dealt_out(images: int, options: Options, place: Path) -> tuple[NDArray[np.int64], ...]:
-    """The indices of the images of each split."""
     if images < 10:
         raise ValueError(f"{place} must hold at least 10 images, for three splits; it has {images}")
     return split_rows(images, shuffled=options.split == "shuffled")

@@ -36,14 +36,14 @@ def open_split(place: Path, split: str) -> Examples:
 
 
 def read(folders: list[Path]) -> Iterator[Row]:
-    """A row for each review, with the classes in turn, so that the first rows of any number are balanced."""
+    """A row for each review, alternating classes, so that the first rows of any number are balanced."""
     files = [(number_of(path), label, path) for label, folder in enumerate(folders) for path in folder.glob("*.txt")]
     for _, label, path in sorted(files):
         yield label, (path.read_bytes(),)
 
 
 def number_of(path: Path) -> int:
-    """A review's number: files are called `<number>_<stars>.txt`."""
+    """A review's number: files are named `<number>_<stars>.txt`."""
     number = path.stem.partition("_")[0]
     if not number.isdigit():
         raise ValueError(f"a review must be called <number>_<stars>.txt; got {path}")

@@ -10,14 +10,12 @@ from experiments.training.settings import PRECISIONS, check_one_of
 
 @dataclass(frozen=True)
 class Config:
-    """Everything that a network depends on except its images. Training ends after steps or minutes, whichever comes
-    first.
-    """
+    """All settings of a network except its images. Training ends after steps or minutes, whichever comes first."""
 
     width: int = 16
     blocks: int = 1
     batch: int = 64
-    lr: float = 2e-3  # the peak of AdamW's; it rises over `warmup` steps, then falls as a cosine to 0
+    lr: float = 2e-3  # AdamW's peak; it rises over `warmup` steps, then falls as a cosine to 0
     warmup: int = 100
     weight_decay: float = 0.01
     steps: int | None = None

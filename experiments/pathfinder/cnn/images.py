@@ -1,4 +1,4 @@
-"""Batches of images: endless ones for training, fresh or repeated from a file, and batches for testing."""
+"""Batches of images: endless batches for training, fresh or from a file, and batches for testing."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def fresh(
 ) -> Generator[Batch, None, None]:
     """Batches of `size` images that other processes draw and that are used once.
 
-    seed: that of the run; no other run and no test has its images.
+    seed: the run's; no other run and no test shares its images.
     """
     calls = ((parameters, training_seed(seed), step, size) for step in count())
     everything = torch.arange(size)
@@ -41,17 +41,14 @@ def fresh(
 
 
 def drawn_for(parameters: Parameters, seed: int, step: int, size: int) -> Vectors:
-    """The images of a step."""
     places = range(size)
     return collect(parameters, seed, [draw(parameters, seed, image_index(0, step, place)) for place in places])
 
 
 def repeated(vectors: Vectors, seed: int, size: int, device: torch.device) -> Generator[Batch, None, None]:
-    """Batches of `size` of the same images, in a new order each time; a remainder that does not fill a batch is left
-    out.
+    """Batches of `size` of the same images, in a new order each time; an incomplete last batch is dropped.
 
-    Each batch is turned or mirrored in one of the eight ways that leave a square a square: the answers stay the same,
-    and the images vary more.
+    Each batch is augmented by one of the eight symmetries of a square, which keep the answers.
     """
     if len(vectors) < size:
         raise ValueError(f"a batch must not exceed the file's {len(vectors)} images; got {size}")
@@ -66,14 +63,14 @@ def repeated(vectors: Vectors, seed: int, size: int, device: torch.device) -> Ge
 
 
 def turned(images: Tensor, way: int) -> Tensor:
-    """Images [B, S, S] in one of eight ways; 0 as they are."""
+    """Images [B, S, S] under one of eight symmetries; 0 is the identity."""
     flipped = [axis for axis in (1, 2) if way & axis]
     images = images.flip(flipped) if flipped else images
     return images.transpose(1, 2) if way & 4 else images
 
 
 def batch(renderer: DeviceRenderer, vectors: Vectors, indices: Tensor) -> Batch:
-    """Some of the images, by their indices, int64 [B]."""
+    """The images with these indices, int64 [B]."""
     labels = torch.from_numpy(vectors.labels[indices.numpy()]).to(renderer.device).long()
     return Batch(renderer(indices), labels)
 
@@ -92,9 +89,9 @@ def test_file(
     workers: int | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Path:
-    """The file of test images from a seed that no training uses, which is written if it is missing.
+    """The file of test images, with a seed that no training uses, written if missing.
 
-    The whole test set of the Long Range Arena's parameters is the one that models are tested on, checked by its hash.
+    With the Long Range Arena's parameters, the complete file is the common test set, checked by its hash.
     """
     if parameters.is_lra and images == testset.IMAGES:
         return testset.test_set(parameters.size, parameters.contour_length, folder, workers=workers, progress=progress)

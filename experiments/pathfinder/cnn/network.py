@@ -1,4 +1,4 @@
-"""The network: residual 3 x 3 convolutions that halve an image repeatedly, down to 2 x 2 places."""
+"""The network: residual 3 x 3 convolutions that repeatedly halve an image, down to 2 x 2 positions."""
 
 from __future__ import annotations
 
@@ -8,23 +8,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-SMALLEST = 2  # places along a side after the last convolution
+SMALLEST = 2  # positions along a side after the last convolution
 WIDEST = 4  # relative to the first stage's channels
 
-Normalisation = Callable[[int], nn.Module]  # one for so many channels
+Normalisation = Callable[[int], nn.Module]  # makes a normalisation for a number of channels
 
 
 class SmallCNN(nn.Module):
     """Whether the markers of images are connected: logits [B, 2] from uint8 [B, S, S].
 
-    Larger images are halved more often, so that each of the last places sees the whole image at any size.
-
     >>> SmallCNN(32)(torch.zeros(3, 32, 32, dtype=torch.uint8)).shape
     torch.Size([3, 2])
+
+    Larger images are halved more often, so that each last position sees the whole image.
     """
 
     def __init__(self, size: int, width: int = 16, blocks: int = 1) -> None:
-        """width: channels of the first stage, doubled at the next two; blocks: of two convolutions, in each stage."""
+        """width: channels of the first stage, doubled at the next two. blocks: blocks of two convolutions in each
+        stage.
+        """
         super().__init__()
         layers: list[nn.Module] = [*normed(1, width, kernel=3, stride=1), nn.ReLU()]
         channels = width
@@ -68,13 +70,13 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [B, before, H, W]. [B, after, H / stride, W / stride], rounded up"""
-        # Subsampled before the 1 x 1 convolution, not by its stride, although that is equivalent: on the CPU, the
-        # backward of the latter in PyTorch 2.13 writes past its memory if there are fewer than eight input channels.
+        # Subsampled before the 1 x 1 convolution, not by its equivalent stride: on the CPU, that backward in PyTorch
+        # 2.13 writes past its memory with fewer than eight input channels.
         return F.relu(self.convolutions(x) + self.shortcut(x[:, :, :: self.stride, :: self.stride]))
 
 
 def normed(
     before: int, after: int, *, kernel: int, stride: int, norm: Normalisation = nn.BatchNorm2d
 ) -> list[nn.Module]:
-    """A convolution and its normalisation, whose bias makes one in the convolution superfluous."""
+    """A convolution and its normalisation, whose bias replaces the convolution's."""
     return [nn.Conv2d(before, after, kernel, stride, kernel // 2, bias=False), norm(after)]

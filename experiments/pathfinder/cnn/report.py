@@ -1,4 +1,4 @@
-"""The results of networks as Markdown, beside the rules that trace nothing."""
+"""The results of networks as Markdown, beside rules that trace nothing."""
 
 from __future__ import annotations
 
@@ -13,23 +13,21 @@ COST = ["images of", "weights", "trained on", "images seen", "minutes", "images/
 
 
 def report(figures: Sequence[Figure]) -> str:
-    """The page for some results."""
     answered = [row for figure in figures for row in rows(figure)]
     commands = "\n".join(f"- {figure['images_of']}: `{figure['command']}`\n  {made_with(figure)}" for figure in figures)
     return (
         "# A small 2-D CNN\n\n"
-        "With the parameters of the Long Range Arena; not the released images. Accuracy in percent, chance 50, with\n"
-        "its standard error, and in quarters of the marker distance, of residual networks of 3 x 3 convolutions, one\n"
-        "for each kind of images; above each the rules of [shortcuts.md](shortcuts.md), fitted to the same kind. What\n"
-        "a network reached in some minutes is no more than that: its kind may reach more.\n\n"
+        "Generated with the parameters of the Long Range Arena, not the released images. Accuracy in percent (chance:\n"
+        "50) with its standard error, and in quarters of the marker distance, of residual networks of 3 x 3\n"
+        "convolutions, one for each kind of images. Above each network are the rules of [shortcuts.md](shortcuts.md)\n"
+        "for the same kind. Longer training may reach more.\n\n"
         f"{markdown(HEAD, answered)}\n\n"
-        "What they cost. The training accuracy is that of the last steps, twenty at most.\n\n"
+        "Costs. The training accuracy is the mean of at most the last twenty steps.\n\n"
         f"{markdown(COST, map(cost, figures))}\n\n{commands}\n"
     )
 
 
 def rows(figure: Figure) -> list[list[str]]:
-    """The rules, and the network."""
     quarters = figure["by_distance"]
     borders = " ".join(f"{border:.0f}" for border in quarters["borders_px"])
     answered = [*quarters["rules"], as_rule(figure)]
@@ -41,7 +39,6 @@ def rows(figure: Figure) -> list[list[str]]:
 
 
 def cost(figure: Figure) -> list[str]:
-    """The cost of a network."""
     spent = figure["cost"]
     seen = f"{spent['images']:,}"
     if spent["different_images"] < spent["images"]:
@@ -53,11 +50,10 @@ def cost(figure: Figure) -> list[str]:
 
 
 def made_with(figure: Figure) -> str:
-    """The versions and the machine."""
     versions = ", ".join(f"{name} {version}" for name, version in figure["versions"].items())
     return f"({versions}; {figure['device']}, {figure['cores']} CPU cores)"
 
 
 def percent(part: Any) -> str:
-    """A share in per cent; "-" for None."""
+    """A share in percent; "-" for None."""
     return "-" if part is None else f"{100 * part:.1f}"

@@ -1,4 +1,4 @@
-"""The stored results of networks, one small file for each kind of images: baselines for other results.
+"""Stored results of networks, one small file for each kind of images, as baselines.
 
 experiments/results/pathfinder/cnn-pathfinder32-cl14.json
 """
@@ -18,7 +18,7 @@ Figure = dict[str, Any]  # plain values, see run.py
 
 
 def path_of(name: str, folder: Path) -> Path:
-    """The path of the result for a kind of images; name: that of its parameters."""
+    """The path of the result for a kind of images; name: of its parameters."""
     return folder / f"cnn-{name}.json"
 
 
@@ -31,7 +31,7 @@ def write(figure: Figure, folder: Path) -> Path:
 
 
 def stored(name: str, folder: Path | None = None) -> Figure | None:
-    """The result for a kind of images, by default the one in the repository; None if there is none."""
+    """The result for a kind of images, by default from the repository; None if missing."""
     path = path_of(name, STORED if folder is None else folder)
     if not path.is_file():
         return None

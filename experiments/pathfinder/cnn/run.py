@@ -1,4 +1,4 @@
-"""Trains and tests a network on one kind of images. The result has all that is needed to judge and repeat it."""
+"""Trains and tests a network on one kind of images. The result holds all facts needed to judge and repeat it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from experiments.training.workers import available_cores
 
 @dataclass(frozen=True)
 class Source:
-    """The training images of a network: those of a file, or else fresh ones."""
+    """The training images of a network: from a file, or fresh."""
 
     parameters: Parameters
     vectors: Vectors | None = None
@@ -59,15 +59,14 @@ def train(
 ) -> None:
     """Train a network on its images.
 
-    workers: processes that draw fresh images, 0 for none, by default all cores but one; a file's images need none.
+    workers: processes that draw fresh images; 0: none; by default all cores but one. A file's images need none.
     """
     with (
         Prefetcher(workers if source.vectors is None else 0) as prefetcher,
         closing(source.batches(training.config, prefetcher, training.device)) as batches,
     ):
         if training.device.type == "cpu":
-            # Threads that share cores with the drawing processes wait for each other, which was measured to be twenty
-            # times slower.
+            # Threads that share cores with the drawing processes wait for each other, which is much slower.
             torch.set_num_threads(max(1, min(torch.get_num_threads(), available_cores() - prefetcher.workers)))
         training.train(batches, report)
 

@@ -1,4 +1,4 @@
-"""Trains the network, and tests it on images that it was not trained on."""
+"""Trains the network, and tests it on other images."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOG_EVERY = 20  # steps; reading a loss waits for the device
 
 @dataclass
 class Training:
-    """A network in training. If only its steps are limited, its weights depend on config and images alone."""
+    """A network in training. If only its steps are limited, its weights depend only on config and images."""
 
     config: Config
     size: int  # of the images, in pixels
@@ -34,7 +34,7 @@ class Training:
     model: SmallCNN = field(init=False)
     step: int = field(default=0, init=False)
     seconds: float = field(default=0.0, init=False)  # since the first batch arrived
-    last: Record = field(default_factory=dict, init=False)  # the newest record of the log
+    last: Record = field(default_factory=dict, init=False)  # the newest log record
 
     def __post_init__(self) -> None:
         if self.size <= SMALLEST:
@@ -45,7 +45,7 @@ class Training:
 
     @property
     def progress(self) -> float:
-        """The part that is done, by steps or time, whichever is larger."""
+        """The finished share, by steps or time, whichever is larger."""
         by_step = 0.0 if self.config.steps is None else self.step / self.config.steps
         by_time = 0.0 if self.config.minutes is None else self.seconds / (60 * self.config.minutes)
         return max(by_step, by_time)
@@ -53,8 +53,8 @@ class Training:
     def train(self, batches: Iterator[Batch], report: Callable[[Record], None] = lambda record: None) -> None:
         """Train to the end.
 
-        report: called every LOG_EVERY steps and at the end with the means of the steps since. Raises
-        FloatingPointError if the loss is no longer a number.
+        report: called every LOG_EVERY steps and at the end with the means of the steps since. Raises FloatingPointError
+            if the loss is not a number.
         """
         config = self.config
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
@@ -64,7 +64,7 @@ class Training:
         while self.progress < 1:
             images, labels = next(batches)
             if begun is None:
-                begun = time.perf_counter()  # starting the drawing processes does not count as training
+                begun = time.perf_counter()  # time of starting the drawing processes does not count
             for group in optimizer.param_groups:
                 group["lr"] = config.lr * factor("cosine", self.step, config.warmup, self.progress)
             outcomes.append(training_step(self.model, optimizer, images, labels, config.precision))
@@ -75,9 +75,7 @@ class Training:
                 outcomes, logged = [], self.seconds
 
     def _log(self, outcomes: list[Tensor], begun: float, logged: float, report: Callable[[Record], None]) -> None:
-        """Wait for the device, and report the steps since the last report, which was `logged` seconds after the
-        beginning.
-        """
+        """Wait for the device, and report the steps since the last report, `logged` seconds after the beginning."""
         loss, right = torch.stack(outcomes).mean(0).tolist()
         self.seconds = time.perf_counter() - begun
         if not math.isfinite(loss):
@@ -110,7 +108,7 @@ def logits_of(model: nn.Module, images: Tensor, precision: str) -> Tensor:
 def answers(
     model: nn.Module, vectors: Vectors, config: Config, device: torch.device
 ) -> tuple[NDArray[np.bool_], float]:
-    """Which of the images the model answers correctly, bool [n], and the mean cross-entropy in nats."""
+    """Whether the model answers each image correctly, bool [n], and the mean cross-entropy in nats."""
     model.eval()
     right, losses = [], []
     for images, labels in in_order(vectors, max(config.batch, 128), device):

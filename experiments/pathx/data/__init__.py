@@ -1,5 +1,5 @@
 """From generated images to batches: packed tokens, hidden pixels, worker processes, tensors on the device.
 
-May import the library, `training`, `pathfinder` for the images, and of pathx its `config`, `masks` for the lists of
-live tiles and `model.gather` for the orders of tokens. For all of pathx.
+May import the library, `training`, `pathfinder` for the images, and of pathx `config`, `masks` for live tiles and
+`model.gather` for token orders.
 """

@@ -1,7 +1,7 @@
 """The batches of a stage: fresh images, drawn, rendered and packed.
 
-A batch is a function of the settings, the stage, the step and the number of runs before this one. So batches do not
-depend on the number of processes that make them, and a resumed run can begin anywhere.
+A batch is a function of settings, stage, step and the number of earlier runs. So batches do not depend on the number of
+processes, and a resumed run can begin anywhere.
 """
 
 from __future__ import annotations
@@ -26,38 +26,38 @@ from experiments.pathx.data.packing import Packed, blocks_needed, pack, stack
 from experiments.pathx.data.released import folder_of_fold, image_of, rerendered, samples_of
 from experiments.pathx.masks.relations import Relation
 
-# They set the random numbers of an image's rendering, and of the choice of its drawing, apart from others.
+# Separate random numbers for an image's rendering and for the choice of its drawing.
 RENDERING_STREAM, DRAWING_STREAM = 1, 2
-WITH_FAINT_PIXELS = 0.2  # share of the training images in drawn renderings that keep their pixels below the floor
-_FULLEST = 3300  # about the largest number of tokens of images of 128 and 256 pixels
-# About the smallest number of tokens per image, averaged over a batch: images of 32 pixels with 6 dashes have 284 and,
-# without those below level 32, 130; of 64 pixels 340.
+WITH_FAINT_PIXELS = 0.2  # share of training images in random renderings that keep pixels below the floor
+_FULLEST = 3300  # about the maximum number of tokens of images of 128 and 256 pixels
+# About the minimum of the mean tokens per image of a batch: images of 32 pixels with 6 dashes have 284 and, without
+# levels below 32, 130; images of 64 pixels 340.
 _FEWEST, _FEWEST_BRIGHT = 256, {32: 112, 64: 256}
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that the batches of a stage depend on, except the step."""
+    """All inputs of a stage's batches except the step."""
 
     number: int  # of the stage in the curriculum
     size: int
-    contours: tuple[int, ...]  # taken in turns by training images; other images have the first
+    contours: tuple[int, ...]  # used in turns by training images; other images have the first
     seed: int  # of the images
     background: str
     tokens: int
     layers: tuple[Relation, ...]
     block: int
     registers: int
-    pixel_labels: bool  # with the marker counts of pixels
-    hidden: float = 0.0  # share of the drawn pixels that are hidden and to be named
-    floor: int = 1  # levels below it are background, if background is dropped
-    renderings: bool = False  # of training images are drawn; otherwise all have this project's
+    pixel_labels: bool  # whether batches have the marker counts of pixels
+    hidden: float = 0.0  # share of hidden drawn pixels
+    floor: int = 1  # lower levels are background, if background is dropped
+    renderings: bool = False  # random renderings in training; otherwise all have this project's
     release: str | None = None  # folder of released images, used instead of fresh ones
-    images: int | None = None  # different images of each length in training; None: every image is fresh
+    images: int | None = None  # number of distinct images of each length in training; None: all fresh
 
 
 def recipe_of(config: Config, number: int, earlier: int = 0) -> Recipe:
-    """The recipe of a stage. earlier: how many runs have trained the weights that the run begins with."""
+    """The recipe of a stage. earlier: the number of earlier runs that trained the initial weights."""
     stage: Stage = config.curriculum[number]
     return Recipe(
         number, stage.size, stage.contours, training_seed(config.seed, earlier), stage.background, stage.tokens,
@@ -67,7 +67,6 @@ def recipe_of(config: Config, number: int, earlier: int = 0) -> Recipe:
 
 
 def most_images(recipe: Recipe) -> int:
-    """The largest number of images in a batch."""
     if recipe.background == "keep":
         least = blocks_of_whole(recipe)
     else:
@@ -77,7 +76,7 @@ def most_images(recipe: Recipe) -> int:
 
 
 def most_blocks(recipe: Recipe) -> int:
-    """The largest number of blocks that an image is expected to have."""
+    """The expected maximum number of blocks of an image."""
     if recipe.background == "keep":
         return blocks_of_whole(recipe)
     return -(-(recipe.registers + most_tokens(recipe.size)) // recipe.block)
@@ -89,13 +88,12 @@ def blocks_of_whole(recipe: Recipe) -> int:
 
 
 def drawn(size: int, contour: int, seed: int, index: int) -> Vectors:
-    """One image, as vectors."""
     parameters = parameters_of(size, contour)
     return collect(parameters, seed, [draw(parameters, seed, index)])
 
 
 def make(recipe: Recipe, step: int) -> Packed:
-    """The batch of a step (from 0): images in the order of their indices, up to the first that does not fit."""
+    """The batch of a step (from 0): images in index order, up to the first that does not fit."""
     blocks = recipe.tokens // recipe.block
     keeps = recipe.background == "keep"
     images, labels, pixel_labels = [], [], []
@@ -130,7 +128,7 @@ def make(recipe: Recipe, step: int) -> Packed:
 
 
 def drawing_index(recipe: Recipe, index: int) -> int:
-    """The index of the drawing for a training image: its own, or one of a fixed number, drawn with replacement."""
+    """The index of a training image's drawing: its own, or one of a fixed number, drawn with replacement."""
     if recipe.images is None:
         return index
     chosen = int(np.random.default_rng([recipe.seed, index, DRAWING_STREAM]).integers(recipe.images))
@@ -138,9 +136,7 @@ def drawing_index(recipe: Recipe, index: int) -> int:
 
 
 def training_image(recipe: Recipe, vectors: Vectors, index: int) -> NDArray[np.uint8]:
-    """The image of a training step with this index, in a rendering that depends on it and on the seed alone, without
-    its background.
-    """
+    """The training image with this index, without its background, in a rendering determined by index and seed."""
     if not recipe.renderings:
         return without_background(render(vectors)[0], recipe)
     random = np.random.default_rng([recipe.seed, index, RENDERING_STREAM])
@@ -148,9 +144,9 @@ def training_image(recipe: Recipe, vectors: Vectors, index: int) -> NDArray[np.u
 
 
 def released_image(recipe: Recipe, contour: int, index: int) -> tuple[NDArray[np.uint8], int]:
-    """A released training image and its label; which one and its rendering depend on the seed and the index alone.
+    """A released training image and its label. Choice and rendering depend only on seed and index.
 
-    Images are drawn with replacement, so that a step needs no memory of the steps before it.
+    Images are drawn with replacement, so that steps are independent.
     """
     samples = samples_of(folder_of_fold(Path(recipe.release or ""), recipe.size, contour), "training")
     random = np.random.default_rng([recipe.seed, index, RENDERING_STREAM])
@@ -162,23 +158,23 @@ def released_image(recipe: Recipe, contour: int, index: int) -> tuple[NDArray[np
 
 
 def faint_or_not(recipe: Recipe, image: NDArray[np.uint8], random: np.random.Generator) -> NDArray[np.uint8]:
-    """A training image without its background or, sometimes, with its faint pixels, so that models know them, too.
+    """A training image without its background or, sometimes, with its faint pixels, so that models see both.
 
-    An image with noise everywhere never keeps them: it would have more tokens than there is room for.
+    An image with noise everywhere never keeps them: it would have too many tokens.
     """
     keeps = random.random() < WITH_FAINT_PIXELS and np.count_nonzero(image) <= most_tokens(recipe.size)
     return image if keeps else without_background(image, recipe)
 
 
 def without_background(image: NDArray[np.uint8], recipe: Recipe) -> NDArray[np.uint8]:
-    """The image with its background black, which is then left out; as it is where all pixels are tokens."""
+    """The image with black background, to be dropped; unchanged if all pixels are tokens."""
     if recipe.background == "keep" or recipe.floor == 1:
         return image
     return np.where(image < recipe.floor, np.uint8(0), image)
 
 
 def pack_vectors(recipe: Recipe, vectors: Vectors, first: int = 0, last: int | None = None) -> Packed:
-    """Images first .. last - 1 as one batch, as long as they need."""
+    """Images first .. last - 1 as one batch, as long as needed."""
     labels = vectors.labels[first:last].tolist()
     pixel_labels = list(marker_counts(vectors, first, last)) if recipe.pixel_labels else None
     return pack_images(recipe, list(render(vectors, first, last)), labels, pixel_labels)
@@ -190,7 +186,7 @@ def pack_images(
     labels: Sequence[int],
     pixel_labels: Sequence[NDArray[np.uint8]] | None = None,
 ) -> Packed:
-    """Images, uint8 [size, size], as one batch, as long as they need."""
+    """Images, uint8 [size, size], as one batch, as long as needed."""
     images = [without_background(image, recipe) for image in images]
     form = stack if recipe.background == "keep" else pack
     return form(
@@ -201,7 +197,7 @@ def pack_images(
 def draw_and_pack(recipe: Recipe, first: int, last: int) -> Packed:
     """Images first .. last - 1 of the recipe's seed as one batch, rendered as in training.
 
-    Of a release, the images of its validation split, as they are.
+    For a release, unchanged images of its validation split.
     """
     if recipe.release is not None:
         return pack_released(recipe, folder_of_fold(Path(recipe.release), recipe.size, recipe.contours[0]),
@@ -218,12 +214,12 @@ def pack_released(recipe: Recipe, place: Path, split: str, first: int, last: int
 
 
 def images_at_once(recipe: Recipe) -> int:
-    """The number of images in a batch of about the recipe's tokens, for going through a whole set."""
+    """The number of images in a batch of about the recipe's tokens, for passes over a whole set."""
     most = recipe.size**2 if recipe.background == "keep" else min(recipe.size**2, _FULLEST)
     return max(1, recipe.tokens // most)
 
 
 def batches_of(recipe: Recipe, images: int) -> list[tuple[int, int]]:
-    """The first image of each batch of a whole set of so many images, and the one after its last."""
+    """The first image and the end of each batch of a whole set."""
     each = images_at_once(recipe)
     return [(first, min(first + each, images)) for first in range(0, images, each)]

@@ -34,7 +34,7 @@ class Batch:
     ids: Tensor  # int16 [B, N]; below 0: padding
     y: Tensor  # int16 [1, N]
     x: Tensor  # int16 [1, N]
-    labels: Tensor  # int64 [I]; NO_LABEL for an entry that is not an image
+    labels: Tensor  # int64 [I]; NO_LABEL for an entry without an image
     blocks: Tensor  # int64 [I, K]
     block: int
     side: int  # pixels along a side of the images
@@ -59,13 +59,13 @@ def on_device(packed: Packed, layers: Sequence[Relation], device: torch.device, 
 
 
 def moved(array: NDArray[np.generic], device: torch.device) -> Tensor:
-    """An array on the device; the host does not wait for it to arrive."""
+    """An array on the device, without waiting on the host."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def arrays_of(packed: Packed) -> dict[str, NDArray[np.generic]]:
-    """The arrays of a packing that the device needs, by name."""
+    """The arrays of a packing for the device, by name."""
     arrays: dict[str, NDArray[np.generic]] = {
         "ids": packed.ids, "y": packed.y, "x": packed.x, "blocks": packed.blocks.astype(np.int64),
         "labels": packed.labels.astype(np.int64),
@@ -88,10 +88,10 @@ def batch_of(
     tokens: int,
     images: int,
 ) -> Batch:
-    """The batch from the tensors that `arrays_of` names: everything that is computed on their device.
+    """The batch from the tensors of `arrays_of`: all computations on the device.
 
-    The tensors may be larger than the batch (static_packing.py). Then there are images without blocks whose labels are
-    `NO_LABEL`, and tiles that belong to no row.
+    The tensors may be larger than the batch (static_packing.py). Then some images have no blocks and the label
+    `NO_LABEL`, and some tiles belong to no row.
     """
     ids, y, x = tensors["ids"], tensors["y"], tensors["x"]
     orders = {name.removeprefix("order."): order.long() for name, order in tensors.items() if name.startswith("order.")}
@@ -129,7 +129,7 @@ def moved_grid_mask(relation: Relation, side: int, block: int, registers: int, d
 
 
 def between(batch: Batch, now: str, then: str) -> Order:
-    """The order that turns tokens in one order into tokens in another."""
+    """The permutation from one token order to another."""
     if now == BASE:
         return batch.orders[then]
     if then == BASE:

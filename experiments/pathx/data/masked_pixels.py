@@ -1,7 +1,7 @@
-"""Hidden pixels that the model learns to name: self-pretraining (Amos, Berant and Gupta, 2024).
+"""Self-pretraining: the model predicts hidden pixels (Amos, Berant and Gupta, 2024).
 
-A hidden pixel looks black. If black pixels are left out, no other token looks like it; if all pixels are tokens, the
-model also has to find out which black pixels are hidden. The loss is over the hidden pixels only.
+A hidden pixel looks black. If black pixels are dropped, no other token looks like it; if all pixels are tokens, the
+model must also find out which black pixels are hidden. The loss covers only hidden pixels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ HIDDEN = 0  # the grey level that replaces a hidden pixel
 def hide(packed: Packed, share: float, random: np.random.Generator) -> Packed:
     """The packing with this share of its drawn pixels hidden, at least one, and with all grey levels as labels.
 
-    The masks stay as they are: they depend only on where pixels are.
+    The masks do not change: they depend only on positions.
     """
     is_pixel = (packed.ids >= 0) & (packed.ids < LEVELS)
     levels = np.where(is_pixel, packed.ids, 0).astype(np.uint8)

@@ -1,13 +1,9 @@
-"""Images as the tokens of one batch.
+"""Images as the tokens of one batch, in one of two layouts with one data type:
 
-There are two layouts with one data type:
-
-- **packed**: only pixels that are not black are tokens, and all images of a batch follow each other in one sequence of
-  fixed length, each image beginning with a new block. Rows with lengths would be padded to the fullest image, 12 % of a
-  batch of Path-X (2,549 +- 221 tokens per image, 2,903 at most), and would change their shape at every step. Here only
-  the last block of an image is padded, by half a block on average, 1.3 % with blocks of 64, and every step has the same
-  shape.
-- **whole**: all pixels are tokens, with one image in each row. The masks are then the same for all images and steps.
+- **packed**: only drawn (not black) pixels are tokens. All images of a batch are concatenated into one sequence of
+  fixed length, each image beginning with a new block. Only the last block of an image is padded, and every step has
+  the same shape. Rows with lengths would have more padding and another shape at every step.
+- **whole**: all pixels are tokens, with one image in each row. The masks are the same for all images and steps.
 """
 
 from __future__ import annotations
@@ -53,7 +49,7 @@ class Packed:
     labels   uint8 [I]         1: connected
     blocks   int32 [I, K]      the blocks of every image; M if an image has fewer
     orders   name: int32 [N]   token t in that order is token orders[name][t] of the sequence
-    tiles    name: TileList    those of each relation in the packed layout; empty for the whole one
+    tiles    name: TileList    for each relation in the packed layout; empty in the whole layout
     pixel_labels  uint8 [B, N]  markers on the curve through the pixel (pathfinder/owners.py), or None
     tokens   int               the number of live tokens
     side     int               pixels along a side of the images
@@ -81,7 +77,7 @@ class Packed:
 
 
 def blocks_needed(image: NDArray[np.uint8], registers: int, block: int) -> int:
-    """The number of blocks that a packed image takes. image: uint8 [size, size]"""
+    """The number of blocks of a packed image. image: uint8 [size, size]"""
     return -(-max(1, registers + int(np.count_nonzero(image))) // block)
 
 
@@ -95,9 +91,9 @@ def pack(
     blocks: int | None = None,
     pixel_labels: Sequence[NDArray[np.uint8]] | None = None,
 ) -> Packed:
-    """The pixels of images, uint8 [size, size], that are not black, in one sequence of `blocks` blocks.
+    """The drawn pixels of images, uint8 [size, size], in one sequence of `blocks` blocks.
 
-    blocks: by default as many as they need; raises ValueError if they need more.
+    blocks: by default as many as needed; raises ValueError if more are needed.
     """
     needs = [blocks_needed(image, registers, block) for image in images]
     total = sum(needs) if blocks is None else blocks
@@ -111,7 +107,7 @@ def pack(
     of_image = np.full((len(images), max(needs)), total, np.int32)
     found: dict[Relation, list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]]] = {}
     begin = 0
-    place = np.empty(side * side, np.int64)  # the index of each pixel among the tokens of the image
+    place = np.empty(side * side, np.int64)  # the index of each pixel among the image's tokens
     for number, (image, need) in enumerate(zip(images, needs)):
         of_image[number, :need] = begin + np.arange(need)
         first = begin * block
@@ -151,7 +147,7 @@ def stack(
     registers: int = 0,
     pixel_labels: Sequence[NDArray[np.uint8]] | None = None,
 ) -> Packed:
-    """All pixels of images, uint8 [size, size], one image per row; registers have a block of their own before them."""
+    """All pixels of images, uint8 [size, size], one image per row, after a block of registers."""
     side = images[0].shape[0]
     before = block if registers else 0
     length = before + side * side
@@ -181,7 +177,7 @@ def stack(
 
 
 def _live(grey: NDArray[np.uint8], name: str, side: int) -> NDArray[np.int64]:
-    """The pixels that are not black, in an order; none for an image that is all black."""
+    """The drawn pixels in an order; empty for a black image."""
     pixels = pixels_in(name, side)
     return pixels[np.flatnonzero(grey[pixels])]
 

@@ -17,7 +17,7 @@ SPLITS = ("test", "validation", "training", "all")
 
 
 def folder_of_fold(folder: Path, size: int, contour: int) -> Path:
-    """The folder of the images with this size and contour length, in a release or in a folder of it."""
+    """The folder of images with this size and contour length, in a release or a folder of it."""
     if contour not in FOLDS:
         raise ValueError(f"a release has paths of {', '.join(map(str, FOLDS))} dashes; got {contour}")
     return find(f"pathfinder{size}", folder, FOLDS[contour])
@@ -33,8 +33,8 @@ def title(place: Path, size: int, split: str) -> str:
 def samples_of(place: Path, split: str) -> tuple[Sample, ...]:
     """The images of a split of a fold, without empty ones.
 
-    The split is that of S4, MEGA and others: shuffled with seed 42, a tenth for validation and one for testing. Raises
-    ValueError for another split and for a fold of fewer than ten images, of which "all" is the only split.
+    The split is shuffled with seed 42, a tenth each for validation and testing, as in S4, MEGA and others. Raises
+    ValueError for another split, and for a split other than "all" of a fold with fewer than ten images.
     """
     if split not in SPLITS:
         raise ValueError(f"split must be one of {', '.join(SPLITS)}; got {split!r}")
@@ -57,8 +57,8 @@ def image_of(sample: Sample, size: int) -> NDArray[np.uint8]:
 
 
 def rerendered(image: NDArray[np.uint8], random: np.random.Generator) -> NDArray[np.uint8]:
-    """The image in a drawn rendering, as far as a finished image can be given one: brightness, noise, faint levels and
-    rounding; how bright its lines are beside its markers stays as it is.
+    """A finished image with random brightness, noise, faint levels and rounding; the brightness of lines relative to
+    markers cannot change.
     """
     rendering = replace(drawn_rendering(random), lines=None)
     return rendering.finish(image / 255, np.zeros(image.shape), random)

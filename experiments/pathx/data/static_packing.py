@@ -1,10 +1,10 @@
-"""Tensors at fixed addresses, as a CUDA graph needs them, into which packings are copied one after the other.
+"""Tensors at fixed addresses, for CUDA graphs; packings are copied into them.
 
-Packings of a stage differ in three numbers: images, blocks of the fullest image, and tiles of the masks. So the tensors
-are larger than a packing needs, and the filling changes nothing: an image without blocks and without a label is in no
-loss, and tiles after those of the last row belong to no row (sparseflash.blockmask.dynamic). There is room for as many
-images and blocks as any batch can have, so that the sums are formed in the same way whatever was in the tensors before.
-The number of tiles affects no sum: there is room for half as many again as in the first packing.
+Packings of a stage differ in three numbers: images, blocks of the fullest image, and tiles of the masks. The tensors
+are larger than a packing, and the filling has no effect: an image without blocks and label is in no loss, and tiles
+after the last row belong to no row (sparseflash.blockmask.dynamic). Images and blocks have room for the largest
+possible batch, so that sums always have the same order. The number of tiles affects no sum: there the room is 1.5 times
+the first packing's.
 """
 
 from __future__ import annotations
@@ -48,24 +48,23 @@ class StaticPacking:
         self.fill(packed)
 
     def fits(self, packed: Packed) -> bool:
-        """Whether the tensors have room for all tiles of a packing."""
+        """Whether all tiles of a packing fit into the tensors."""
         return all(len(array) <= len(self.tensors[name]) for name, array in arrays_of(packed).items() if _varies(name))
 
     def fill(self, packed: Packed) -> None:
-        """Copy a packing into the tensors; the host does not wait for it.
+        """Copy a packing into the tensors, without waiting on the host.
 
-        Raises ValueError if it has more images, or an image of more blocks, than they can hold.
+        Raises ValueError if it has too many images, or an image of too many blocks.
         """
         for name, array in self._arrays(packed).items():
             copy_into(self.tensors[name][: len(array)], torch.from_numpy(np.ascontiguousarray(array)))
 
     def on_device(self) -> Batch:
-        """The batch of the tensors, with its masks."""
         block, side, tokens, images = self.packed_like
         return batch_of(self.tensors, self.layers, block, self.registers, side=side, tokens=tokens, images=images)
 
     def _arrays(self, packed: Packed) -> dict[str, NDArray[np.generic]]:
-        """The arrays of a packing, filled up with images that have no blocks and no label."""
+        """The arrays of a packing, filled with images without blocks and labels."""
         images, blocks = packed.blocks.shape
         if images > self.images or blocks > self.blocks:
             raise ValueError(
@@ -81,5 +80,5 @@ class StaticPacking:
 
 
 def _varies(name: str) -> bool:
-    """Whether the arrays with this name differ in length between packings of a stage."""
+    """Whether arrays of this name vary in length between packings of a stage."""
     return name.startswith("tiles.") and not name.endswith(".indptr")

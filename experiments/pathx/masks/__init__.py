@@ -1,4 +1,4 @@
 """Masks of images as tokens: relations of pixels, token orders, lists of live tiles.
 
-May import the library, with its packing of bits (`blockmask.bitmask`), and nothing of experiments. For all of pathx.
+May import only the library, including its packing of bits (`blockmask.bitmask`).
 """

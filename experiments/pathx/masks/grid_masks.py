@@ -1,4 +1,4 @@
-"""The masks of images all of whose pixels are tokens. They are the library's, and the same for all images and steps."""
+"""The library's masks for images in which all pixels are tokens; equal for all images and steps."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from sparseflash.blockmask import bitmask
 def grid_mask(relation: Relation, side: int, block: int, registers: int = 0) -> BlockMask:
     """The mask of an image of side x side pixels in the relation's order, on the CPU.
 
-    registers: the number of register tokens before the pixels, in a block of their own. Raises ValueError if the pixels
-    are not a whole number of blocks.
+    registers: the number of register tokens before the pixels, in their own block. Raises ValueError if the pixels are
+        not a whole number of blocks.
     """
     if side * side % block:
         raise ValueError(f"an image must have a multiple of {block} pixels; got {side} x {side}")
@@ -43,7 +43,7 @@ def _of_pixels(relation: Relation, side: int, block: int) -> BlockMask:
         return masks.axial(shape, order=order, block=block)
     if relation.kind == "butterfly":
         return masks.butterfly_2d(side, side, cell=radius, block=block).permute(order)
-    # For relations that the library does not have, from the same candidates as for packed images.
+    # Relations missing in the library, from the same candidates as for packed images.
     pixels = pixels_in(relation.order, side)
     y, x = (part.reshape(-1, block) for part in (pixels // side, pixels % side))
     nothing = np.zeros(y.shape, np.bool_)
@@ -56,9 +56,7 @@ def _of_pixels(relation: Relation, side: int, block: int) -> BlockMask:
 
 
 def with_registers(mask: BlockMask, registers: int) -> BlockMask:
-    """The mask with one more block in front. Its first `registers` tokens see and are seen by all; the rest of it is
-    dead.
-    """
+    """The mask with one more block in front. Its first `registers` tokens see and are seen by all; the rest is dead."""
     block, (rows, _) = mask.block_q, mask.blocks
     if not 0 < registers <= block:
         raise ValueError(f"registers must be from 1 to the block of {block}; got {registers}")

@@ -1,8 +1,8 @@
-"""The tiles of one image that hold a live score, which is the part of a mask that is made on the CPU.
+"""The tiles of one image with live scores: the part of a mask that the CPU makes.
 
 The worker that draws an image knows its pixels before the GPU does, and an image has only some dozens of blocks. So the
-worker finds the tiles exactly: no memory is reserved on the GPU for a worst case, and the host knows every array's size
-without waiting for the device. The device computes which scores are live inside the tiles; see packed_masks.py.
+worker finds the tiles: the GPU needs no worst-case memory, and the host knows all array sizes without a
+synchronisation. The device computes the live scores inside the tiles; see packed_masks.py.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from experiments.pathx.masks.relations import Relation
 
-NOWHERE = 1 << 14  # a coordinate farther from every image than any mask reaches
+NOWHERE = 1 << 14  # a coordinate beyond the reach of every mask
 
 
 class TokenBlocks(NamedTuple):
-    """The tokens of one image in blocks: coordinates int64 [n, block], and which tokens are pixels or registers."""
+    """The tokens of one image in blocks: coordinates int64 [n, block], and masks of pixels and registers."""
 
     y: NDArray[np.int64]
     x: NDArray[np.int64]
@@ -29,7 +29,7 @@ class TokenBlocks(NamedTuple):
 def live_tiles(relation: Relation, blocks: TokenBlocks) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """`(may, full)`, bool [n, n] each: tiles that may have live scores, and tiles in which all scores are live.
 
-    `full` is exact. `may` uses the bounding boxes of the blocks' pixels, so a few of its tiles may have no live score.
+    `full` is exact. `may` uses the bounding boxes of the blocks' pixels, so a few of its tiles may be dead.
     """
     whole = (blocks.is_pixel | blocks.is_register).all(1)
     complete = whole[:, None] & whole
@@ -54,8 +54,8 @@ def _boxes(relation: Relation, blocks: TokenBlocks) -> tuple[NDArray[np.bool_], 
     for along in (blocks.y, blocks.x):
         low = np.where(blocks.is_pixel, along, NOWHERE).min(1)
         high = np.where(blocks.is_pixel, along, -NOWHERE).max(1)
-        least = np.maximum(low[:, None] - high, low - high[:, None])  # between the nearest two; <= 0 if boxes meet
-        most = np.maximum(high[:, None] - low, high - low[:, None])  # between the farthest two
+        least = np.maximum(low[:, None] - high, low - high[:, None])  # between the nearest pixels; <= 0 if boxes meet
+        most = np.maximum(high[:, None] - low, high - low[:, None])  # between the farthest pixels
         near.append(least <= radius)
         inside.append(most <= radius)
     if relation.kind == "near":
@@ -70,7 +70,7 @@ def _boxes(relation: Relation, blocks: TokenBlocks) -> tuple[NDArray[np.bool_], 
 
 
 def _cells(relation: Relation, blocks: TokenBlocks) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """For butterflies, from the rows and columns of cells that each block touches."""
+    """For butterflies, from the rows and columns of cells touched by each block."""
     may, full = True, True
     for along in (blocks.y, blocks.x):
         cell = along // relation.numbers[0]

@@ -1,4 +1,4 @@
-"""The orders in which an image's pixels become tokens, so that pixels that see each other share blocks."""
+"""Token orders of an image's pixels, so that pixels that see each other share blocks."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ ORDERS = (BASE, "rows", "columns")
 def pixels_in(name: str, side: int) -> NDArray[np.int64]:
     """Pixel (row * side + column) t of the order, int64 [side * side].
 
-    "hilbert": along the Hilbert curve, so that any run of tokens is a compact piece of the image, even if many pixels
-    in between are left out; "rows" and "columns": line by line.
-
     >>> pixels_in("columns", 2).tolist()
     [0, 2, 1, 3]
+
+    "hilbert": along the Hilbert curve, so that any run of tokens is a compact piece of the image, even if many pixels
+      are dropped; "rows" and "columns": line by line.
     """
     if name == BASE:
         return order.hilbert((side, side)).numpy()

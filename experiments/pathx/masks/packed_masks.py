@@ -1,7 +1,7 @@
-"""The masks of a packed batch, completed on its device, which computes the live scores of the live tiles.
+"""The masks of a packed batch, completed on the device, which computes the live scores of the live tiles.
 
-The host does not wait for the device here. The masks are dynamic (sparseflash.blockmask.dynamic): they are made at
-every step, so equal tiles are not deduplicated.
+The host does not wait for the device. The masks are dynamic (sparseflash.blockmask.dynamic): they are made at every
+step, so equal tiles are not deduplicated.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def packed_mask(
 ) -> BlockMask:
     """The mask with the tiles of a `packing.TileList`, whose tensors are on the device.
 
-    places: y and x, int16 [N], and is_pixel, is_register bool [N], all in the relation's order; is_register None: there
-        are none. Padding is dead.
+    places: y and x, int16 [N], and is_pixel, is_register bool [N], all in the relation's order; is_register may be
+        None. Padding is dead.
     """
     length = len(is_pixel)
     y, x, pixel = (each.view(-1, block) for each in (*places, is_pixel))

@@ -1,4 +1,4 @@
-"""Relations between pixels: which pixels see each other in a layer, by their places, whatever lies between them.
+"""Relations between pixels: which pixels see each other in a layer, by their positions.
 
 A relation decides whether the score of two pixels (y, x) and (y', x') of one image is live, with dy = |y - y'| and dx =
 |x - x'|:
@@ -8,14 +8,14 @@ A relation decides whether the score of two pixels (y, x) and (y', x') of one im
     rows:R          dy <= R                                  a band of 2 R + 1 rows; columns:R likewise
     axial:R         dy <= R or dx <= R                       R = 0: masks.axial
     butterfly:C     y // C ~ y' // C and x // C ~ x' // C    masks.butterfly_2d, a ~ b: equal, or differ in one bit
-    factor:C:S      the same with a ~ b: equal, or differ in the bit S alone: one staged factor of it
+    factor:C:S      the same with a ~ b: equal, or differ only in bit S: one factor of the butterfly
     tiles:R         blocks of tokens whose boxes come within R pixels see each other whole: near:R, rounded up
 
-All but the last are relations of pixels alone, so leaving out the background is exactly equivalent to masking it.
-`tiles:R` depends on how tokens fill blocks, but never on other images of a batch. It has no partial tiles.
+All but the last depend only on pixels, so dropping the background equals masking it. `tiles:R` depends on how tokens
+fill blocks, but never on other images of a batch. It has no partial tiles.
 
-"@rows" after any of them puts the layer's tokens in row-major order ("@columns", "@hilbert" likewise), on which the
-tiles of `tiles:R` and the cost of all others depend.
+"@rows" after a relation puts the layer's tokens in row-major order (also "@columns", "@hilbert"). The order affects the
+tiles of `tiles:R` and the cost of the others.
 
 Register tokens see and are seen by all tokens of their image.
 """
@@ -40,21 +40,21 @@ Numbers = TypeVar("Numbers", Tensor, NDArray[np.int64])
 
 @dataclass(frozen=True)
 class Relation:
-    """One of the kinds above with its numbers, in pixels."""
+    """One of these relations with its numbers, in pixels."""
 
     kind: str
     numbers: tuple[int, ...] = ()
-    along: str | None = None  # the order of tokens, if it is not the relation's own
+    along: str | None = None  # the token order, if it is not the relation's default
 
     @property
     def name(self) -> str:
-        """The name that `parse` reads."""
+        """The name, as `parse` reads it."""
         name = ":".join([self.kind, *map(str, self.numbers)])
         return name if self.along is None else f"{name}@{self.along}"
 
     @property
     def order(self) -> str:
-        """The order of tokens in which the layer has them, by default one in which the relation has few live tiles."""
+        """The layer's token order, by default one with few live tiles."""
         if self.along is not None:
             return self.along
         return self.kind if self.kind in ("rows", "columns") else BASE
@@ -76,7 +76,7 @@ class Relation:
         return self.related(y // cell, other_y // cell) & self.related(x // cell, other_x // cell)
 
     def related(self, a: Numbers, b: Numbers) -> Numbers:
-        """Whether cells a and b, along one axis, are partners of the butterfly or of one factor of it."""
+        """Whether cells a and b, along one axis, are partners of the butterfly or of its factor."""
         differing = a ^ b
         if self.kind == "butterfly":
             return (differing & (differing - 1)) == 0  # at most one bit
@@ -105,7 +105,7 @@ def parse(text: str) -> Relation:
 
 
 def parse_layers(text: str) -> tuple[Relation, ...]:
-    """The relation of every layer, first layer first; "*n" repeats one.
+    """The relation of every layer, first layer first; "*n" repeats a relation.
 
     >>> [each.name for each in parse_layers("near:16*2,dense")]
     ['near:16', 'near:16', 'dense']

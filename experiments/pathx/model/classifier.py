@@ -1,4 +1,4 @@
-"""The classifier of images as tokens: encoder layers, each with its own mask and order of tokens.
+"""The classifier of images as tokens: encoder layers, each with its own mask and token order.
 
 Shapes: B rows of N tokens, I images, W width, H heads, D features per head, M blocks in all, K blocks per image.
 """
@@ -23,17 +23,14 @@ CLASSES = 2
 
 
 class PathModel(nn.Module):
-    """Features of grey levels, layers with 2D rotary positions and normalised queries and keys, mean and max, a
-    head.
+    """Embedding of grey levels, layers with 2D rotary positions and normalised queries and keys, mean and max pooling,
+    a head.
 
-    Positions are distances in pixels, so the same weights read images of every size.
+    Positions are in pixels, so the same weights read images of every size.
 
-    line: positions are places in row-major order instead, so rows are as far from each other as an image is wide.
-
-    smooth: whether features change gradually with the grey level, or each level has a row of its own.
-
-    pixel_classes: the number of classes of a second head for training, which predicts every pixel's class; 0: no such
-        head.
+    line: positions are row-major indices instead, so the distance of two rows is the image's width.
+    smooth: features change gradually with the grey level; otherwise each level has its own row.
+    pixel_classes: the number of classes of a second training head, which predicts every pixel's class; 0: no head.
     """
 
     rates: Tensor
@@ -77,7 +74,7 @@ class PathModel(nn.Module):
         self.training_halves = compiled_halves()
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Logits [I, 2] and, if there is a second head, those of its classes [B, N, pixel_classes]."""
+        """Logits [I, 2] and, with a second head, its logits [B, N, pixel_classes]."""
         x = self.norm(self.encoded(batch))
         pooled = pool(x, batch)  # [I, 2 W]
         logits: Tensor = self.head(pooled)
@@ -86,7 +83,7 @@ class PathModel(nn.Module):
     def encoded(self, batch: Batch, listener: Callable[[int, Tensor, Tensor], None] | None = None) -> Tensor:
         """The tokens after the last layer [B, N, W], in stored order.
 
-        listener: called with the number of every layer and its q and k, [B, H, N, D], in the layer's order.
+        listener: called with each layer's number, q and k, [B, H, N, D], in the layer's order.
         """
         x = self.dropout(self.embedding(batch.ids.clamp(min=0).int()))  # [B, N, W]
         if self.line:
@@ -120,8 +117,7 @@ def reordered(x: Tensor, batch: Batch, now: str, then: str) -> Tensor:
 def pool(x: Tensor, batch: Batch) -> Tensor:
     """Mean and maximum of each image's live tokens, [I, 2 W].
 
-    First within blocks, then over the blocks of an image, which adds in a fixed order; adding tokens to their images by
-    index would not.
+    First within blocks, then over an image's blocks: the sum has a fixed order, unlike a scatter of tokens to images.
     """
     live = batch.live.reshape(-1, batch.block, 1)  # [M, block, 1]
     x = x.reshape(-1, batch.block, x.shape[-1])  # [M, block, W]
@@ -134,4 +130,4 @@ def pool(x: Tensor, batch: Batch) -> Tensor:
     counts = grouped(live.sum(1).to(x.dtype), 0.0).sum(1)  # [I, 1]
     means = grouped((x * live).sum(1), 0.0).sum(1) / counts.clamp(min=1)
     tops = grouped(x.masked_fill(~live, -math.inf).amax(1), -math.inf).amax(1)
-    return torch.cat([means, tops.masked_fill(counts == 0, 0.0)], dim=-1)  # an entry may not be an image
+    return torch.cat([means, tops.masked_fill(counts == 0, 0.0)], dim=-1)  # some entries hold no image

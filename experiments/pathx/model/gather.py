@@ -1,4 +1,4 @@
-"""Gathers whose gradients are gathers, too. Scattering them would add in no fixed order, and take longer."""
+"""Gathers whose gradients are gathers too. Scatters would add in no fixed order, and take longer."""
 
 from __future__ import annotations
 
@@ -25,9 +25,13 @@ class Permute(torch.autograd.Function):
 
 
 class GatherGroups(torch.autograd.Function):
-    """x[groups], with `filler` where a group is shorter. Each row of x is in at most one group.
+    """x[groups], with `filler` in shorter groups. Each row of x is in at most one group.
 
-    x: [M, W]; groups: int64 [I, K], M where there is none; place: `places_in_groups(groups, M)`. Gives [I, K, W].
+    x: [M, W].
+    groups: int64 [I, K], M for no row.
+    place: `places_in_groups(groups, M)`.
+
+    Returns [I, K, W].
     """
 
     @staticmethod
@@ -45,12 +49,12 @@ class GatherGroups(torch.autograd.Function):
 
 
 def inverse_permutation(order: Tensor) -> Tensor:
-    """The permutation that undoes another, int64 [N]."""
+    """The inverse permutation, int64 [N]."""
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
 def places_in_groups(groups: Tensor, count: int) -> Tensor:
-    """The flat index in groups [I, K] of each of `count` rows, I K if it is in none. int64 [count]"""
+    """The flat index in groups [I, K] of each of `count` rows, I K for rows in no group. int64 [count]"""
     places = torch.full((count + 1,), groups.numel(), device=groups.device)
-    # Places without a row all write to entry `count`, in any order; it is cut off.
+    # All entries without a row write to entry `count`, in any order; it is cut off.
     return places.scatter_(0, groups.flatten(), torch.arange(groups.numel(), device=groups.device))[:count]

@@ -1,4 +1,4 @@
-"""The features of a grey level, and the embedding of a model as another kind."""
+"""The features of a grey level, and the conversion of a model from the other kind."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from torch.nn import functional as F
 
 from experiments.pathx.data.packing import LEVELS
 
-STEP = 15  # levels between two rows of a smooth embedding: 18 rows, the last that of level 255
+STEP = 15  # levels between two rows of a smooth embedding: 18 rows, the last for level 255
 
 
 class SmoothEmbedding(nn.Module):
-    """Features of tokens that change gradually with the grey level, and a row of its own for every register.
-
-    The features of a level are interpolated between learned rows, one every STEP levels. So a level that was never
-    seen in training has features like those of its neighbours, and noise of a level changes them a little.
+    """Token features that change gradually with the grey level, with a separate row for every register.
 
     >>> SmoothEmbedding(0, 8)(torch.tensor([[0, 7, 255]])).shape
     torch.Size([1, 3, 8])
+
+    The features of a level are interpolated between learned rows, one every STEP levels. So unseen levels have features
+      like their neighbours', and noise changes features little.
     """
 
     hats: Tensor
@@ -49,8 +49,7 @@ def hats() -> Tensor:
 def fitted(table: Tensor) -> dict[str, Tensor]:
     """The parameters of the smooth embedding closest to a table [LEVELS + registers, W] with a row for each level.
 
-    Closest by least squares over the levels above 0, all equally; black has a row of its own, because where it is left
-    out it has not been trained.
+    Least squares over the levels above 0. Black has its own row, because it is untrained where it is dropped.
     """
     shares = hats().double()
     known = table[:LEVELS].double().cpu()

@@ -1,4 +1,1 @@
-"""Parts of transformers that the models of several trainers are made of.
-
-May import the library alone. For the models of all trainers.
-"""
+"""Transformer layers shared by the models of all trainers. May import only the library."""

@@ -1,7 +1,7 @@
-"""Attention by three implementations that compute the same.
+"""Attention by three implementations with equal results.
 
-q, k and v are [B, H, N, D]. `sparseflash` reads a mask of the library, or a plan if several processes share the tokens;
-the other two read an `ElementMask`.
+q, k and v are [B, H, N, D]. `sparseflash` takes a mask of the library, or a plan if several processes share the tokens.
+The others take an `ElementMask`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,18 @@ SMALLEST_HEAD = 16
 
 @dataclass(frozen=True)
 class ElementMask:
-    """Which scores are live, one by one, for implementations without block masks."""
+    """Live scores one by one, for implementations without block masks."""
 
-    scores: Tensor | None  # bool, broadcasts to [B, H, N, N], at least one live score in each row; None: all are live
-    empty: Tensor | None = None  # bool [B, H or 1, N, 1], the queries whose output is 0; None: there are none
+    scores: Tensor | None  # bool, broadcasts to [B, H, N, N], at least one live score in each row; None: all live
+    empty: Tensor | None = None  # bool [B, H or 1, N, 1], the queries with output 0; None if none are
 
     @classmethod
     def within(cls, pattern: Tensor | None, lengths: Tensor | None, length: int) -> ElementMask:
-        """A pattern, bool [1 or B, 1 or H, N, N] or None for all scores, without keys past lengths [B], None for N."""
+        """Restrict a pattern to keys below lengths.
+
+        pattern: bool [1 or B, 1 or H, N, N]; None: all scores.
+        lengths: [B]; None: N.
+        """
         keys = None
         if lengths is not None:
             keys = (torch.arange(length, device=lengths.device) < lengths[:, None])[:, None, None]  # [B, 1, 1, N]
@@ -42,10 +46,10 @@ class ElementMask:
 
 
 def row_multiple(implementation: str, block: int) -> int:
-    """The rows of a batch should have a multiple of this many tokens, for the implementation to be fastest.
+    """The multiple of tokens a row for which the implementation is fastest.
 
-    `sparseflash` works in whole blocks of the mask. Matrix products are slow if rows do not begin at a multiple of 16
-    bytes, so `standard`, which stores rows of scores, needs multiples of eight; `sdpa` does not store scores.
+    `sparseflash` works in whole mask blocks. `standard` stores rows of scores, and matrix products are slow unless rows
+    begin at multiples of 16 bytes, so it needs multiples of eight. `sdpa` stores no scores.
     """
     return {"sparseflash": block, "sdpa": 1, "standard": math.gcd(8, block)}[implementation]
 
@@ -53,9 +57,9 @@ def row_multiple(implementation: str, block: int) -> int:
 def block_sparse_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | ShardPlan, dropout_p: float = 0.0
 ) -> Tensor:
-    """The library's attention. Its kernel needs at least 16 features a head; smaller heads are padded with zeros.
+    """The library's attention. Heads of fewer than 16 features are padded with zeros for the kernel.
 
-    mask: a plan if several processes share the tokens; q, k and v are then those of this process.
+    mask: a plan if several processes share the tokens; q, k and v then hold this process's tokens.
     """
     head_dim = q.shape[-1]
     missing = max(0, SMALLEST_HEAD - head_dim)
@@ -70,7 +74,9 @@ def block_sparse_attention(
 
 
 def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, mask: ElementMask, dropout_p: float = 0.0) -> Tensor:
-    """PyTorch's attention. Without padding it may use a FlashAttention kernel, with padding one that accepts masks."""
+    """PyTorch's attention. Without padding it may use a FlashAttention kernel, with padding a kernel that accepts
+    masks.
+    """
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.scores, dropout_p=dropout_p)
     return out if mask.empty is None else out.masked_fill(mask.empty, 0.0)
 
@@ -78,8 +84,8 @@ def sdpa_attention(q: Tensor, k: Tensor, v: Tensor, mask: ElementMask, dropout_p
 def standard_attention(q: Tensor, k: Tensor, v: Tensor, mask: ElementMask, dropout_p: float = 0.0) -> Tensor:
     """Textbook attention: all N x N scores, their softmax, and its product with v, each a matrix in memory.
 
-    Of the plain forms this needs the least memory: the scale is applied to q and the mask in place, which saves two
-    matrices, and the softmax stays in the inputs' dtype, whereas autocast would write it in fp32 and copy it back.
+    Uses the least memory of the plain forms: scale and mask are applied in place, and the softmax keeps the dtype,
+    because autocast would write it in fp32 and copy it back.
     """
     with torch.autocast(q.device.type, enabled=False):
         scores = (q * q.shape[-1] ** -0.5) @ k.mT
@@ -98,7 +104,7 @@ def attention(
     mask: BlockMask | ShardPlan | ElementMask,
     dropout_p: float = 0.0,
 ) -> Tensor:
-    """Attention [B, H, N, D] by the named implementation, with the kind of mask that it takes."""
+    """Attention [B, H, N, D] by the named implementation, with its kind of mask."""
     if isinstance(mask, BlockMask | ShardPlan):
         if implementation != "sparseflash":
             raise TypeError(f"{implementation} must be given an ElementMask; got a {type(mask).__name__}")

@@ -1,4 +1,4 @@
-"""Rotary positions whose rates are a buffer, so that a step does not compute them again."""
+"""Rotary positions with precomputed rates."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from sparseflash.nn.rotary import Rotation, line_rates, line_rotation, plane_rat
 
 
 class RotaryPositions(nn.Module):
-    """The angles of tokens by their places in a sequence, or in a square image whose rows follow each other.
+    """The angles of tokens by their positions in a sequence or in a square image (row-major).
 
     side: pixels along a side of the image: half of the angles grow with the row, half with the column; None: all grow
-        with the place in the sequence.
-    first: the place of the first pixel.
+        with the position in the sequence.
+    first: the position of the first pixel.
     """
 
     rates: Tensor
@@ -24,8 +24,8 @@ class RotaryPositions(nn.Module):
         self.side, self.first = side, first
 
     def forward(self, places: Tensor) -> Rotation:
-        """The rotation for places `[B, N]`."""
+        """The rotation for positions `[B, N]`."""
         if self.side is not None:
-            pixel = (places - self.first).clamp(min=0)  # [CLS] gets the place of the first pixel
+            pixel = (places - self.first).clamp(min=0)  # [CLS] gets the position of the first pixel
             return plane_rotation(pixel // self.side, pixel % self.side, self.rates)
         return line_rotation(places, self.rates)

@@ -18,11 +18,11 @@ from sparseflash import BlockMask
 from sparseflash.distributed import ShardPlan
 from sparseflash.nn.rotary import Rotation, rotate
 
-_GRAPHS = 64  # of each half: lra's table has models for five tasks in five variants in one process
+_GRAPHS = 64  # of each half; lra's table has five tasks in five variants in one process
 
 
 class RMSNorm(nn.RMSNorm):
-    """PyTorch's RMSNorm with the weight in the input's dtype: under autocast they differ, and PyTorch warns of it."""
+    """PyTorch's RMSNorm with the weight in the input's dtype. Under autocast the dtypes differ, and PyTorch warns."""
 
     def forward(self, x: Tensor) -> Tensor:
         weight = None if self.weight is None else self.weight.to(x.dtype)
@@ -64,7 +64,7 @@ class SelfAttention(nn.Module):
 
 
 class Layer(nn.Module):
-    """The modules of a layer: attention, then an MLP, each applied to the normalised input and added to it."""
+    """The modules of a layer: attention, then an MLP, each with a normalised input and a residual connection."""
 
     def __init__(self, width: int, mlp: int, dropout: float, attention: SelfAttention) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Layer(nn.Module):
 
 
 def head_dim_of(width: int, heads: int, head_dim: int | None) -> int:
-    """The number of features of a head, by default the width divided by the number of heads."""
+    """The head dim, by default width / heads."""
     if head_dim is None and width % heads:
         raise ValueError(f"width must be a multiple of heads; got width {width}, heads {heads}")
     return head_dim or width // heads
@@ -102,11 +102,11 @@ class Halves(NamedTuple):
 
 
 def compiled_halves() -> Halves:
-    """The halves compiled by torch.compile, which fuses their operations; attention is one kernel already.
+    """The halves compiled by torch.compile, which fuses their operations; attention is already one kernel.
 
-    All layers of a model share two pairs of graphs: one pair for the first shape of a batch, and one for all others.
-    Every other width, precision or dropout in a process has graphs of its own. Past the limit, torch.compile raises an
-    error; it does not fall back to running slowly.
+    All layers of a model share two pairs of graphs: one for the first batch shape and one for all others. Another
+    width, precision or dropout has its own graphs. Past the limit, torch.compile raises an error instead of running
+    slowly.
     """
     torch._dynamo.config.recompile_limit = max(_GRAPHS, torch._dynamo.config.recompile_limit)
     return Halves(torch.compile(before_attention, fullgraph=True), torch.compile(after_attention, fullgraph=True))

@@ -1,7 +1,7 @@
 """The versions of Triton that the kernels were measured with on a GPU, and the PyTorch releases that install each.
 
 This is the only such list: the gate of the Hopper kernels (`gate.py`), the launcher, the documentation's table
-(`docs/versions.py`) and the tests of `pyproject.toml` and `constraints.txt` read it.
+(`docs/figures/versions.py`) and the tests of `pyproject.toml` and `constraints.txt` read it.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def test_samples_come_from_one_process(pair):
 
 
 def test_mistakes_reach_every_process(pair, square):
-    other = "ValueError: context_parallel must be that of the processes that train, 2; got 1"
+    other = "ValueError: context_parallel must be 2, as in the running processes; got 1"
     assert pair[0]["other"] == square[0]["other"] == other
     assert square[0]["batch"] == (
         "ValueError: the sequences of a batch must be a multiple of the number of groups of 2 processes, 2, which "

@@ -122,7 +122,7 @@ def test_one_process_goes_on_where_those_that_share_sequences_stopped(pair, fold
 
 def test_mistakes_reach_every_process(pair, square):
     for each in pair[0]:
-        assert each["other"] == "ValueError: context_parallel must be that of the processes that train, 2; got 1"
+        assert each["other"] == "ValueError: context_parallel must be 2, as in the running processes; got 1"
     for each in square[0]:
         assert each["batch"] == (
             "ValueError: the sequences of a batch must be a multiple of the number of groups of 2 processes, 2, which "

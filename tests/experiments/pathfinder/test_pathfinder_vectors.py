@@ -120,10 +120,10 @@ def test_file_of_another_format_or_of_other_stamps_is_refused(vectors, tmp_path,
         (lambda a: a["starts"].__setitem__(-1, 5), r"its images must have \d+ dashes; got 5"),
         (lambda a: a["starts"].__setitem__(1, 7), "two whole targets and whole distractors"),
         (lambda a: a["starts"].__setitem__(1, a["starts"][1] + 1), "two whole targets and whole distractors"),
-        (lambda a: a["labels"].__setitem__(0, 2), "labels, marked snakes or margins that there are not"),
-        (lambda a: a["margins"].__setitem__(0, 1), "labels, marked snakes or margins that there are not"),
+        (lambda a: a["labels"].__setitem__(0, 2), "impossible labels, marked snakes or margins"),
+        (lambda a: a["margins"].__setitem__(0, 1), "impossible labels, marked snakes or margins"),
         (lambda a: a["places"].__setitem__(0, 128), "it has dashes outside the image"),
-        (lambda a: a["headings"].__setitem__(0, 409), "it has directions that there are not"),
+        (lambda a: a["headings"].__setitem__(0, 409), "it has impossible headings"),
     ],
 )
 def test_damaged_arrays_are_refused(vectors, tmp_path, change, message):

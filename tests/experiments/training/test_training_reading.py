@@ -34,9 +34,8 @@ COMMANDS = {
     "lm tokens": ("experiments.lm.cli", "train --data {} --steps 1 --device cpu --out {}/out", "about.json"),
     "lm show": ("experiments.lm.cli", "show {}", "log.jsonl"),
     "lm bench": ("experiments.lm.cli", "show {} --out {}/a.png", "bench.json"),
-    "speed report": ("experiments.benchmarks.speed.cli", "report {}/speed.csv --out {}/out", "speed.csv"),
     "exactness": ("experiments.benchmarks.exactness.__main__", "drawn {}/records.jsonl", "records.jsonl"),
-    "blocks": ("experiments.benchmarks.blocks.fit", "{}/blocks.csv", "blocks.csv"),
+    "blocks": ("experiments.benchmarks.blocks.fit", "{}/blocks.jsonl", "blocks.jsonl"),
     "patterns": ("experiments.benchmarks.patterns.cli", "table --only causal --results {}/rows.json", "rows.json"),
 }
 

@@ -3,7 +3,7 @@
 It takes the case, its pattern and the inputs of ours, and returns a `Runner`; it raises `Unavailable` with the reason
 where it cannot serve the case. Any other exception is reported as the peer's failure, and the run goes on.
 
-May import the library and `speed`.
+May import the library, `harness` and `speed`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ PEERS: dict[str, Peer] = {
     "sdpa-cudnn": sdpa_cudnn,
     "cudnn-sparse": cudnn_sparse,
     "sdpa": sdpa,
-    "ours-hopper": partial(ours, backend="hopper"),
-    "ours-portable": partial(ours, backend="triton"),
+    "sparseflash-hopper": partial(ours, backend="hopper"),
+    "sparseflash-portable": partial(ours, backend="triton"),
     "reference": reference,
 }
 DEFAULT_PEERS = {

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from experiments.benchmarks.harness import Unavailable
 from experiments.benchmarks.speed.cases import Case
 from experiments.benchmarks.speed.patterns import WINDOWS, Pattern, Rule, block_mask
 from experiments.benchmarks.speed.peers.flexattention import block_lists
-from experiments.benchmarks.speed.peers.runner import Inputs, Runner, Unavailable, require_half_on_gpu
+from experiments.benchmarks.speed.peers.runner import Inputs, Runner, require_half_on_gpu
 from sparseflash import BlockMask
 from sparseflash.interop.fa4 import BlockSparseTensors, to_fa4
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from experiments.benchmarks.speed.peers.runner import Unavailable
+from experiments.benchmarks.harness import Unavailable
 from sparseflash import BlockMask
 
 WORKSPACE = 256 * 2**20  # bytes; its documentation recommends 128 MB

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask as FlexMask
 from torch.nn.attention.flex_attention import flex_attention
 
+from experiments.benchmarks.harness import Unavailable
 from experiments.benchmarks.speed.cases import Case
 from experiments.benchmarks.speed.patterns import Pattern, Rule
-from experiments.benchmarks.speed.peers.runner import Inputs, Runner, Unavailable
+from experiments.benchmarks.speed.peers.runner import Inputs, Runner
 
 
 def block_lists(layout: Tensor) -> tuple[Tensor, Tensor]:

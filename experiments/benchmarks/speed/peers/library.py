@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
+from experiments.benchmarks.harness import Unavailable
 from experiments.benchmarks.speed.cases import Case
 from experiments.benchmarks.speed.patterns import Pattern, block_mask
-from experiments.benchmarks.speed.peers.runner import Inputs, Runner, Unavailable
+from experiments.benchmarks.speed.peers.runner import Inputs, Runner
 from sparseflash import attention
 from sparseflash.attention import Backend
 

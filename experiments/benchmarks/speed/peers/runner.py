@@ -10,12 +10,9 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
+from experiments.benchmarks.harness import Unavailable
 from experiments.benchmarks.speed.cases import Case
 from experiments.benchmarks.speed.patterns import Pattern
-
-
-class Unavailable(Exception):
-    """Raised by a peer that cannot serve a case, with the reason."""
 
 
 @dataclass(frozen=True)

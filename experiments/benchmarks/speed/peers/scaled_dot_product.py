@@ -6,9 +6,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from experiments.benchmarks.harness import Unavailable
 from experiments.benchmarks.speed.cases import CALL, Case
 from experiments.benchmarks.speed.patterns import Pattern
-from experiments.benchmarks.speed.peers.runner import Inputs, Runner, Unavailable
+from experiments.benchmarks.speed.peers.runner import Inputs, Runner
 
 
 def _runner(case: Case, inputs: Inputs, backend: SDPBackend | None) -> Runner:

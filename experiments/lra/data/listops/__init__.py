@@ -1,4 +1,1 @@
-"""ListOps: its grammar, the generator of data, and the tokens that a model reads.
-
-May import `training` alone, and PyTorch nowhere. For all of lra.
-"""
+"""ListOps: grammar, data generator, and token ids of the model. May import only `training`, never PyTorch."""

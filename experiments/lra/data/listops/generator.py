@@ -28,7 +28,7 @@ from experiments.training.workers import available_cores, worker_pool
 SPLITS = ("train", "val", "test")
 LABEL = "generator.json"
 DRAWS_PER_CHUNK = 4000  # about 350 expressions with the published bounds: 0.4 s of work, 2 MB to send
-FRUITLESS_CHUNKS = 50  # after this many in a row without a new expression, the bounds are taken to allow no more
+FRUITLESS_CHUNKS = 50  # after this many in a row without a new expression, the bounds count as exhausted
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Settings:
 
 
 def draw_chunk(settings: Settings, chunk: int) -> list[tuple[str, int]]:
-    """The expressions kept from a fixed number of draws with the chunk's own seed, as (Source, Target)."""
+    """The accepted expressions, as (Source, Target), of a fixed number of draws with the chunk's seed."""
     rng = random.Random(f"listops {settings.seed} {chunk}")
     rows = []
     for _ in range(DRAWS_PER_CHUNK):
@@ -89,10 +89,10 @@ def draw_chunks(settings: Settings, workers: int) -> Generator[list[tuple[str, i
 
 
 def draw_distinct(settings: Settings, workers: int) -> Generator[tuple[str, int], None, None]:
-    """Distinct expressions in the order of their chunks; raises ValueError when there are no more.
+    """Distinct expressions in chunk order; raises ValueError when the bounds are exhausted.
 
-    The original iterates over a Python set for its splits, so in arbitrary order. The draws are independent, so any
-    fixed order gives the same distribution.
+    The original iterates over a Python set, in arbitrary order. The draws are independent, so any fixed order has the
+    same distribution.
     """
     seen: set[bytes] = set()
     fruitless = 0
@@ -120,10 +120,10 @@ def generate(
     workers: int | None = None,
     progress: Callable[[int], None] = lambda written: None,
 ) -> Path:
-    """Write the three splits below `parent` and return their folder. A complete folder is left as it is.
+    """Write the three splits below `parent` and return their folder. A complete folder is kept.
 
-    workers: the number of processes, by default one for each available core; the files do not depend on it.
-    progress: called with the number of expressions written so far.
+    workers: the number of processes, by default one for each core; the files do not depend on it.
+    progress: called with the number of written expressions.
     """
     folder = parent / settings.folder_name
     if (folder / LABEL).exists():

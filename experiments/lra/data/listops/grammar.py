@@ -1,13 +1,13 @@
-"""The ListOps grammar: draw an expression, compute its value, print it as the Long Range Arena files do.
+"""The ListOps grammar: draw an expression, compute its value, print it as in the Long Range Arena's files.
 
-An expression is a flat list of small integers in reading order, which is also what a model sees:
+An expression is a flat list of small integers in reading order, the model's input:
 
     0..9     the digits
     10..13   [MIN  [MAX  [MED  [SM     (SM: sum modulo 10)
     14       ]
 
-Source of the distribution: `lra_benchmarks/data/listops.py` of google-research/long-range-arena (Nangia and
-Bowman, 2018, with longer expressions).
+Source of the distribution: `lra_benchmarks/data/listops.py` of google-research/long-range-arena (Nangia and Bowman,
+2018, with longer expressions).
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ MIN, MAX, MED, SM = range(10, 14)
 CLOSE = 14
 NAMES = (*map(str, range(10)), *OPERATORS, "]")
 
-MAX_DEPTH = 10  # levels, of which the root is the first
+MAX_DEPTH = 10  # levels, including the root
 MAX_ARGS = 10  # arguments of an operator
-OPERATOR_CHANCE = 0.25  # at every level, including the root; at the last level there are only digits
+OPERATOR_CHANCE = 0.25  # at every level, including the root; the last level has only digits
 
 
 def draw(rng: random.Random, longer_than: int, shorter_than: int) -> list[int] | None:
     """Draw one expression; None if its length (in tokens) is not strictly between the two bounds.
 
-    Most draws are rejected (92 % with the bounds 500 and 2000), so drawing stops as soon as the length can no longer
-    fit, and nothing is printed or evaluated here.
+    Most draws are rejected, so drawing stops as soon as the length can no longer fit, without printing or evaluating.
     """
     uniform = rng.random
     tokens: list[int] = []
@@ -56,7 +55,6 @@ def draw(rng: random.Random, longer_than: int, shorter_than: int) -> list[int] |
 
 
 def evaluate(tokens: list[int]) -> int:
-    """The value of an expression, 0..9."""
     open_lists: list[list[int]] = [[]]
     operators: list[int] = []
     for token in tokens:
@@ -100,7 +98,7 @@ def render(tokens: list[int]) -> str:
             continue
         parts.append(NAMES[token])
         if token == CLOSE:
-            # One bracket for each argument and one for the closing token; their number is known only now.
+            # One bracket for each argument and one for the closing token.
             start, arguments = opened.pop(), counts.pop()
             parts[start] = "( " * (arguments + 1) + parts[start]
             parts.append(")")

@@ -62,9 +62,10 @@ SPLITS = SplitRule()
 #                     share of the mask's own
 # The constants for half precision are based on timings of an H100 (four kinds of masks in blocks of 16 to 128, bf16, 64
 # and 128 channels, three kernels). They are close to the fits that the benchmark of blocks makes of
-# experiments/results/speed/blocks-h100-49b1c4b, but adjusted so that the choices are best: for 23 masks and kernels the
-# chosen tiling takes 2 % longer than the fastest measured one on average, and at most 25 %. The predicted times are off
-# by a quarter. Full fp32 multiplies six times and loads three times as much; its constants are estimates.
+# experiments/results/speed/blocks-h100-49b1c4b (in git's history, at caba0b23), but adjusted so that the choices are
+# best: for 23 masks and kernels the chosen tiling takes 2 % longer than the fastest measured one on average, and at
+# most 25 %. The predicted times are off by a quarter. Full fp32 multiplies six times and loads three times as much; its
+# constants are estimates.
 TILE_COSTS = {
     "half": {"loading": 0.1, "loading_gathered": 0.6, "step": 0.45, "program": 1.9, "worth": 0.9},
     "fp32": {"loading": 0.05, "loading_gathered": 0.3, "step": 0.1, "program": 0.4, "worth": 0.9},

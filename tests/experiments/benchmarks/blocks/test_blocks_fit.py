@@ -6,6 +6,7 @@ import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
+from experiments import measurements
 from experiments.benchmarks.blocks import fit
 from sparseflash.backends.triton.portable.fitting import config_for
 from sparseflash.backends.triton.schedule.tilings import HALF
@@ -28,6 +29,14 @@ def times_of(cost, noise=0.0):
     return frame.assign(
         ms=fit.costs(frame, cost) * unit * [math.exp(noise * (-1) ** (i // 2)) for i in range(len(frame))]
     )
+
+
+def write(frame, path):
+    found = [
+        measurements.Measurement(f"blocks/case{number}/way", row.pop("ms"), 0.0, "ms", row)
+        for number, row in enumerate(frame.to_dict("records"))
+    ]
+    measurements.write(path, measurements.Run("H200", "", {}, "", "", ""), found)
 
 
 def test_the_constants_behind_the_times_are_found():
@@ -62,14 +71,14 @@ def test_what_would_not_run_today_is_left_out(tmp_path):
         ("local", 32, 64, "dk_dv", "32x32x0", config, 4096, 100, ms)
         for config, ms in [("32x32x4x3", 1.0), (str(one), 3.0), (str(one._replace(num_stages=2)), 2.0)]
     ]
-    pd.DataFrame(rows, columns=columns).to_csv(tmp_path / "blocks.csv", index=False)
-    assert fit.read([tmp_path / "blocks.csv"]).ms.tolist() == [1.0, 3.0, 2.0]
-    assert fit.read([tmp_path / "blocks.csv"], shipped=True).ms.tolist() == [2.0]
+    write(pd.DataFrame(rows, columns=columns), tmp_path / "blocks.jsonl")
+    assert fit.read([tmp_path / "blocks.jsonl"]).ms.tolist() == [1.0, 3.0, 2.0]
+    assert fit.read([tmp_path / "blocks.jsonl"], shipped=True).ms.tolist() == [2.0]
 
 
 def test_the_command_says_what_it_found(tmp_path):
-    times_of(TRUE, noise=0.1).to_csv(tmp_path / "blocks.csv", index=False)
-    done = CliRunner().invoke(fit.app, [str(tmp_path / "blocks.csv")])
+    write(times_of(TRUE, noise=0.1), tmp_path / "blocks.jsonl")
+    done = CliRunner().invoke(fit.app, [str(tmp_path / "blocks.jsonl")])
     assert done.exit_code == 0, done.output
     assert "shipped" in done.output and "28 times, 6 choices" in done.output
     assert "loading_gathered" in done.output

@@ -1,6 +1,5 @@
 """The benchmark of short calls: what it calls is right, and its table says what was measured and what failed."""
 
-import csv
 import json
 from unittest import mock
 
@@ -9,7 +8,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from typer.testing import CliRunner
 
-from experiments.benchmarks.calls import first_calls, report
+from experiments.benchmarks.calls import first_calls
 from experiments.benchmarks.calls.__main__ import app
 from experiments.benchmarks.calls.ways import (
     CHOICE,
@@ -18,12 +17,12 @@ from experiments.benchmarks.calls.ways import (
     IMPLEMENTATIONS_OF,
     OURS,
     SDPA,
-    THROUGH_TRITON,
     WAYS,
     Shape,
     calls_of,
 )
-from experiments.benchmarks.timing import Timing
+from experiments.benchmarks.harness import Bench
+from experiments.measurements import Run, read
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 CPU = torch.device("cpu")
@@ -81,51 +80,22 @@ def test_every_way_of_calling_runs(implementations, name):
         call()
 
 
-ROWS = [
-    report.Row.of(WAYS[0], OURS, Timing(ms=0.0123, rounds=[[0.0123], [0.0121], [0.02]])),
-    report.Row(WAYS[0], SDPA, 20.0, 20.0, 20.0),
-    report.Row.of(WAYS[0], FLEX, Timing(failure=ValueError("no such\nthing"))),
-    report.Row(FIRST_CALLS[0], OURS, 1.234),
-    report.Row(FIRST_CALLS[0], FLEX, None, failure="no answer after 240 s"),
-]
-
-
-def test_the_table_has_every_value_and_every_failure(tmp_path):
-    report.write(tmp_path, ROWS, Shape(), {"device": "H200"})
-    page = (tmp_path / "calls.md").read_text()
-    assert page.startswith("# Calls: host time\n\n- device: H200\n- shape: batch 1, heads 4, tokens 256")
-    assert f"| {WAYS[0]} | 12 (12 to 20) | 20 (20 to 20) | failed |" in page
-    assert f"| {FIRST_CALLS[0]} | 1.23 | - | failed |" in page
-    assert f"- failed: {FLEX}, {WAYS[0]}: ValueError: no such\n" in page
-    with (tmp_path / "calls.csv").open() as file:
-        found = list(csv.DictReader(file))
-    assert [(row["value"], row["unit"], row["fastest"], row["slowest"]) for row in found] == [
-        ("12.3", "us", "12.1", "20"), ("20", "us", "20", "20"), ("", "us", "", ""), ("1.234", "s", "", ""),
-        ("", "s", "", ""),
-    ]  # fmt: skip
-
-
-def test_ours_by_tritons_launcher_has_a_column_if_it_was_asked_for():
-    assert THROUGH_TRITON not in report.markdown(ROWS, Shape(), {})
-    page = report.markdown([*ROWS, report.Row(WAYS[0], THROUGH_TRITON, 80.0, 79.0, 90.0)], Shape(), {})
-    assert f"| {WAYS[0]} | 12 (12 to 20) | 20 (20 to 20) | failed | 80 (79 to 90) |" in page
-    assert f"| {FIRST_CALLS[0]} | 1.23 | - | failed |\n" in page
-
-
-def test_first_calls_are_left_out_where_none_were_made():
-    assert "first calls" not in report.markdown(ROWS[:2], Shape(), {})
-
-
-def test_first_calls_are_those_of_a_process_of_their_own():
+def test_first_calls_are_those_of_a_process_of_their_own(tmp_path):
+    bench = Bench("calls", Run("H200", "", {}, "", "", ""), tmp_path, CPU)
     answer = "a warning\n" + json.dumps(dict.fromkeys(FIRST_CALLS, 0.5)) + "\n"
     with mock.patch.object(first_calls, "output_of", return_value=answer) as run:
-        assert first_calls.first_calls(OURS) == [report.Row(what, OURS, 0.5) for what in FIRST_CALLS]
+        first_calls.record_first_calls(bench, OURS)
     assert run.call_args.args == ("experiments.benchmarks.calls.first_calls", OURS)
     with mock.patch.object(first_calls, "output_of", side_effect=RuntimeError("the process ended with 1")):
-        assert {row.failure for row in first_calls.first_calls(OURS)} == {"the process ended with 1"}
+        first_calls.record_first_calls(bench, FLEX)
+    found = read(tmp_path / "calls.jsonl")[1]
+    assert [each.name for each in found] == [f"calls/{what}/{name}" for name in (OURS, FLEX) for what in FIRST_CALLS]
+    assert [(each.value, each.unit, each.failure) for each in found] == [
+        *[(0.5, "s", "")] * 3, *[(None, "s", "the process ended with 1")] * 3,
+    ]  # fmt: skip
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_command_says_so():
     result = CliRunner().invoke(app, [])
-    assert result.exit_code == 2 and "there is none here" in result.output
+    assert result.exit_code == 2 and "there is no CUDA device" in result.output

@@ -1,44 +1,46 @@
 """The benchmark of decoding measures calls that agree where they must."""
 
-import json
 from dataclasses import replace
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from experiments.benchmarks.decode import measure as measure_module
-from experiments.benchmarks.decode.cli import SMALL, app, table
-from experiments.benchmarks.decode.measure import Call, calls_of
+from experiments.benchmarks.decode import SMALL, app, ways_of
+from experiments.benchmarks.harness import Unavailable
 from experiments.benchmarks.speed.peers import flashinfer
-from experiments.benchmarks.speed.peers.runner import Unavailable
+from experiments.measurements import read
 from tests.experiments.benchmarks.flashinfer_stand_in import PACKAGE
+
+CPU = torch.device("cpu")
 
 
 def test_every_way_to_store_the_cache_gives_what_sdpa_gives():
-    calls = calls_of(SMALL[0], torch.device("cpu"), torch.float32)
-    want = calls["SDPA"][0]()
-    for name in ("contiguous", "pages of 16", "pages of 64"):
-        torch.testing.assert_close(calls[name][0](), want, rtol=1e-4, atol=1e-5)
-    assert calls["contiguous"][1] == 2 * 2 * 2 * 2 * 16 * 256  # k and v, bytes, batch, key heads, dim, tokens
-    assert calls["2 chosen pages"][1] == calls["contiguous"][1] // 2
+    ways = ways_of(SMALL[0], CPU, torch.float32)
+    want = ways["contiguous/sdpa"].call()
+    for name in ("contiguous", "pages-of-16", "pages-of-64"):
+        torch.testing.assert_close(ways[f"{name}/sparseflash"].call(), want, rtol=1e-4, atol=1e-5)
+    read = ways["contiguous/sparseflash"].settings["bytes"]
+    assert read == 2 * 2 * 2 * 2 * 16 * 256  # k and v, bytes, batch, key heads, dim, tokens
+    assert ways["2-chosen-pages/sparseflash"].settings["bytes"] == read // 2
 
 
-def test_the_command_writes_a_table_and_numbers(tmp_path):
+def test_the_command_records_every_way(tmp_path):
     found = CliRunner().invoke(app, ["--small", "--device", "cpu", "--out", str(tmp_path)])
     assert found.exit_code == 0, found.output
-    stored = json.loads((tmp_path / "decode.json").read_text())
-    rows = stored["rows"]
-    assert len(rows) == 6 and all(row["ms"] > 0 for row in rows)
-    assert {"device", "torch", "triton", "flash-attn-4", "flashinfer", "commit", "command"} <= stored.keys()
-    about, _, written = (tmp_path / "decode.md").read_text().partition("\n\n")
-    assert f"commit {stored['commit']}, command python -m experiments.benchmarks.decode" in about
-    assert written == table(rows) + "\n"
+    run, measurements = read(tmp_path / "decode.jsonl")
+    assert [each.name.removeprefix("decode/2x256-heads4of2-new1/") for each in measurements] == [
+        "contiguous/sparseflash", "pages-of-16/sparseflash", "pages-of-64/sparseflash",
+        "window-32-and-4-sinks/sparseflash", "2-chosen-pages/sparseflash", "contiguous/sdpa",
+    ]  # fmt: skip
+    assert all(each.value > 0 and each.settings["bytes"] > 0 for each in measurements)
+    assert {"torch", "triton", "flash-attn-4", "flashinfer-python"} <= run.versions.keys()
+    assert run.command.startswith("python -m experiments.benchmarks.decode")
 
 
 def test_a_missing_gpu_is_told(tmp_path):
     found = CliRunner().invoke(app, ["--device", "cuda:99", "--out", str(tmp_path / "none")])
-    assert found.exit_code == 2 and "GPUs here; got the device 'cuda:99'" in found.output
+    assert found.exit_code == 2 and ("no CUDA device" in found.output or "got the device 'cuda:99'" in found.output)
     assert not (tmp_path / "none").exists()
 
 
@@ -46,10 +48,10 @@ def test_a_missing_gpu_is_told(tmp_path):
 @pytest.mark.parametrize("page", [16, 64])
 def test_flashinfer_gets_the_pages(monkeypatch, page, new):
     monkeypatch.setattr(flashinfer, "load", lambda: PACKAGE)
-    calls = calls_of(replace(SMALL[0], new=new), torch.device("cpu"), torch.float32)
-    ours = calls[f"pages of {page}"].run
+    ways = ways_of(replace(SMALL[0], new=new), CPU, torch.float32)
+    ours = ways[f"pages-of-{page}/sparseflash"].call
     found = flashinfer.decode_paged(*ours.args, **ours.keywords)()
-    torch.testing.assert_close(found, calls["contiguous"].run(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found, ways["contiguous/sparseflash"].call(), rtol=1e-4, atol=1e-5)
 
 
 def test_flashinfer_gets_a_contiguous_cache(monkeypatch):
@@ -62,20 +64,3 @@ def test_flashinfer_gets_a_contiguous_cache(monkeypatch):
 def test_without_flashinfer_there_is_a_reason():
     with pytest.raises(Unavailable, match="flashinfer-python is not installed: "):
         flashinfer.load()
-
-
-def test_a_peer_that_cannot_or_does_not_agree_is_not_timed(monkeypatch):
-    calls = calls_of(SMALL[0], torch.device("cpu"), torch.float32)
-
-    def refuses():
-        raise Unavailable("no such pages")
-
-    calls["other"] = Call(lambda: calls["SDPA"].run() * 1.1, 1, is_peer=True)
-    calls["refuses"] = Call(refuses, 1, is_peer=True)
-    monkeypatch.setattr(measure_module, "calls_of", lambda *given: calls)
-    rows = measure_module.measure(SMALL[0], torch.device("cpu"), round_ms=0.0)
-    assert [row["call"] for row in rows if "ms" in row] == [name for name in calls if name not in ("other", "refuses")]
-    assert [row["error"] for row in rows[-2:]] == [
-        "FAILED: ValueError: differs from ours by 0.1, relative", "skipped: no such pages"
-    ]  # fmt: skip
-    assert table(rows).endswith("| refuses | skipped: no such pages | |")

@@ -1,7 +1,5 @@
 """Plans simulated for many ranks, and times of two processes."""
 
-import csv
-import json
 import warnings
 
 import pytest
@@ -11,38 +9,41 @@ from typer.testing import CliRunner
 from experiments.benchmarks.distributed.__main__ import app
 from experiments.benchmarks.distributed.simulate import PATTERNS, SHAPE
 from experiments.benchmarks.distributed.ways import PEER, WAYS
+from experiments.measurements import read
 from forked import execute, ranks
 from sparseflash import distributed
 
 
-def test_a_simulation_writes_the_table_the_numbers_and_the_plot(tmp_path):
+def test_a_simulation_records_every_plan(tmp_path):
     options = ["--pattern", "butterfly", "--pattern", "causal", "--tokens", "16384", "--ranks", "2", "--ranks", "64"]
     result = CliRunner().invoke(app, ["simulate", *options, "--ranks", "1024", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
-    with (tmp_path / "simulated.csv").open(encoding="utf-8") as file:
-        rows = list(csv.DictReader(file))
+    found = {each.name.removeprefix("distributed/simulated/"): each for each in read(tmp_path / "distributed.jsonl")[1]}
     # 16,384 tokens are 128 blocks, too few for 1,024 ranks.
-    assert [(row["pattern"], row["ranks"]) for row in rows] == [
-        ("butterfly", "2"), ("butterfly", "64"), ("causal", "2"), ("causal", "64")
-    ]  # fmt: skip
+    assert [name for name in found if name.endswith("plan/host")] == [
+        f"{pattern}/16384-tokens/{ranks}-ranks/plan/host" for pattern in ("butterfly", "causal") for ranks in (2, 64)
+    ]
     plan = distributed.shard(PATTERNS["butterfly"][0](16384), ranks=2)
-    assert float(rows[0]["mean_mb"]) == pytest.approx(plan.traffic(1, 8).sent.mean() * SHAPE.key_bytes / 1e6)
-    assert float(rows[0]["gather_mb"]) == pytest.approx(8192 * 8 * SHAPE.key_bytes / 1e6)
-    assert rows[1]["heads_ms"] == ""  # fewer key heads than ranks
-    assert "### causal" in (tmp_path / "simulated.md").read_text()
-    assert (tmp_path / "simulated.png").stat().st_size > 1000
+    two, many = (f"butterfly/16384-tokens/{ranks}-ranks" for ranks in (2, 64))
+    sent = plan.traffic(1, 8).sent.mean() * SHAPE.key_bytes / 1e6
+    assert found[f"{two}/sent/keys-mean"].value == pytest.approx(sent)
+    assert found[f"{two}/sent/all-gather"].value == pytest.approx(8192 * 8 * SHAPE.key_bytes / 1e6)
+    assert f"{two}/both/heads" in found and f"{many}/both/heads" not in found  # fewer key heads than ranks
+    assert 0 < found[f"{many}/plan/host"].settings["balance"] <= 1
 
 
 def test_an_unknown_pattern_is_refused(tmp_path):
     result = CliRunner().invoke(app, ["simulate", "--pattern", "spiral", "--out", str(tmp_path)])
     assert result.exit_code == 2
-    assert "must be one of" in result.output
+    assert "--pattern must be of butterfly" in result.output
 
 
 def test_a_measurement_without_torchrun_is_refused(tmp_path):
     result = CliRunner().invoke(app, ["measure", "--device", "cpu", "--out", str(tmp_path)])
     assert result.exit_code == 2
-    assert "torchrun must start the processes: torchrun --nproc-per-node 2 -m" in result.output
+    assert "torchrun must start the processes: torchrun --nproc-per-node 2 -m" in " ".join(
+        result.output.replace("│", " ").split()
+    )
 
 
 def timed_briefly(*command):
@@ -58,15 +59,15 @@ def test_two_processes_are_timed(tmp_path):
     command = ["-m", "experiments.benchmarks.distributed", "measure", "--pattern", "causal", "--device", "cpu"]
     command += ["--tokens", "512", "--heads", "4:2", "--dim", "16", "--commit", "abc", "--out", tmp_path]
     ranks(timed_briefly, *command, processes=2)
-    found = json.loads((tmp_path / "measured.json").read_text())
-    assert found["facts"]["ranks"] == 2 and found["facts"]["commit"] == "abc"
-    assert found["facts"]["torch"] == torch.__version__
-    rows = {row["way"]: row for row in found["rows"]}
-    assert rows.keys() == set(WAYS)
-    assert rows.pop(PEER)["failure"] == "dense and causal attention on GPUs only"
-    for row in rows.values():
-        assert len(row["forward"]) == len(row["both"]) == 2  # rounds
-        assert min(row["forward"] + row["both"]) > 0 and row["error"] <= 1.0
-    assert rows["auto"]["sent"] == rows["auto"]["needed"] > 0
-    table = (tmp_path / "measured.md").read_text()
-    assert "### 4:2 heads" in table and f"| causal | auto ({rows['auto']['chosen']}) |" in table
+    run, measurements = read(tmp_path / "distributed.jsonl")
+    assert run.commit == "abc" and run.command.startswith("torchrun --nproc-per-node 2 -m experiments.benchmarks.distr")
+    assert run.versions["torch"] == torch.__version__
+    found = {each.name.removeprefix("distributed/causal/heads4of2/"): each for each in measurements}
+    plan = found.pop("distributed/causal/plan/host")
+    assert plan.value > 0 and list(found) == [f"{which}/{way}" for way in WAYS for which in ("forward", "both")]
+    for which in ("forward", "both"):
+        assert found.pop(f"{which}/{PEER}").failure == "ValueError: dense and causal attention on GPUs only"
+    for each in found.values():
+        assert each.value > 0 and each.settings["error"] <= 1.0 and each.settings["ranks"] == 2
+    auto = found["forward/auto"].settings
+    assert auto["sent"] == auto["needed"] > 0 and auto["chosen"]

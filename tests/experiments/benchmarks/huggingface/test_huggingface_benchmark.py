@@ -1,21 +1,20 @@
 """The benchmark of Transformers' models tells equal from other functions, and has a row for what cannot run."""
 
-import csv
-import time
-
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 from torch.nn.functional import cross_entropy
 from typer.testing import CliRunner
 
+from experiments.benchmarks.harness import Bench
 from experiments.benchmarks.huggingface import generation, implementations, measure
-from experiments.benchmarks.huggingface.cli import app
+from experiments.benchmarks.huggingface.__main__ import app
 from experiments.benchmarks.huggingface.exactness import Truth, Yardstick, results_of, worst
 from experiments.benchmarks.huggingface.generation import DYNAMIC, SAME, STATIC, Way
 from experiments.benchmarks.huggingface.implementations import OURS, with_attention
-from experiments.benchmarks.huggingface.measure import EXACT, FORWARD, STEP, Options, Row
+from experiments.benchmarks.huggingface.measure import ERROR, FORWARD, STEP, Options, deadline
 from experiments.benchmarks.huggingface.shapes import SHAPES, generating
+from experiments.measurements import Measurement, Run, read
 from sparseflash import huggingface, masks
 from sparseflash.testing import compare_results
 
@@ -23,7 +22,17 @@ pytest.importorskip("transformers", minversion="5.17")
 
 CPU = torch.device("cpu")
 BY_NAME = {shape.name: shape for shape in SHAPES}
-SMALL = Options(tokens=40, batch=2, small=True, rounds=1, round_ms=0.0)
+SMALL = Options(tokens=40, batch=2, small=True)
+
+
+@pytest.fixture
+def bench(tmp_path):
+    return Bench("huggingface", Run("CPU", "", {}, "", "", ""), tmp_path, CPU, rounds=1)
+
+
+def failures(bench):
+    """By implementation and what was measured."""
+    return {(each.way, each.name.split("/")[-2]): each.failure for each in bench.measurements}
 
 
 def made(name, dtype=torch.float32, tokens=70):
@@ -34,9 +43,10 @@ def made(name, dtype=torch.float32, tokens=70):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_model_is_exact_with_this_attention(shape, dtype):
-    (row,) = measure.exactness(shape, [OURS], SMALL, CPU, dtype)
-    assert row.failure == "" and row.value <= 1, row
+def test_every_model_is_exact_with_this_attention(shape, dtype, bench):
+    measure.exactness(bench, shape, [OURS], SMALL, dtype)
+    (found,) = bench.measurements
+    assert found.failure == "" and found.value <= 1, found
 
 
 def test_another_function_is_not_exact():
@@ -106,41 +116,49 @@ def test_the_windows_of_a_comparison_are_shorter_than_its_sequences():
         assert made(name)[0].config.sliding_window < measure.CHECKED_TOKENS // 2
 
 
-def test_what_cannot_run_is_a_row_with_its_reason(monkeypatch):
+def test_what_cannot_run_is_recorded_with_its_reason(monkeypatch, bench):
     from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 
     # As newer versions of Transformers say; older ones leave out the soft cap.
     monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", False)
-    rows = measure.measure(BY_NAME["gemma2"], ["eager", "sdpa", "nothing", OURS], SMALL, CPU, torch.float32, str)
-    failures = {(row.implementation, row.what): row.failure for row in rows}
-    assert "does not support" in failures["sdpa", EXACT] and "does not support" in failures["sdpa", STEP]
-    assert failures["nothing", FORWARD] != ""
-    assert failures[OURS, EXACT] == failures[OURS, FORWARD] == failures[OURS, STEP] == failures["eager", STEP] == ""
+    measure.measure(bench, BY_NAME["gemma2"], ["eager", "sdpa", "nothing", OURS], SMALL, torch.float32)
+    found = failures(bench)
+    assert "does not support" in found["sdpa", ERROR] and "does not support" in found["sdpa", STEP]
+    assert found["nothing", FORWARD] != ""
+    assert found[OURS, ERROR] == found[OURS, FORWARD] == found[OURS, STEP] == found["eager", STEP] == ""
+
+
+def test_a_training_step_without_memory_leaves_the_forward(monkeypatch, bench):
     monkeypatch.setattr(measure, "_training_step", lambda model, inputs: fails)
-    rows = measure.speed(BY_NAME["bert"], ["sdpa", OURS], SMALL, CPU, torch.float32, str)
-    assert [row.failure for row in rows] == ["", "out of memory"] * 2
-    assert all(row.value > 0 for row in rows if row.what == FORWARD)
+    measure.speed(bench, BY_NAME["bert"], ["sdpa", OURS], SMALL, torch.float32)
+    found = failures(bench)
+    assert [found[name, what] for name in ("sdpa", OURS) for what in (FORWARD, STEP)] == ["", "out of memory"] * 2
+    assert all(each.value > 0 and each.settings["items"] == 80 for each in bench.measurements if each.unit == "ms"
+               and not each.failure)  # fmt: skip
 
 
-def test_what_would_damage_the_others_does_not_run():
-    rows = measure.measure(BY_NAME["t5"], ["eager", "flex_attention"], SMALL, CPU, torch.float32, str)
-    failures = {row.what: row.failure for row in rows if row.implementation == "flex_attention"}
-    assert failures.keys() == {EXACT, FORWARD, STEP} and all("to other memory" in each for each in failures.values())
+def test_what_would_damage_the_others_does_not_run(bench):
+    measure.measure(bench, BY_NAME["t5"], ["eager", "flex_attention"], SMALL, torch.float32)
+    found = {what: why for (name, what), why in failures(bench).items() if name == "flex"}
+    assert found.keys() == {ERROR, FORWARD, STEP} and all("to other memory" in each for each in found.values())
 
 
 def fails():
     raise torch.OutOfMemoryError("of 80 GiB")
 
 
-def test_nothing_begins_after_the_time_is_over():
-    late = Options(small=True, deadline=time.monotonic() - 1)
-    rows = measure.measure(BY_NAME["llama"], ["eager", OURS], late, CPU, torch.float32, str)
-    assert {row.failure for row in rows} == {"out of time"} and {row.what for row in rows} == {EXACT, FORWARD, STEP}
+def test_nothing_begins_after_the_time_is_over(bench):
+    late = Options(small=True, late=deadline(-1.0))
+    measure.measure(bench, BY_NAME["llama"], ["eager", OURS], late, torch.float32)
+    found = failures(bench)
+    assert {*found.values()} == {"out of time"} and {what for _, what in found} == {ERROR, FORWARD, STEP}
 
 
 def test_an_inexact_model_is_named():
-    rows = [Row("llama", OURS, EXACT, 1.5), Row("bert", OURS, EXACT, 0.5), Row("t5", "sdpa", EXACT, 9.0)]
-    assert measure.inexact(rows) == ["llama"]
+    errors = {f"llama/{ERROR}/{OURS}": 1.5, f"bert/{ERROR}/{OURS}": 0.5, f"t5/{ERROR}/sdpa": 9.0}
+    assert measure.inexact([Measurement(f"huggingface/{name}", x, None, "1") for name, x in errors.items()]) == [
+        "llama"
+    ]
 
 
 @pytest.mark.parametrize(("name", "count"), [("t5", 2 * (40 + 10)), ("llama", 2 * 40), ("swin", 2)])
@@ -158,16 +176,19 @@ def test_generated_tokens_are_compared_with_those_of_eager():
     assert found["near, dynamic cache"].startswith("differ from token ")
 
 
-def test_the_command_measures_models_and_writes_a_page(tmp_path):
+def test_the_command_measures_models(tmp_path):
     options = ["--small", "--device", "cpu", "--tokens", "40", "--batch", "2", "--rounds", "1", "--out", str(tmp_path)]
     chosen = ["--model", "llama", "--model", "swin", "--implementation", "eager", "--implementation", OURS]
     found = CliRunner().invoke(app, ["models", *options, *chosen])
     assert found.exit_code == 0, found.output
-    with (tmp_path / "models.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == 2 * (1 + 2 * 2) and all(float(row["value"]) > 0 and not row["failure"] for row in rows)
-    page = (tmp_path / "models.md").read_text()
-    assert "## llama" in page and "forward, images/s" in page and "transformers" in page
+    run, measurements = read(tmp_path / "huggingface.jsonl")
+    assert "transformers" in run.versions and not [each for each in measurements if each.failure]
+    names = [each.name.removeprefix("huggingface/") for each in measurements]
+    assert [name for name in names if "first-" not in name] == [
+        f"{model}/{what}"
+        for model in ("llama", "swin")
+        for what in (f"{ERROR}/{OURS}", f"{FORWARD}/eager", f"{STEP}/eager", f"{FORWARD}/{OURS}", f"{STEP}/{OURS}")
+    ]
 
 
 def test_a_model_that_is_not_exact_ends_the_command_with_1(tmp_path, monkeypatch):
@@ -183,30 +204,31 @@ def test_a_model_that_is_not_exact_ends_the_command_with_1(tmp_path, monkeypatch
     assert found.exit_code == 1 and "not exact: llama" in found.output
 
 
-def test_the_command_generates_and_writes_a_page(tmp_path):
+def test_the_command_generates(tmp_path):
     options = ["--small", "--device", "cpu", "--prompt", "40", "--batch", "2", "--new", "4", "--rounds", "1"]
     found = CliRunner().invoke(app, ["generate", *options, "--out", str(tmp_path)])
     assert found.exit_code == 0, found.output
-    with (tmp_path / "generate.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert [row["implementation"] for row in rows] == [
-        f"{name}, {cache}" for cache in (DYNAMIC, STATIC) for name in ("sdpa", OURS)
-    ]
-    assert all(float(row["token_ms"]) > 0 and float(row["prompt_rate"]) > 0 and not row["failure"] for row in rows)
-    assert (tmp_path / "generate.md").read_text().count(f"| {SAME} |") == 4
+    measurements = read(tmp_path / "generate.jsonl")[1]
+    caches = [f"{cache}/{name}" for cache in ("dynamic-cache", "static-cache") for name in ("sdpa", OURS)]
+    units = {"same-tokens/": "tokens", "2x40-first/": "s", "2x40-prompt/": "ms", "2x40/": "ms"}
+    assert {each.name.removeprefix("generate/"): each.unit for each in measurements} == {
+        f"{what}{way}": unit for what, unit in units.items() for way in caches
+    }
+    assert all(each.value > 0 for each in measurements)
 
 
-def test_what_cannot_generate_is_a_row_with_its_reason():
+def test_what_cannot_generate_is_recorded_with_its_reason(bench):
     model = generating(2, 4, 2, 16, small=True).made(torch.float32, CPU, tokens=60, small=True, check=False)
     ways = [Way("nothing", DYNAMIC), Way(OURS, STATIC), Way(OURS, DYNAMIC)]
     huggingface.register(masks.local(41, window=9, causal=True, block=16), name="short")  # than prompt and new tokens
     ways.append(Way("short", DYNAMIC))
-    times = {"new": 3, "rounds": 1, "device": CPU, "say": str}
-    rows = generation.measure(model, ways, 40, 1, late=lambda: False, **times)
-    assert [bool(row.failure) for row in rows] == [True, False, False, True]
-    assert "as long as a row of the batch" in rows[3].failure and rows[2].rate == pytest.approx(1e3 / rows[2].token_ms)
-    rows = generation.measure(model, ways[2:3], 40, 1, late=lambda: True, **times)
-    assert [row.failure for row in rows] == ["out of time"]
+    generation.measure(bench, model, ways, 40, 1, new=3, late=lambda: False)
+    found = {each.name.removeprefix("huggingface/1x40/"): each.failure for each in bench.measurements}
+    assert [bool(found[way.path]) for way in ways] == [True, False, False, True]
+    assert "as long as a row of the batch" in found[ways[3].path]
+    bench.measurements.clear()
+    generation.measure(bench, model, ways[2:3], 40, 1, new=3, late=lambda: True)
+    assert [each.failure for each in bench.measurements] == ["out of time"] * 2
 
 
 @pytest.mark.parametrize(
@@ -215,7 +237,7 @@ def test_what_cannot_generate_is_a_row_with_its_reason():
 )
 def test_what_is_wrong_with_the_options_is_told(options, message):
     found = CliRunner().invoke(app, options)
-    assert found.exit_code == 2 and message in found.output.replace("\n", " ")
+    assert found.exit_code == 2 and message in " ".join(found.output.replace("│", " ").split())
 
 
 def test_flash_attention_is_offered_only_where_it_is_installed(monkeypatch):

@@ -1,26 +1,35 @@
 """The table of operations, bytes and time: the model against a count by hand, the counters' parser, the command."""
 
-import csv
 from dataclasses import replace
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from experiments.benchmarks.io import counters, measuring, report
+from experiments.benchmarks import timing
+from experiments.benchmarks.harness import Bench
+from experiments.benchmarks.io import __main__ as command
+from experiments.benchmarks.io import counters
 from experiments.benchmarks.io.__main__ import app
-from experiments.benchmarks.io.cases import BUTTERFLY, DENSE, STANDARD, Case, every_density, of_words
-from experiments.benchmarks.io.implementations import calls_of
-from experiments.benchmarks.io.measuring import Row, largest_difference, measure
+from experiments.benchmarks.io.cases import (
+    BUTTERFLY,
+    DENSE,
+    STANDARD,
+    Case,
+    calls_of,
+    every_density,
+    largest_difference,
+    of_words,
+)
 from experiments.benchmarks.io.model import cost
+from experiments.measurements import Run, read
 
 CPU = torch.device("cpu")
 SMALL = Case(DENSE, None, 2, 3, 64, 16, 16, torch.float32)
 
 
-@pytest.mark.parametrize("case", every_density(SMALL), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", every_density(SMALL), ids=lambda case: case.way)
 def test_a_case_survives_the_command_line(case):
     assert of_words(case.words()) == case
 
@@ -91,68 +100,62 @@ def test_what_ncu_cannot_count_has_a_reason(text, message):
         counters.parse(text)
 
 
-def test_without_ncu_a_row_says_so(monkeypatch):
+@pytest.fixture
+def bench(tmp_path):
+    return Bench("io", Run("H200", "", {}, "", "", ""), tmp_path, CPU, rounds=1)
+
+
+def test_without_ncu_the_record_says_so(monkeypatch, bench):
     monkeypatch.setattr(counters.shutil, "which", lambda name: None)
-    (row,) = measure([SMALL], CPU, rounds=1, round_ms=0.0)
-    assert row.reason == "ncu is not installed" and row.both_hbm is None
-    assert row.both_ms > 0 and row.forward_ms > 0
+    command.count(bench, "small", SMALL, counters=True)
+    *_, found = bench.measurements
+    assert (found.name, found.failure) == ("io/small/hbm-bytes/forward/dense", "ncu is not installed")
 
 
-def test_a_case_that_fails_is_a_row_with_its_reason(monkeypatch):
-    real = measuring.calls_of
+def test_counted_bytes_are_recorded(monkeypatch, bench):
+    monkeypatch.setattr(command, "counted", lambda case, which: counters.Counted(2e9, 3e9))
+    command.count(bench, "small", SMALL, counters=True)
+    found = {each.name.removeprefix("io/small/"): (each.value, each.unit) for each in bench.measurements}
+    assert found == {
+        "modelled-bytes/forward/dense": (cost(SMALL).forward_bytes / 1e9, "GB"),
+        "modelled-bytes/both/dense": (cost(SMALL).bytes / 1e9, "GB"),
+        **{f"{what}/{which}/dense": (gb, "GB") for what, gb in (("hbm-bytes", 2.0), ("l2-bytes", 3.0))
+           for which in ("forward", "both")},
+    }  # fmt: skip
+
+
+def test_a_case_that_fails_is_recorded_with_its_reason(monkeypatch, bench):
+    real = command.calls_of
 
     def without_memory(case, device):
         if case.kind == STANDARD:
             raise torch.OutOfMemoryError("out of memory\nand more")
         return real(case, device)
 
-    monkeypatch.setattr(measuring, "calls_of", without_memory)
-    failed, fine = measure([replace(SMALL, kind=STANDARD), SMALL], CPU, counters=False, rounds=1, round_ms=0.0)
-    assert failed.both_ms is None and failed.reason == "forward: out of memory; both: out of memory"
-    assert fine.both_ms is not None and not fine.reason
-    assert "- not measured: forward: out of memory" in report.markdown([failed, fine], {"device": "none"})
-
-
-def test_the_page_and_the_plot(tmp_path):
-    rows = []
-    for dim in (32, 64):
-        for case in every_density(Case(DENSE, None, 1, 8, 16384, dim, 128)):
-            row = Row(case, cost(case), case.mask().density)
-            row.forward_ms, row.both_ms = 5 * row.density + 0.1, 20 * row.density + 0.3
-            row.forward_l2 = row.cost.forward_bytes * 1.1
-            row.both_hbm = row.forward_hbm = 1e8
-            rows.append(row)
-    page = report.markdown(rows, {"device": "a test"})
-    assert page.count("## batch 1") == 2 and "| butterfly, 1 factor |" in page
-    line = next(line for line in page.splitlines() if line.startswith("| standard"))
-    assert line.split("|")[3].strip() == "825"  # 6 products of 2 N^2 D, for 8 heads of 32
-    assert line.endswith("| 0.1 | - | 20.3 |")
-    report.plot(rows, tmp_path / "plot.png")
-    from PIL import Image
-
-    assert np.asarray(Image.open(tmp_path / "plot.png")).std() > 1
+    monkeypatch.setattr(command, "calls_of", without_memory)
+    cases = [replace(SMALL, kind=STANDARD), SMALL]
+    bench.time("small/both", {case.way: command.way_of(case, "both", CPU) for case in cases})
+    failed, fine = bench.measurements
+    assert failed.failure == "out of memory" and fine.value > 0
+    assert fine.settings == {"flops": cost(SMALL).flops, "live": 1.0}
 
 
 def test_the_command(tmp_path):
     arguments = ["table", "--batch", "1", "--heads", "1", "--length", "64", "--dim", "16", "--block", "16"]
-    with mock.patch.object(measuring.timing, "LAUNCHES_A_ROUND", (1, 1)):
-        done = CliRunner().invoke(app, [*arguments, "--dtype", "float32", "--out", str(tmp_path)])
+    with mock.patch.object(timing, "LAUNCHES_A_ROUND", (1, 1)):
+        done = CliRunner().invoke(
+            app, [*arguments, "--dtype", "float32", "--device", "cpu", "--out", str(tmp_path / "a.jsonl")]
+        )
     assert done.exit_code == 0, done.output
-    assert {path.name for path in tmp_path.iterdir()} == {"table.csv", "table.md", "table.png"}
-    with open(tmp_path / "table.csv") as file:
-        lines = list(csv.DictReader(file))
-    assert [line["case"] for line in lines][:3] == ["standard", "dense", "butterfly, 2 factors"]
-    assert all(float(line["ms"]) > 0 for line in lines)
-
-
-@pytest.mark.parametrize("command", ["table", "theorem"])
-def test_a_test_without_a_gpu_does_not_replace_results(tmp_path, monkeypatch, command):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    done = CliRunner().invoke(app, [command, "--batch", "1", "--heads", "1", "--length", "256"])
-    assert done.exit_code == 2
-    assert "a test on the CPU must not replace what is in" in " ".join(done.output.replace("│", " ").split())
-    assert not list(tmp_path.iterdir())
+    found = read(tmp_path / "a.jsonl")[1]
+    ways = ["standard", "dense", "butterfly-2-factors", "butterfly-1-factor", "butterfly-0-factors"]
+    names = [each.name.removeprefix("io/paper/1x64-heads1-d16/") for each in found]
+    assert names == [
+        "largest-difference/dense",
+        *(f"modelled-bytes/{which}/{way}" for way in ways for which in ("forward", "both")),
+        *(f"time/{which}/{way}" for which in ("forward", "both") for way in ways),
+    ]
+    assert all(each.value > 0 for each in found)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """The benchmark of a compiled layer times what it says."""
 
-import json
 from functools import partial
 
 import pytest
@@ -10,14 +9,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from typer.testing import CliRunner
 
-from experiments.benchmarks.layer.cli import app
-from experiments.benchmarks.layer.measure import Row, run_case, step_of, table
-from experiments.benchmarks.layer.model import Layer
+from experiments.benchmarks.harness import Bench
+from experiments.benchmarks.layer import Layer, app, step_of, ways_of
 from experiments.benchmarks.speed.cases import Case
 from experiments.benchmarks.speed.inputs import Options, make_inputs
 from experiments.benchmarks.speed.patterns import pattern
 from experiments.benchmarks.speed.peers import PEERS, ours
 from experiments.benchmarks.speed.peers.runner import Runner
+from experiments.measurements import Run, read
 from sparseflash import attention
 
 CPU = torch.device("cpu")
@@ -77,20 +76,27 @@ def test_each_backend_of_one_call_gets_a_graph_of_its_own(monkeypatch):
     assert counter.frame_count == 2
 
 
-def test_another_function_is_not_timed(monkeypatch):
+def test_another_function_is_not_timed(monkeypatch, tmp_path):
     monkeypatch.setitem(PEERS, "dense", lambda case, live, inputs: Runner(attention, inputs))
-    mine, reference, other, missing = run_case(CASE, ["reference", "dense", "sdpa-cudnn"], OPTIONS)
-    assert mine.status == reference.status == "ok" and reference.ratio == pytest.approx(reference.ms / mine.ms)
-    assert other.status == "DIFFERS" and other.ms is None and other.difference > 0.03
-    assert missing.status == "skipped" and "dense and causal masks only" in missing.reason
+    bench = Bench("layer", Run("CPU", "", {}, "", "", ""), tmp_path, CPU, rounds=1)
+    bench.time("small/step", ways_of(CASE, ("reference", "dense", "sdpa-cudnn"), CPU, 0))
+    mine, reference, other, missing = bench.measurements
+    assert mine.value > 0 and reference.value > 0 and mine.settings["mask"] == "butterfly"
+    assert other.value is None and "differs from ours by " in other.failure
+    assert missing.failure.startswith("skipped: ") and "dense and causal masks only" in missing.failure
 
 
-def test_the_table_says_why_a_number_is_missing():
-    rows = [Row("small", "ours", ms=2.0), Row("small", "flex", "FAILED"), Row("small", "fa4", "skipped")]
-    assert table(rows, [CASE]).splitlines()[-1] == "| butterfly | 16 | 2.00 | FAILED | - |"
+def test_if_ours_cannot_run_the_peers_are_not_timed_either(monkeypatch, tmp_path):
+    def broken(*_):
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr("experiments.benchmarks.layer.ours", broken)
+    bench = Bench("layer", Run("CPU", "", {}, "", "", ""), tmp_path, CPU, rounds=1)
+    bench.time("small/step", ways_of(CASE, ("reference",), CPU, 0))
+    assert [each.failure for each in bench.measurements] == ["RuntimeError: no kernel"] * 2
 
 
-def test_the_command_writes_a_table_and_numbers(tmp_path):
+def test_the_command_records_the_steps(tmp_path):
     arguments = [
         "--device",
         "cpu",
@@ -105,9 +111,8 @@ def test_the_command_writes_a_table_and_numbers(tmp_path):
     ]
     found = CliRunner().invoke(app, [*arguments, "--peers", "none"])
     assert found.exit_code == 0, found.output
-    (row,) = json.loads((tmp_path / "layer.json").read_text())["rows"]
-    assert row["status"] == "ok" and row["ms"] > 0 and row["peer"] == "ours"
-    assert (tmp_path / "layer.md").read_text().splitlines()[-1].startswith("| butterfly | 64 |")
+    (found,) = read(tmp_path / "layer.jsonl")[1]
+    assert found.name == "layer/butterfly/64/step/sparseflash" and found.value > 0 and found.settings["tokens"] == 128
 
 
 @pytest.mark.parametrize(
@@ -120,5 +125,5 @@ def test_the_command_writes_a_table_and_numbers(tmp_path):
 )
 def test_what_cannot_be_measured_is_told(arguments, message, tmp_path):
     found = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "none")])
-    assert found.exit_code == 2 and message in found.output
+    assert found.exit_code == 2 and message in " ".join(found.output.replace("│", " ").split())
     assert not (tmp_path / "none").exists()

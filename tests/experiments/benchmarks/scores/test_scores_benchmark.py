@@ -1,7 +1,5 @@
 """The benchmark of changed scores runs, and both libraries compute the same in each case."""
 
-import csv
-
 import pytest
 import torch
 from torch.nn.attention.flex_attention import flex_attention
@@ -9,6 +7,7 @@ from typer.testing import CliRunner
 
 from experiments.benchmarks.scores.__main__ import app
 from experiments.benchmarks.scores.cases import NAMES, cases
+from experiments.measurements import read
 from sparseflash import attention, interop, masks
 
 
@@ -32,28 +31,27 @@ def test_the_command_times_all_cases_and_writes_a_table(tmp_path):
         app, [*SMALL, "--rounds", "1", "--case", "sink", "--case", "alibi", "--out", str(tmp_path)]
     )
     assert done.exit_code == 0, done.output
-    assert "over plain" in done.output
-    with (tmp_path / "scores.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert {(row["case"], row["pass"]) for row in rows} == {
-        (case, part) for case in ("plain", "sink", "alibi") for part in ("forward", "with backward")
+    assert "sink, both: " in done.output and "over plain" in done.output and "wanted 1.05" in done.output
+    assert {(each.name, each.unit) for each in read(tmp_path / "scores.jsonl")[1]} == {
+        (f"scores/16/{case}/{part}/{way}", "ms")
+        for case in ("sink", "alibi")
+        for part in ("forward", "both")
+        for way in ("sparseflash", "sparseflash-plain")
     }
-    assert all(float(row["ms"]) > 0 for row in rows)
 
 
 def test_first_uses_are_timed_in_new_processes(tmp_path):
     done = CliRunner().invoke(app, [*SMALL, "--first", "--flex", "--case", "sink", "--out", str(tmp_path)])
     assert done.exit_code == 0, done.output
-    with (tmp_path / "first_use.csv").open() as file:
-        rows = list(csv.DictReader(file))
     # FlexAttention has no sinks.
-    assert [(row["library"], row["first"]) for row in rows] == [
-        ("sparseflash", f"{case} {part}") for case in ("plain", "sink") for part in ("forward", "with backward")
+    found = read(tmp_path / "scores.jsonl")[1]
+    assert [each.name for each in found] == [
+        f"scores/first-use/{case}-{part}/sparseflash" for case in ("plain", "sink") for part in ("forward", "both")
     ]
-    assert all(float(row["seconds"]) > 0 for row in rows)
+    assert all(each.value > 0 and each.unit == "s" for each in found)
 
 
 @pytest.mark.parametrize("arguments", [["--case", "nope"]])
 def test_unknown_cases_are_refused(arguments):
     done = CliRunner().invoke(app, [*arguments, "--device", "cpu"])
-    assert done.exit_code == 2 and "case must be of" in done.output
+    assert done.exit_code == 2 and "case must be of alibi" in done.output

@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from experiments.benchmarks.harness import SAME_FUNCTION, Unavailable
 from experiments.benchmarks.speed import check, memory
 from experiments.benchmarks.speed.cases import BACKWARD, BOTH, CALL, CASES, FORWARD, MEMORY, WAYS, Case
 from experiments.benchmarks.speed.inputs import Options, make_inputs
 from experiments.benchmarks.speed.patterns import KINDS, Pattern, pattern
 from experiments.benchmarks.speed.peers import ours
-from experiments.benchmarks.speed.peers.runner import Inputs, Runner, Unavailable
+from experiments.benchmarks.speed.peers.runner import Inputs, Runner
 from experiments.benchmarks.speed.rows import DIFFERS, FAILED, OK, OURS, SKIPPED, WRONG, Row
 from experiments.benchmarks.speed.run import run_case
 from threads import threads
@@ -237,7 +238,7 @@ def test_memory_is_not_counted_on_a_cpu_and_says_so() -> None:
 
 
 def test_every_case_of_the_benchmark_has_a_tolerance_for_its_peers() -> None:
-    assert {case.dtype for case in CASES} <= set(check.SAME_FUNCTION)
+    assert {case.dtype for case in CASES} <= set(SAME_FUNCTION)
 
 
 @pytest.mark.parametrize("own_order", [False, True])

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from experiments.benchmarks.harness import Unavailable
 from experiments.benchmarks.speed.cases import Case
 from experiments.benchmarks.speed.inputs import Options, make_inputs
 from experiments.benchmarks.speed.patterns import block_mask, pattern
 from experiments.benchmarks.speed.peers import cudnn_block_sparse
-from experiments.benchmarks.speed.peers.runner import Unavailable
 from sparseflash import BlockMask, attention
 
 CPU = torch.device("cpu")

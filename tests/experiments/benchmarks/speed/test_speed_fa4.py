@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
 
+from experiments.benchmarks.harness import Unavailable
 from experiments.benchmarks.speed.cases import Case
 from experiments.benchmarks.speed.patterns import KINDS, WINDOWS, block_mask, pattern
 from experiments.benchmarks.speed.peers import flashattention4
-from experiments.benchmarks.speed.peers.runner import Inputs, Unavailable
+from experiments.benchmarks.speed.peers.runner import Inputs
 from sparseflash.interop.fa4 import BlockSparseTensors, from_fa4
 
 LENGTH = 1024

@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from experiments.benchmarks.harness import Unavailable
 from experiments.benchmarks.speed.cases import CASES, Case
 from experiments.benchmarks.speed.patterns import KINDS, block_mask, pattern
 from experiments.benchmarks.speed.peers.flexattention import arguments, block_lists, flex, flex_mask
-from experiments.benchmarks.speed.peers.runner import Inputs, Unavailable
+from experiments.benchmarks.speed.peers.runner import Inputs
 
 LENGTH, BLOCK = 768, 64
 

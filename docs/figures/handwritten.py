@@ -1,0 +1,39 @@
+"""Measured numbers that stand in a page by hand: outside of marks, beside a unit that only measurements have."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from docs.figures.marks import pieces_of
+from docs.figures.store import ROOT
+
+_NUMBER = r"(?<![\w.=])\d[\d,]*(?:\.\d+)?"
+_UNITS = (
+    "TFLOP/s", "GFLOP/s", "[KMGT]i?B/s", "tokens/s", "steps/s", "images/s", "tokens a second", "us", "µs", "ms",
+    "microseconds?", "milliseconds?", "times as (?:fast|long|slow)", "times (?:faster|slower)", "% MFU",
+    "% (?:faster|slower|longer)", r"± [\d.]+ %",
+)  # fmt: skip
+MEASURED = re.compile(rf"{_NUMBER}\*{{0,2}}\s(?:{'|'.join(_UNITS)})(?!\w)".replace(" ", r"\s"))
+# A ratio in a cell of a table: nothing but a number with two places, or a range of them.
+CELL = re.compile(r"(?<=\|)\s*\*{0,2}\d+\.\d\d(?:\*{0,2}(?: to |, )\*{0,2}\d+\.\d\d)*\*{0,2}\s*(?=\|)")
+# Sentences, or parts of one, whose number is not measured: a published figure, a definition, a choice.
+ALLOWED: dict[str, tuple[str, ...]] = {}
+
+
+def handwritten(path: Path, allowed: tuple[str, ...] | None = None) -> list[str]:
+    """The measured numbers that a page has by hand, each with its line."""
+    text = path.read_text(encoding="utf-8")
+    name = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
+    for sentence in ALLOWED.get(name, ()) if allowed is None else allowed:
+        if sentence not in " ".join(text.split()):
+            raise ValueError(f"{sentence!r} must stand in {name}, where its number is allowed: remove it from ALLOWED")
+        text = re.sub(r"\s+".join(map(re.escape, sentence.split())), _blank, text)
+    text = "".join(piece if kind == "text" else re.sub(r"[^\n]", " ", piece) for kind, piece in pieces_of(text))
+    found = [(each.start(), each[0]) for rule in (MEASURED, CELL) for each in rule.finditer(text)]
+    return [f"{name}:{text.count(chr(10), 0, at) + 1}: {' '.join(number.split())}" for at, number in sorted(found)]
+
+
+def _blank(found: re.Match[str]) -> str:
+    """As many lines, with nothing in them."""
+    return re.sub(r"[^\n]", " ", found[0])

@@ -1,0 +1,177 @@
+"""The stored runs, `experiments/results/BENCHMARK/FILE.jsonl`, and what a page may ask of them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from experiments.measurements import Measurement, Run, ratio, read
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "experiments" / "results"
+DIGITS = 3  # significant ones of a value
+TEN, THOUSAND = 10, 1000
+# What a time can be shown as: the setting that says how much was done, and how much of it a millisecond is one.
+RATES = {"TFLOP/s": ("flops", 1e9), "GB/s": ("bytes", 1e6)}
+DEFAULT = "h200"  # the file that a name without `@ FILE` is from, where several have it
+
+
+class FigureError(ValueError):
+    """A figure that the store cannot give, or a mark that cannot be read."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One file of the store: `key` is BENCHMARK/FILE."""
+
+    key: str
+    path: Path
+    run: Run
+    measurements: tuple[Measurement, ...]
+
+    def matching(self, pattern: str) -> dict[str, tuple[Measurement, tuple[str, ...]]]:
+        """What was measured under the names that match, and what the wildcards of the pattern stand for."""
+        compiled = _expression(pattern)
+        found = ((each, compiled.fullmatch(each.name)) for each in self.measurements if each.value is not None)
+        return {each.name: (each, match.groups()) for each, match in found if match}
+
+
+@cache
+def stored(results: Path = RESULTS) -> dict[str, Stored]:
+    """All files of the store that hold a run, by BENCHMARK/FILE."""
+    files = {}
+    for path in sorted(results.rglob("*.jsonl")):
+        if path.read_text(encoding="utf-8").startswith('{"run":'):
+            key = path.relative_to(results).with_suffix("").as_posix()
+            files[key] = Stored(key, path, *_read(path))
+    return files
+
+
+def _read(path: Path) -> tuple[Run, tuple[Measurement, ...]]:
+    run, measurements = read(path)
+    return run, tuple(measurements)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure as a page shows it, and the file it is from."""
+
+    text: str
+    file: Stored
+    spread: float  # relative, the largest of what it is made of
+    unit: str = ""
+
+
+def figure(request: str, results: Path = RESULTS) -> Figure:
+    """What a page shows for `NAME`, `NAME in RATE` or `NAME / NAME`, each with wildcards or `@ FILE`."""
+    names, _, which = (part.strip() for part in request.partition(" @ "))
+    names, _, rate = (part.strip() for part in names.partition(" in "))
+    first, _, second = (part.strip() for part in names.partition(" / "))
+    file = _file_with(first, which, results)
+    found = file.matching(first)
+    if not second:
+        return _value(request, file, [_rated(each, rate) for each, _ in found.values()])
+    ratios = []
+    for name, (_, stands) in found.items():
+        other = _filled(second, stands)
+        if other in file.matching(other):
+            ratios.append(ratio(file.measurements, name, other))
+    if not ratios or (len(ratios) < len(found) and not _is_pattern(first)):
+        raise FigureError(f"{second} must be a measured name of {file.key}, which has {first}")
+    ratios.sort(key=lambda each: each.value)
+    ends = (f"{each.value:.2f}" if each.value < TEN else number(each.value) for each in (ratios[0], ratios[-1]))
+    text = " to ".join(dict.fromkeys(ends))
+    bold = all(each.above_noise and round(each.value, 2) > 1 for each in ratios)
+    return Figure(f"**{text}**" if bold else text, file, max(each.spread for each in ratios))
+
+
+def _file_with(name: str, which: str, results: Path) -> Stored:
+    benchmark = name.partition("/")[0]
+    files = [each for key, each in stored(results).items() if key.partition("/")[0] == benchmark]
+    having = [each for each in files if each.matching(name)]
+    if which:
+        having = [each for each in having if each.key == f"{benchmark}/{which}"]
+    if not having:
+        raise FigureError(f"{name} must be a measured name of the store{f', in {which}' if which else ''}; it is not")
+    if len(having) > 1:  # the newest kernels run on this device
+        having = [each for each in having if each.key == f"{benchmark}/{DEFAULT}"] or having
+    if len(having) > 1:
+        places = ", ".join(each.key.partition("/")[2] for each in having)
+        raise FigureError(f"{name} must say of which run, as '@ FILE'; it is in {places}")
+    return having[0]
+
+
+def _rated(each: Measurement, rate: str) -> Measurement:
+    """A time in ms as the rate at which the work in its settings was done."""
+    if not rate:
+        return each
+    setting, scale = RATES.get(rate, ("", 1.0))
+    if each.unit != "ms" or not each.value or setting not in each.settings:
+        raise FigureError(
+            f"{each.name} must be a time with the work done, to be shown in {rate}; {', '.join(RATES)} can be"
+        )
+    return replace(each, value=each.settings[setting] / each.value / scale, unit=rate)
+
+
+def _value(request: str, file: Stored, found: list[Measurement]) -> Figure:
+    if len({each.unit for each in found}) > 1:
+        raise FigureError(f"{request} must have one unit; got {', '.join(sorted({each.unit for each in found}))}")
+    found = sorted(found, key=lambda each: each.value or 0.0)
+    unit = f" {found[0].unit}" if found[0].unit else ""
+    spread = max(each.spread or 0.0 for each in found)
+    if len(found) == 1 and found[0].spread_of == "seeds":
+        (only,) = found
+        deviation = abs(only.value or 0.0) * (only.spread or 0.0)
+        places = max(1, _zeros(deviation, 1)) if deviation else 1
+        return Figure(f"{only.value:.{places}f} ± {deviation:.{places}f}{unit}", file, spread, unit)
+    ends = dict.fromkeys(number(each.value or 0.0) for each in (found[0], found[-1]))
+    return Figure(" to ".join(ends) + unit, file, spread, unit)
+
+
+def number(value: float) -> str:
+    """A number with three significant digits, and all the digits before the point.
+
+    >>> number(0.3124), number(12.0), number(4659.2), number(0.0)
+    ('0.312', '12.0', '4,659', '0')
+    """
+    if value == 0:
+        return "0"
+    if abs(value) >= THOUSAND:
+        return f"{value:,.0f}"
+    digits = DIGITS - len(str(int(abs(value)))) if abs(value) >= 1 else DIGITS - 1 + _zeros(value)
+    return f"{value:.{digits}f}"
+
+
+def _zeros(value: float, digits: int = DIGITS) -> int:
+    """How many places behind the point the first digit of a number below 1 stands, after it is rounded."""
+    return -int(f"{value:.{digits - 1}e}".rpartition("e")[2])
+
+
+def _is_pattern(name: str) -> bool:
+    return bool(re.search(r"[*{]", name))
+
+
+_WILD = re.compile(r"\*|\{[^}]*\}")
+
+
+@cache
+def _expression(pattern: str) -> re.Pattern[str]:
+    """A pattern of names: `*` stands for one part or a piece of one, `{a,b}` for a or b."""
+    text, at = "", 0
+    for wild in _WILD.finditer(pattern):
+        text += re.escape(pattern[at : wild.start()])
+        choices = "|".join(map(re.escape, wild[0][1:-1].split(",")))
+        text += "([^/]+)" if wild[0] == "*" else f"({choices})"
+        at = wild.end()
+    return re.compile(text + re.escape(pattern[at:]))
+
+
+def _filled(pattern: str, stands: tuple[str, ...]) -> str:
+    """The pattern with what its wildcards stand for, in their order."""
+    given = iter(stands)
+    try:
+        return _WILD.sub(lambda _: next(given), pattern)
+    except StopIteration:
+        raise FigureError(f"{pattern} must have no more wildcards than the name before it") from None

@@ -1,0 +1,61 @@
+"""A table of figures: which request stands in which cell."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from docs.figures.store import FigureError, Stored, figure
+
+
+@dataclass(frozen=True)
+class Table:
+    """A grid of figures. Labels of rows and columns, and what stands for each in the names of the cells."""
+
+    rows: dict[str, str]
+    columns: dict[str, str]
+    cell: str
+    corner: str = ""
+    absent: str = ""  # the text for what was not measured; empty: every cell must be there
+    note: str = ""  # follows the run below the table
+    last: str = ""  # a line of Markdown below the rows
+    units: bool = True  # whether cells have units
+    bold: bool = True  # whether a ratio above 1 is good, and bold
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A table as Markdown, the runs that it is from, and what is said below it."""
+
+    text: str
+    files: dict[str, Stored]
+    note: str = ""
+
+
+def rendered(table: Table, results: Path) -> Rendered:
+    """The table with its figures."""
+    first = f"| {' | '.join([table.corner, *table.columns])} |".replace("|  |", "| |")
+    lines = [first, "|---" * (first.count("|") - 1) + "|"]
+    files: dict[str, Stored] = {}
+    spread = 0.0
+    for label, row in table.rows.items():
+        cells = []
+        for column in table.columns.values():
+            request = (table.cell or column).replace("{column}", column).replace("{row}", row)
+            try:
+                found = figure(request, results)
+            except FigureError:
+                if not table.absent:
+                    raise
+                cells.append(table.absent)
+                continue
+            files[found.file.key] = found.file
+            spread = max(spread, found.spread)
+            text = found.text if table.units else found.text.removesuffix(found.unit)
+            cells.append(text if table.bold else text.strip("*"))
+        if all(cell == table.absent for cell in cells):
+            raise FigureError(f"the row {label} must have a measured figure; the store has none of {table.cell}")
+        lines.append(f"| {' | '.join([label, *cells])} |")
+    noise = f"largest spread of a figure {100 * spread:.0f} %" if spread else ""
+    lines += [table.last] if table.last else []
+    return Rendered("\n".join(lines), files, "; ".join(filter(None, [table.note, noise])))

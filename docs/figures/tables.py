@@ -1,0 +1,192 @@
+"""The tables and sentences of the pages, as data: which figure stands in which cell.
+
+A cell is a request as in a page (`store.figure`), in which `{row}` and `{column}` stand for what the labels stand for.
+Where `cell` is empty, the column is the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from docs.figures import versions
+from docs.figures.table import Table
+
+_SIX = {"dense": "dense", "causal": "causal", "butterfly, 6.25 %": "butterfly", "local, 6.9 %": "local",
+        "random, 12.9 %": "random12", "bigbird, 7.6 %": "bigbird"}  # fmt: skip
+_PASSES = {"D=128 forward": "128/forward", "D=128 backward": "128/backward",
+           "D=64 forward": "64/forward", "D=64 backward": "64/backward"}  # fmt: skip
+_BOTH = {"forward": "forward", "forward and backward": "both"}
+_CHANGES = {"sink": "sink", "ALiBi, fixed": "fixed_alibi", "ALiBi, learned": "alibi", "soft cap": "softcap",
+            "T5's table": "table", "biases of keys": "key_bias", "biases of pairs": "bias",
+            "biases of live tiles": "tile_bias", "a function": "function"}  # fmt: skip
+_THEIRS = "the other library's time over ours: above 1 ours is faster"
+
+
+def _speed(peer: str, masks: dict[str, str] = _SIX) -> Table:
+    """A peer's time over ours: masks by passes."""
+    names = "speed/{row}/{column}/"
+    return Table(masks, _PASSES, f"{names}{peer} / {names}sparseflash", "mask, live scores", "none", _THEIRS)
+
+
+def _over(first: str, second: str, file: str = "") -> str:
+    """The request of the first figure over the second, of a file."""
+    return f"{first} / {second}" + (f" @ {file}" if file else "")
+
+
+def _two_gpus(heads: str, file: str, *ways: str) -> dict[str, str]:
+    """Columns: the time of one GPU over that of two, by way and pass."""
+    name = f"distributed/{{row}}/{heads}"
+    return {
+        f"{way}, {label}": _over(f"{name}/{passed}/one-gpu", f"{name}/{passed}/{way}", file)
+        for way in ways
+        for label, passed in _BOTH.items()
+    }
+
+
+def _decode(form: str, peer: str) -> str:
+    return _over(f"decode/{{row}}/{form}/{peer}", f"decode/{{row}}/{form}/sparseflash")
+
+
+_LAYERS = "layer/{row}/{column}/step"
+_GENERATE = "generate/{row}/{column}"
+_TRANSFORMERS = "huggingface/{row}"
+_CHOSEN = {"65,536 tokens, 64:4 heads": "65536-heads64of4-causal-16x128-a-block",
+           "16,384 tokens, 16 heads": "16384-heads16of16-causal-16x128-a-block"}  # fmt: skip
+
+
+_KNOWING = [(label, peer, passed) for label, peer in (("FlashAttention-4", "fa4"), ("FlexAttention", "flex"))
+            for passed in ("forward", "both")]  # fmt: skip
+
+
+def _selection(passed: str, part: str, peer: str, ours: str, file: str = "") -> str:
+    return _over(f"selection/{{row}}/known/{passed}/{peer}", f"selection/{{row}}/{part}/{passed}/{ours}", file)
+
+
+TABLES = {
+    "speed-beside-fa4": _speed("fa4"),
+    "speed-beside-fa4-deterministic": _speed("fa4-deterministic", {"dense": "dense", "causal": "causal"}),
+    "speed-beside-flex": _speed("flex"),
+    "speed-beside-cudnn": _speed("sdpa-cudnn", {"dense": "dense", "causal": "causal"}),
+    "speed-tflops": Table(  # useful ones: dead scores count nothing
+        {"sparseflash": "sparseflash", "FlashAttention-4": "fa4", "FlexAttention": "flex", "cuDNN": "sdpa-cudnn"}, _SIX,
+        "speed/{column}/128/forward/{row} in TFLOP/s", "TFLOP/s, D=128, forward", "none", units=False,
+    ),
+    "blocks-beside-cudnn": Table(
+        {f"{kind}, blocks of {size}": f"blocks-of-{size}/{name}" for size in (64, 128)
+         for kind, name in (("butterfly", "butterfly"), ("random, 12.9 %", "random12"))},
+        _PASSES, "speed/{row}/{column}/cudnn-sparse / speed/{row}/{column}/sparseflash @ h200-block-sparse-peers",
+        "mask", "none", _THEIRS,
+    ),
+    "layer": Table(
+        {"dense": "dense", "causal": "causal", "butterfly": "butterfly", "local": "local"},
+        {"D=128": "128", "D=64": "64"}, _over(f"{_LAYERS}/fa4", f"{_LAYERS}/sparseflash"),
+        "a training step of one layer", note="FlashAttention-4's time over ours",
+    ),
+    "scores": Table(
+        _CHANGES, {f"D={dim} {label}": f"{dim}/{{row}}/{name}" for dim in (128, 64) for label, name in _BOTH.items()},
+        "scores/{column}/sparseflash / scores/{column}/sparseflash-plain", "change of scores",
+        note="its time over that of plain attention: 1 is free", bold=False,
+    ),
+    "scores-beside-flex": Table(
+        {"plain": "plain", **{label: name for label, name in _CHANGES.items() if name != "sink"}}, _BOTH,
+        "scores/128/{row}/{column}/flex / scores/128/{row}/{column}/sparseflash @ h200-flex", "change of scores",
+        note=_THEIRS,
+    ),
+    "calls": Table(
+        {"a call without gradients": "inference", "forward and backward": "forward-and-backward",
+         "new lengths and a call": "new-lengths-and-a-call"},
+        {"sparseflash": "sparseflash", "PyTorch's own attention": "sdpa", "FlexAttention": "flex"},
+        "calls/{row}/{column} @ h200-flex", "host time on 256 tokens",
+    ),
+    "decode": Table(
+        {"1 cache of 65,536 tokens": "1x65536-heads32of8-new1", "8": "8x65536-heads32of8-new1",
+         "64": "64x65536-heads32of8-new1", "16 of 8,192": "16x8192-heads32of8-new1"},
+        {"SDPA, contiguous": _decode("contiguous", "sdpa"),
+         "FlashInfer, contiguous": _decode("contiguous", "flashinfer"),
+         "FlashInfer, pages of 16": _decode("pages-of-16", "flashinfer"),
+         "FlashInfer, pages of 64": _decode("pages-of-64", "flashinfer")},
+        "", "a step, 32:8 heads", "none", _THEIRS,
+    ),
+    "generate": Table(
+        {f"{batch} of {tokens:,} tokens": f"{batch}x{tokens}"
+         for batch, tokens in ((1, 4096), (1, 16384), (1, 65536), (8, 4096), (8, 16384))},
+        {"static caches": "static-cache", "dynamic caches": "dynamic-cache"},
+        _over(f"{_GENERATE}/sdpa", f"{_GENERATE}/sparseflash"), "prompts", "none",
+        "the time a token of PyTorch's own attention over ours: above 1 ours is faster",
+    ),
+    "transformers": Table(
+        {"GPT-2": "gpt2", "Gemma 2": "gemma2", "T5": "t5", "Swin": "swin", "gpt-oss": "gpt-oss"},
+        {f"{label}, {way}": _over(f"{_TRANSFORMERS}/{way}/sparseflash", f"{_TRANSFORMERS}/{way}/{peer}")
+         for label, peer in (("PyTorch's own", "sdpa"), ("FlashAttention-4", "fa4"), ("FlexAttention", "flex"))
+         for way in ("forward", "training-step")},
+        "", "model", "none", "our tokens/s over the other attention's: above 1 ours is faster",
+    ),
+    "chosen": Table(
+        _CHOSEN,
+        {f"{label}, {passed}": _selection(passed, "known", peer, "sparseflash") for label, peer, passed in _KNOWING},
+        "", "blocks known to all", "none", _THEIRS,
+    ),
+    "chosen-by-us": Table(
+        _CHOSEN,
+        {f"{label}, {passed}": _selection(passed, "chosen", peer, "sparseflash-recorded")
+         for label, peer, passed in _KNOWING},
+        "", "ours chooses and plans at every step, they know the blocks", "none", _THEIRS,
+    ),
+    "distributed": Table(
+        {"causal": "causal", "a window of 4,096 keys": "window-4096", "and 64 sinks": "window-4096-and-64-sinks",
+         "documents": "documents", "butterfly": "butterfly", "BigBird": "bigbird"},
+        _two_gpus("heads32of8", "h200x2", "auto", "all-gather"), "", "32:8 heads, 131,072 tokens",
+        note="the time of one GPU over that of two",
+    ),
+    "distributed-16-heads": Table(
+        {"a window of 4,096 keys": "window-4096", "documents": "documents", "butterfly": "butterfly",
+         "BigBird": "bigbird"},
+        _two_gpus("heads16of16", "h200x2-16-heads", "auto"), "", "16 heads, 131,072 tokens",
+        note="the time of one GPU over that of two",
+    ),
+    "distributed-dense": Table(
+        {"dense": "dense", "causal": "causal"},
+        _two_gpus("heads16of16", "h200x2-context-parallel", "auto", "context-parallel"), "", "16 heads, 131,072 tokens",
+        note="the time of one GPU over that of two",
+    ),
+    "lra-speed": Table(
+        {"dense": "dense", "butterfly": "butterfly", "local": "local", "PyTorch's own attention, dense": "sdpa"},
+        {"five tasks, geometric mean": "mean-of-five-tasks"}, "lra/{column}/speed/{row}", "attention",
+    ),
+    "lra-accuracies": Table(
+        {"ListOps, 2,000 tokens, 3.4 million parameters": "listops/accuracy/listops-modern",
+         "ListOps, the Nystromformer's sizes, 100,000 steps": "listops/accuracy/listops-nystromformer-100000",
+         "Pathfinder-32, easier paths first": "pathfinder32/accuracy/pf32-modern-hard",
+         "Pathfinder-32, with pixel labels in training": "pathfinder32/accuracy/pf32-modern-labels",
+         "training steps beside standard attention, five tasks": "mean-of-five-tasks/speed"},
+        {"dense": "dense", "butterfly": "butterfly", "local": "local"}, "lra/{row}/{column}", "task", "not run",
+        "right answers of one run each",
+    ),
+    "pathx": Table(
+        {"labels alone, block-sparse": "labels-alone/block-sparse", "labels alone, dense": "labels-alone/dense",
+         "labels alone, a U-Net": "labels-alone/unet", "pixel labels in training": "pixel-labels/block-sparse"},
+        {"Path-X": "path-x", "Path-256": "path-256", "Path-512": "path-512"}, "pathx/{column}/accuracy/{row}",
+        "right answers", "not run", "mean and deviation of all runs; where none is given, one run",
+    ),
+    "lm-losses": Table(
+        {"16,384 tokens, dense": "16384-dense", "16,384 tokens, `local \\| butterfly`": "16384-local-or-butterfly",
+         "16,384 tokens, a window of 1,024": "16384-window", "2,048 tokens, dense": "2048-dense"},
+        {"loss": "loss", "trained on": "tokens", "speed": "speed"}, "lm/ten-minutes/{column}/{row}", "context, mask",
+    ),
+    "recall": Table(
+        {"dense": "dense", "shared blocks": "shared-blocks", "MoBA": "moba", "NSA": "nsa", "VSA": "vsa",
+         "a window": "window"},
+        {"16,384 tokens": "recall/16384/right-answers/{row}", "256 tokens": "recall/256/right-answers/{row}"},
+        "", "right answers", note="mean and deviation of all runs; where none is given, one run",
+    ),
+    "exactness": Table(
+        {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "TF32 products": "tf32"},
+        {"portable kernels": "worst/triton", "kernels for Hopper": "worst/hopper", "cases": "cases/triton"},
+        "exactness/{row}/{column}", "largest error over what is allowed", "none", units=False,
+    ),
+    "triton-versions": Table(
+        versions.rows(), {"forward": "forward", "backward": "backward"}, versions.CELL, corner=versions.CORNER,
+        note="speed relative to the first row, of 12 cases of `speed --quick`", last=versions.OTHERS,
+    ),
+}  # fmt: skip
+TEXTS: dict[str, Callable[[], str]] = {"triton-versions": versions.sentence}

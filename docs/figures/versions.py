@@ -1,0 +1,31 @@
+"""What the pages say of versions of PyTorch and Triton: a sentence and a table, from the list in
+`sparseflash/backends/triton/versions.py` and the run of `speed --quick` under each.
+"""
+
+from __future__ import annotations
+
+from sparseflash.backends.triton.versions import MEASURED, named, releases
+
+NAMES = "triton-versions/*/*/*"  # lease, case and head dim; times are compared within a lease
+
+
+def sentence() -> str:
+    """The sentence in README.md and the tutorial."""
+    first, last = MEASURED[0].triton, MEASURED[-1].triton
+    return (
+        f"The Hopper kernels were measured with Triton {named((first,))} to {named((last,))}, the versions that "
+        f"PyTorch {releases()} for CUDA installs; under a newer Triton they are checked before their first use."
+    )
+
+
+def rows() -> dict[str, str]:
+    """The first three cells of each row of the FAQ's table, and the way that its figures have in the store."""
+    return {
+        f"{named((each.triton,))} | {', '.join(each.torch)} | Hopper": f"triton-{named((each.triton,))}"
+        for each in MEASURED
+    }
+
+
+CORNER = "Triton | PyTorch for CUDA that installs it | kernels on compute capability 9.0"
+OTHERS = "| others | | Hopper, after a check | not measured | not measured |"
+CELL = f"{NAMES}/{{column}}/triton-{named((MEASURED[0].triton,))} / {NAMES}/{{column}}/{{row}}"

@@ -1,0 +1,7 @@
+"""The pictures of the documentation and of README.md, drawn by the library and from stored results.
+
+    python -m docs.pictures            # all of them, into docs/pages/images
+    python -m docs.pictures speed      # some of them
+
+`speed` draws stored measurements (experiments/results/speed), `patterns` masks, `kernels` how kernels work.
+"""

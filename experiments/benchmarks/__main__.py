@@ -1,0 +1,37 @@
+"""`python -m experiments.benchmarks NAME [options]`: runs a benchmark; `show FILE` prints a record as a table."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+
+
+def names() -> list[str]:
+    """The benchmarks: the modules and folders here that are programs."""
+    folders = [path.parent.name for path in FOLDER.glob("*/__main__.py")]
+    return sorted([*folders, *(path.stem for path in FOLDER.glob("*.py") if "\napp = " in path.read_text())])
+
+
+def main() -> None:
+    """Runs the benchmark that the first argument names, with the other arguments."""
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name == "show":
+        from experiments.benchmarks.harness import table
+        from experiments.measurements import read
+
+        for file in sys.argv[2:]:
+            run, measurements = read(file)
+            print(f"{table.about(run)}\n\n{table.markdown(measurements)}\n")
+    elif name in names():
+        del sys.argv[1]
+        module = f"experiments.benchmarks.{name}{'.__main__' if (FOLDER / name).is_dir() else ''}"
+        import_module(module).app(prog_name=f"python -m experiments.benchmarks {name}")
+    else:
+        sys.exit(f"the benchmark must be of {', '.join(names())}, or show FILE...; got {name!r}")
+
+
+if __name__ == "__main__":
+    main()

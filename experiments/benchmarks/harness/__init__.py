@@ -1,0 +1,36 @@
+"""What all benchmarks share: ways of computing a case are checked, timed in turns, recorded and printed as a table.
+
+A benchmark is one module, or one folder, that lists its cases and for each case the ways of computing it:
+
+    @app.command()
+    def main(device: Device = "cuda", commit: Commit = None, out: Out = Path("runs/mine")) -> None:
+        bench = Bench.start("mine", device, commit, out)
+        for case in CASES:
+            bench.time(case.name, {"sparseflash": Way(ours(case)), "SDPA": Way(theirs(case), like="sparseflash")})
+        bench.finish()
+
+It writes `runs/mine/mine.jsonl`, in the form of experiments.measurements, after every case.
+
+May import `measurements`, `timing`, `interpreter` and `training`.
+"""
+
+from experiments.benchmarks.harness.bench import Bench
+from experiments.benchmarks.harness.options import Commit, Device, Out, Rounds, Seed, chosen
+from experiments.benchmarks.harness.ways import SAME_FUNCTION, Unavailable, Way, difference, failure_of, reason, slug
+
+__all__ = [
+    "SAME_FUNCTION",
+    "Bench",
+    "Commit",
+    "Device",
+    "Out",
+    "Rounds",
+    "Seed",
+    "Unavailable",
+    "Way",
+    "chosen",
+    "difference",
+    "failure_of",
+    "reason",
+    "slug",
+]

@@ -1,0 +1,25 @@
+"""Options that benchmarks share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import typer
+
+Device = Annotated[str, typer.Option(help="cuda; or cpu, where kernels are interpreted: a test of the benchmark.")]
+Commit = Annotated[str | None, typer.Option(help="The commit to note.", show_default="git's")]
+Out = Annotated[Path, typer.Option(help="A .jsonl file, or the folder for it.")]
+Rounds = Annotated[int, typer.Option(help="Turns of each way.", min=1)]
+Seed = Annotated[int, typer.Option(help="Of the inputs.")]
+
+T = TypeVar("T")
+
+
+def chosen(option: str, given: Iterable[T] | None, known: Iterable[T]) -> list[T]:
+    """The values of an option that may be repeated; all known ones if none is given. Refuses others."""
+    known, given = list(known), list(given or ())
+    if unknown := [value for value in given if value not in known]:
+        raise typer.BadParameter(f"{option} must be of {', '.join(map(str, known))}; got {unknown[0]}")
+    return given or known

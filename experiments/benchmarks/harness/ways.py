@@ -1,0 +1,85 @@
+"""A way of computing a case, and whether two ways compute the same."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Results = Tensor | tuple[Tensor, ...]
+
+# A peer counts as computing the same function if it differs from ours, which is verified, by less than this (Frobenius
+# norms). Rounding stays well below it; a wrong mask or a wrong scale does not.
+SAME_FUNCTION = {torch.bfloat16: 3e-2, torch.float16: 1e-2, torch.float32: 3e-3, torch.float64: 1e-6}
+_LONGEST_REASON = 200
+
+
+class Unavailable(Exception):
+    """Raised by a peer that cannot serve a case, with the reason."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A call to time. Of its settings, `flops` and `bytes` of a call are printed as rates.
+
+    like: the way of the same case with whose results those of this way must agree; compared before it is timed.
+    recorded: on a GPU, the call is timed as a CUDA graph.
+    peer: a failure is recorded; the failure of a way of ours is raised.
+    """
+
+    call: Callable[[], Any]
+    context: Callable[[], AbstractContextManager[object]] = nullcontext
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    like: str | None = None
+    recorded: bool = False
+    peer: bool = False
+
+
+def difference(result: Tensor, ours: Tensor) -> float:
+    """||result - ours|| / ||ours||, in Frobenius norms."""
+    apart, size = 0.0, 0.0
+    for one, other in zip(result, ours):  # one batch element at a time: fp32 copies of all would double the memory
+        apart += float((one.float() - other.float()).norm()) ** 2
+        size += float(other.float().norm()) ** 2
+    return math.sqrt(apart / size)
+
+
+def failure_of(peer: Callable[[], Results], ours: Callable[[], Results]) -> Exception | None:
+    """Why a peer is not to be timed: it fails, or its results are not ours. None if they are."""
+    try:
+        results, expected = peer(), ours()
+    except Exception as failure:
+        return failure
+    if isinstance(results, Tensor):
+        results, expected = (results,), (expected,)
+    for result, other in zip(results, expected, strict=True):
+        apart = difference(result, other)
+        if not apart <= SAME_FUNCTION[result.dtype]:
+            return ValueError(f"differs from ours by {apart:.2g}, relative")
+    return None
+
+
+def reason(failure: Exception) -> str:
+    """A failure in one line: a peer that cannot serve a case in its own words, others with their kind."""
+    if isinstance(failure, Unavailable):
+        return f"skipped: {failure}"
+    if isinstance(failure, torch.OutOfMemoryError):
+        return "out of memory"
+    first = next((line.strip() for line in str(failure).splitlines() if line.strip()), "")
+    first = re.sub(r"(?<!\w)(?:/[\w.+-]+)+/", "", first)  # a reader elsewhere has no use for local folders
+    return f"{type(failure).__name__}: {first}"[:_LONGEST_REASON]
+
+
+def slug(text: str) -> str:
+    """A text as a part of a name: lower case, with hyphens.
+
+    >>> slug("1 x 65,536 tokens, 32:8 heads")
+    '1-x-65536-tokens-32-8-heads'
+    """
+    return re.sub(r"[^a-z0-9.+]+", "-", text.lower().replace(",", "")).strip("-")

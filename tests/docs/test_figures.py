@@ -1,0 +1,249 @@
+"""Figures in the pages are those of the store: marks, tables, contradictions, old runs, numbers written by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from docs.figures import __main__ as command
+from docs.figures import handwritten, marks, stale, store, tables
+from docs.figures.marks import contradictions, filled
+from docs.figures.store import FigureError, figure, number
+from docs.figures.table import Table, rendered
+from experiments.measurements import Measurement, Run, write
+
+RUN = Run("NVIDIA H200", "580.1", {"torch": "2.11.0", "triton": "3.6.0"}, "unknown", "2026-11-29", "python -m x")
+
+
+def measured(name, value, spread=0.01, unit="ms", **more):
+    return Measurement(name, value, spread, unit, **more)
+
+
+@pytest.fixture
+def results(tmp_path):
+    """A store of two runs with one name in common."""
+    folder = tmp_path / "results"
+    times = [
+        measured("speed/dense/64/forward/sparseflash", 0.3124),
+        measured("speed/dense/64/forward/fa4", 0.3500),
+        measured("speed/dense/64/forward/cudnn", 0.3150),
+        measured("speed/causal/64/forward/sparseflash", 0.2, settings={"flops": 1e9}),
+        measured("speed/causal/64/forward/fa4", 0.1),
+        measured("speed/causal/64/forward/cudnn", None, None, failure="it has no causal mask"),
+    ]
+    write(folder / "speed" / "h200.jsonl", RUN, times)
+    write(folder / "speed" / "h100.jsonl", replace(RUN, device="NVIDIA H100"), times[:1])
+    for name in ("cpu", "h100"):
+        write(folder / "memory" / f"{name}.jsonl", RUN, [measured("memory/dense/sparseflash", 1.5, None, "GiB")])
+    seeds = measured("pathx/images/butterfly", 98.8, 0.00101, "%", spread_of="seeds", seeds=3)
+    write(folder / "pathx" / "h100.jsonl", RUN, [seeds])
+    return folder
+
+
+@pytest.fixture
+def page(tmp_path, results):
+    """Writes a page and fills it in."""
+
+    def of(text, name="page.md"):
+        path = tmp_path / name
+        path.write_text(text)
+        return filled(path, results)
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("request_", "text"),
+    [
+        ("speed/dense/64/forward/fa4", "0.350 ms"),
+        ("speed/dense/64/forward/sparseflash @ h100", "0.312 ms"),
+        ("speed/dense/64/forward/fa4 / speed/dense/64/forward/sparseflash", "**1.12**"),  # both of h200
+        ("speed/dense/64/forward/fa4 / speed/dense/64/forward/sparseflash @ h200", "**1.12**"),
+        ("speed/dense/64/forward/cudnn / speed/dense/64/forward/sparseflash @ h200", "1.01"),  # less than the spread
+        ("speed/causal/64/forward/fa4 / speed/causal/64/forward/sparseflash @ h200", "0.50"),
+        ("speed/*/64/forward/fa4 / speed/*/64/forward/sparseflash @ h200", "0.50 to 1.12"),
+        ("speed/{dense,causal}/64/forward/fa4", "0.100 to 0.350 ms"),
+        ("speed/*/64/forward/cudnn / speed/*/64/forward/sparseflash @ h200", "1.01"),  # the other has failed
+        ("pathx/images/butterfly", "98.8 ± 0.1 %"),
+        ("speed/causal/64/forward/sparseflash in TFLOP/s", "5.00 TFLOP/s"),
+    ],
+)
+def test_a_figure_is_the_stored_value_or_a_ratio_of_one_run(results, request_, text):
+    assert figure(request_, results).text == text
+
+
+@pytest.mark.parametrize(
+    ("request_", "error"),
+    [
+        ("speed/dense/64/forward/fa3", "speed/dense/64/forward/fa3 must be a measured name of the store; it is not"),
+        ("speed/dense/64/forward/fa4 @ h100", "must be a measured name of the store, in h100"),
+        ("speed/causal/64/forward/cudnn", "must be a measured name"),  # it failed
+        ("speed/dense/64/forward/fa4 in TFLOP/s", "must be a time with the work done, to be shown in TFLOP/s"),
+        ("memory/dense/sparseflash", "must say of which run, as '@ FILE'; it is in cpu, h100"),
+        ("speed/dense/64/forward/fa4 / speed/dense/64/forward/ours", "speed/dense/64/forward/ours must be a measured"),
+        ("speed/dense/64/forward/fa4 / speed/*/64/forward/sparseflash", "must have no more wildcards"),
+    ],
+)
+def test_what_the_store_cannot_give_is_an_error(results, request_, error):
+    with pytest.raises(FigureError) as raised:
+        figure(request_, results)
+    assert error in str(raised.value)
+
+
+def test_numbers_have_three_digits():
+    numbers = (0.3124, 0.00312, 12.0, 312.4, 4659.2, 0.0, 1.0)
+    assert [number(each) for each in numbers] == ["0.312", "0.00312", "12.0", "312", "4,659", "0", "1.00"]
+
+
+def test_a_page_that_is_out_of_date_is_found_and_written_anew(page):
+    found = page(
+        "It takes <!-- figure: speed/dense/64/forward/fa4 -->0.4 ms<!-- /figure -->.\n\n<!-- runs --><!-- /runs -->\n"
+    )
+    assert command.problems([found]) == ["page.md is out of date: run python -m docs.figures"]
+    assert found.after == (
+        "It takes <!-- figure: speed/dense/64/forward/fa4 -->0.350 ms<!-- /figure -->.\n\n<!-- runs -->\n"
+        "- NVIDIA H200, torch 2.11.0, triton 3.6.0, unknown, 2026-11-29 ([speed/h200](results/speed/h200.jsonl))\n"
+        "<!-- /runs -->\n"
+    )
+    assert command.problems([page(found.after)]) == []
+
+
+def test_a_figure_that_is_not_in_the_store_is_found(page):
+    found = page("A line with <!-- figure: speed/sparse/64/forward/fa4 -->0.4 ms<!-- /figure -->.\n")
+    assert command.problems([found]) == [
+        "page.md: speed/sparse/64/forward/fa4 must be a measured name of the store; it is not"
+    ]
+
+
+def test_two_places_that_show_different_figures_of_one_name_are_found(page):
+    mark = "A <!-- figure: speed/dense/64/forward/fa4 -->{}<!-- /figure -->.\n\n<!-- run: speed/h200 --><!-- /run -->\n"
+    found = [page(mark.format("0.350 ms"), "a.md"), page(mark.format("0.4 ms"), "b.md")]
+    (said,) = contradictions(found)
+    assert said == "speed/dense/64/forward/fa4 of speed/h200: 0.350 ms in a.md, 0.4 ms in b.md"
+    assert f"two places must show one figure; {said}" in command.problems(found)
+
+
+def test_a_page_names_the_runs_that_it_cites(page):
+    found = page("A <!-- figure: speed/dense/64/forward/fa4 -->0.350 ms<!-- /figure -->.\n")
+    assert found.errors == [
+        "a figure of speed/h200 needs its run on the page: add <!-- runs --><!-- /runs --> or "
+        "<!-- run: speed/h200 --><!-- /run -->"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("a\n<!-- figure: pathx/images/butterfly -->1<!-- /figure -->", "must not stand first in a line"),
+        ("a <!-- figure: pathx/images/butterfly -->1\n", "must have its other half"),
+        (
+            "a <!-- table: of-nothing --><!-- /table -->\n",
+            "of-nothing must be one of those that docs/figures/tables.py",
+        ),
+        ("a <!-- run: speed/a100 --><!-- /run -->\n", "run: speed/a100 must be a file of the store"),
+    ],
+)
+def test_a_mark_that_cannot_be_read_is_an_error(page, text, error):
+    assert any(error in each for each in page(text).errors)
+
+
+def test_marks_in_code_are_examples(page):
+    text = "`<!-- figure: a/b -->1<!-- /figure -->`\n\n```\n<!-- figure: a/b -->1<!-- /figure -->\n```\n"
+    found = page(text)
+    assert (found.after, found.errors) == (text, [])
+
+
+def test_figures_in_docstrings_are_written_too(page):
+    text = '"""It takes <!-- figure: speed/dense/64/forward/fa4 --><!-- /figure --> `a`."""\n'
+    assert page(text, "module.py").after == text.replace(" --><", " -->0.350 ms<")
+
+
+def test_a_table_has_its_run_below_it_and_says_what_is_absent(page, monkeypatch):
+    names = "speed/{column}/64/forward"
+    table = Table(
+        {"FlashAttention-4": "fa4", "cuDNN": "cudnn"}, {"dense": "dense", "causal": "causal"},
+        f"{names}/{{row}} / {names}/sparseflash @ h200", absent="none",
+    )  # fmt: skip
+    monkeypatch.setitem(tables.TABLES, "peers", table)
+    found = page("<!-- table: peers --><!-- /table -->\n")
+    assert found.errors == []
+    assert found.after.splitlines()[1:] == [
+        "| | dense | causal |",
+        "|---|---|---|",
+        "| FlashAttention-4 | **1.12** | 0.50 |",
+        "| cuDNN | 1.01 | none |",
+        "",
+        "NVIDIA H200, torch 2.11.0, triton 3.6.0, unknown, 2026-11-29 ([speed/h200](results/speed/h200.jsonl)); "
+        "largest spread of a figure 2 %",
+        "<!-- /table -->",
+    ]
+    monkeypatch.setitem(tables.TABLES, "peers", replace(table, absent=""))
+    assert "must be a measured name" in page("<!-- table: peers --><!-- /table -->\n").errors[0]
+
+
+@pytest.mark.parametrize("name", tables.TABLES)
+def test_the_store_has_the_figures_of_every_table(name):
+    assert rendered(tables.TABLES[name], store.RESULTS).files
+
+
+def test_a_run_that_is_older_than_its_kernels_must_be_marked(page, monkeypatch):
+    monkeypatch.setattr(marks, "changes", lambda file: 3)
+    figure = "<!-- figure: speed/dense/64/forward/fa4 -->0.350 ms<!-- /figure -->"
+    found = page(f"At {figure} (<!-- run: speed/h200 --><!-- /run -->).\n")
+    assert found.after.endswith("speed/h200.jsonl)); kernels changed since<!-- /run -->).\n")
+    said = "speed/h200 (unknown) is older than 3 changes of its kernels, which page.md must say: "
+    said += "run python -m docs.figures"
+    assert said in command.problems([found])
+    marked = page(found.after)
+    assert command.problems([marked]) == []
+    monkeypatch.setattr(marks, "changes", lambda file: None)  # as in a source distribution: no history
+    assert command.problems([page(found.after)]) == []
+    monkeypatch.setattr(marks, "changes", lambda file: 0)
+    assert command.problems([page(found.after)]) == ["page.md is out of date: run python -m docs.figures"]
+
+
+def test_the_age_of_a_run_is_read_from_the_history_of_its_kernels():
+    paths = stale.KERNELS_OF["speed"]
+    if stale.changes_since("f8db2f94", paths) is None:
+        pytest.skip("git has no history here")
+    assert stale.changes_since("0000000000", paths) is None  # a commit that there is not
+    assert stale.changes_since("f8db2f94", paths) > 0
+    assert stale.changes_since("f8db2f94+changes", paths) == stale.changes_since("f8db2f94", paths)
+    missing = {path for paths in stale.KERNELS_OF.values() for path in paths if not (store.ROOT / path).exists()}
+    assert missing == set()
+
+
+def test_every_stored_run_is_about_kernels_or_is_a_record():
+    unknown = [key for key, file in store.stored().items() if not stale.kernels_of(file)]
+    assert {key.partition("/")[0] for key in unknown} == stale.RECORDS
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("It has 741 TFLOP/s.", ["1: 741 TFLOP/s"]),
+        ("a\nIt is **1.96** times as fast, and takes 30 us.", ["2: 1.96** times as fast", "2: 30 us"]),
+        ("It takes 1.2 times\nas long.", ["1: 1.2 times as long"]),
+        ("98.8 ± 0.1 % of the images", ["1: 98.8 ± 0.1 %"]),
+        ("| dense | 0.98 | **1.01** | 1.50 to 2.47 |", ["1: 0.98", "1: **1.01**", "1: 1.50 to 2.47"]),
+        ("`30 us`, PyTorch 2.11, 16 GiB, 12.9 %, blocks of 128, 10 minutes, 132 SMs", []),
+        ("<!-- figure: a/b -->30 us<!-- /figure -->", []),
+        ("```\n30 us\n```", []),
+    ],
+)
+def test_measured_numbers_by_hand_are_found(tmp_path, text, found):
+    path = tmp_path / "page.md"
+    path.write_text(text)
+    assert handwritten.handwritten(path, ()) == [f"page.md:{each}" for each in found]
+
+
+def test_a_sentence_may_be_allowed_while_it_is_there(tmp_path):
+    path = tmp_path / "page.md"
+    path.write_text("The paper's model\nreads 20 tokens/s. Ours 30 tokens/s.\n")
+    assert handwritten.handwritten(path, ("The paper's model reads 20 tokens/s.",)) == ["page.md:2: 30 tokens/s"]
+    with pytest.raises(ValueError, match=r"'no such sentence' must stand in page\.md, where its number is allowed"):
+        handwritten.handwritten(path, ("no such sentence",))
+
+
+def test_the_figures_of_the_pages_are_those_of_the_store():
+    """`python -m docs.figures` writes what this test says is out of date."""
+    assert command.problems([filled(path) for path in marks.pages()]) == []

@@ -1,0 +1,153 @@
+"""The harness of benchmarks: what is compared, timed, recorded, printed and refused."""
+
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+import torch
+import typer
+
+from experiments.benchmarks.__main__ import names
+from experiments.benchmarks.harness import Bench, Unavailable, Way, chosen, difference, reason, slug, table
+from experiments.measurements import Measurement, Run, read, write
+
+RUN = Run("H200", "570", {"torch": "2.9"}, "abc", "2026-11-29", "python -m x")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def bench(tmp_path):
+    return Bench("mine", RUN, tmp_path, CPU, rounds=3)
+
+
+def refuse():
+    raise Unavailable("no such masks")
+
+
+def test_ways_are_timed_in_turns_inside_their_context(bench):
+    order = []
+
+    @contextmanager
+    def context():
+        order.append("in")
+        yield
+        order.append("out")
+
+    bench.time(
+        "a", {"forward/ours": Way(lambda: order.append(1), context), "forward/peer": Way(lambda: order.append(2))}
+    )
+    assert order == ["in", 1, "out", 2] * 3
+    run, found = read(bench.path)
+    assert run == RUN and [(each.name, each.unit) for each in found] == [
+        ("mine/a/forward/ours", "ms"), ("mine/a/forward/peer", "ms")
+    ]  # fmt: skip
+    assert all(each.value > 0 and each.spread >= 0 for each in found)
+
+
+def test_host_calls_are_timed_in_loops_as_microseconds(bench):
+    order = []
+    bench.time("a", {"ours": Way(lambda: order.append(1), settings={"tokens": 3})}, host_calls=10)
+    assert len(order) == 3 * (10 + 3)  # three to warm up
+    (found,) = bench.measurements
+    assert (found.unit, found.settings) == ("us", {"tokens": 3})
+
+
+def test_a_peer_that_fails_or_computes_something_else_is_recorded_with_its_reason(bench):
+    x = torch.ones(1, 4, 4)
+    ways = {
+        "sparseflash": Way(lambda: x),
+        "close": Way(lambda: 1.0001 * x, like="sparseflash", peer=True),
+        "wrong": Way(lambda: 1.5 * x, like="sparseflash", peer=True),
+        "broken": Way(lambda: [][0], peer=True),
+        "refused": Way(refuse, like="sparseflash", peer=True),
+    }
+    bench.time("a", ways)
+    found = {each.way: each for each in read(bench.path)[1]}
+    assert found["sparseflash"].value and found["close"].value
+    assert found["wrong"].failure == "ValueError: differs from ours by 0.5, relative"
+    assert found["broken"].failure == "IndexError: list index out of range"
+    assert found["refused"].failure == "skipped: no such masks"
+
+
+@pytest.mark.parametrize("way", [Way(refuse), Way(lambda: 2 * torch.ones(1, 1), like="peer")])
+def test_a_failure_of_ours_ends_the_run(bench, way):
+    with pytest.raises((Unavailable, ValueError), match=r"no such masks|differs from ours"):
+        bench.time("a", {"peer": Way(lambda: torch.ones(1, 1)), "sparseflash": way})
+
+
+def test_out_may_be_a_file(tmp_path):
+    bench = Bench("mine", RUN, tmp_path / "h200.jsonl", CPU)
+    bench.add("a/ours", 1.0, "ms")
+    bench.finish()
+    assert read(tmp_path / "h200.jsonl")[1] == [Measurement("mine/a/ours", 1.0, None, "ms")]
+
+
+def figure(name, value, spread=0.0, unit="ms", **settings):
+    return Measurement(f"mine/{name}", value, spread, unit, settings)
+
+
+def test_the_table_has_a_column_for_each_way_with_rates_and_ratios():
+    text = table.markdown(
+        [
+            figure("dense/sparseflash", 2.0, flops=1e12),
+            figure("dense/fa4", 2.2, 0.01),
+            figure("dense/sdpa", 2.2, 0.2),
+            Measurement("mine/local/fa4", None, None, "ms", failure="skipped: no windows"),
+            figure("local/sparseflash", 3.0, unit="us", bytes=6e3),
+            figure("error/sparseflash", 0.5, unit="1"),
+        ]
+    )
+    assert text.splitlines() == [
+        "|  | sparseflash | fa4 | sdpa |",
+        "| --- | ---: | ---: | ---: |",
+        "| mine/dense | 2 ms (500 TFLOP/s) | 2.2 ms (**x1.10**) | 2.2 ms (x1.10) |",
+        "| mine/local | 3 us (2 GB/s) | skipped | - |",
+        "| mine/error | 0.5 | - | - |",
+        "",
+        "- fa4 (mine/local): skipped: no windows",
+    ]
+
+
+def test_the_table_of_many_ways_has_a_row_for_each():
+    text = table.markdown([figure(f"dense/way{number}", 1.0) for number in range(9)])
+    assert text.splitlines()[2] == "| mine/dense | way0 | 1 ms |"
+
+
+def test_the_table_refuses_to_compare_two_runs(tmp_path):
+    write(tmp_path / "a.jsonl", RUN, [figure("dense/fa4", 2.2)])
+    with pytest.raises(ValueError, match="a ratio must be of one run"):
+        table.markdown([*read(tmp_path / "a.jsonl")[1], figure("dense/sparseflash", 2.0)])
+
+
+@pytest.mark.parametrize(
+    ("failure", "expected"),
+    [
+        (Unavailable("half only"), "skipped: half only"),
+        (torch.OutOfMemoryError("tried to allocate"), "out of memory"),
+        (RuntimeError("\nin /home/me/x.py\nmore"), "RuntimeError: in x.py"),
+    ],
+)
+def test_reasons_are_a_line_without_local_folders(failure, expected):
+    assert reason(failure) == expected
+
+
+def test_small_tools():
+    assert slug("Packed documents, 4,096 keys + sinks") == "packed-documents-4096-keys-+-sinks"
+    assert chosen("--case", None, ["a", "b"]) == ["a", "b"] and chosen("--case", ["b"], "ab") == ["b"]
+    with pytest.raises(typer.BadParameter, match="--case must be of a, b; got c"):
+        chosen("--case", ["c"], ["a", "b"])
+    assert difference(torch.full((2, 2), 1.5), torch.ones(2, 2)) == pytest.approx(0.5)
+
+
+def test_one_command_runs_every_benchmark_and_shows_records(tmp_path):
+    assert {"calls", "speed", "scores"} <= set(names())
+    write(tmp_path / "a.jsonl", RUN, [figure("dense/fa4", 2.2)])
+    program = [sys.executable, "-m", "experiments.benchmarks"]
+    shown = subprocess.run([*program, "show", str(tmp_path / "a.jsonl")], capture_output=True, text=True, check=True)
+    assert "H200, driver 570, torch 2.9; abc, 2026-11-29; python -m x" in shown.stdout
+    assert "| mine/dense | 2.2 ms |" in shown.stdout
+    helped = subprocess.run([*program, "calls", "--help"], capture_output=True, text=True, check=True)
+    assert "python -m experiments.benchmarks calls" in helped.stdout
+    refused = subprocess.run([*program, "clals"], capture_output=True, text=True)
+    assert refused.returncode == 1 and "the benchmark must be of blocks, calls" in refused.stderr

@@ -1,0 +1,120 @@
+"""The record of measurements: what is written is read, and only figures of one run are compared."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from experiments.measurements import Measurement, Run, current_run, ratio, read, write
+
+RUN = Run("H200", "570.1", {"torch": "2.9"}, "abc123", "2026-11-29 10:00 UTC", "python -m x", 3, ("tuned.json",))
+PEER, OURS = "speed/dense/64/forward/fa4", "speed/dense/64/forward/sparseflash"
+FIGURES = [
+    Measurement(PEER, 0.62, 0.02, "ms", {"lists": True}),
+    Measurement(OURS, 0.31, 0.01, "ms"),
+    Measurement("lra/listops/accuracy/sparseflash", 0.5, 0.1, "1", spread_of="seeds", seeds=5),
+    Measurement("speed/dense/64/forward/sdpa", None, None, "ms", failure="RuntimeError: none"),
+]
+
+
+def test_reads_what_was_written(tmp_path):
+    write(tmp_path / "deep" / "h200.jsonl", RUN, FIGURES)
+    run, figures = read(tmp_path / "deep" / "h200.jsonl")
+    assert (run, figures) == (RUN, FIGURES)
+    assert all(figure.run == RUN for figure in figures)
+
+
+def test_file_is_one_object_a_line_with_the_run_first(tmp_path):
+    write(tmp_path / "h200.jsonl", RUN, FIGURES[:2])
+    first, *rest = map(json.loads, (tmp_path / "h200.jsonl").read_text().splitlines())
+    assert first == {"run": dataclasses.asdict(RUN) | {"helped": ["tuned.json"]}}
+    assert rest == [
+        {"name": PEER, "value": 0.62, "spread": 0.02, "unit": "ms", "settings": {"lists": True}},
+        {"name": OURS, "value": 0.31, "spread": 0.01, "unit": "ms"},
+    ]
+
+
+def test_ratio_is_the_peers_value_over_ours():
+    found = ratio(FIGURES, PEER, OURS)
+    assert found == pytest.approx((2.0, 0.03))
+    assert found.above_noise
+    assert not ratio([dataclasses.replace(FIGURES[0], value=0.315), FIGURES[1]], PEER, OURS).above_noise
+
+
+def test_no_ratio_of_two_runs(tmp_path):
+    write(tmp_path / "a.jsonl", RUN, FIGURES[:1])
+    write(tmp_path / "b.jsonl", dataclasses.replace(RUN, date="2026-11-30 10:00 UTC"), FIGURES[1:2])
+    both = read(tmp_path / "a.jsonl")[1] + read(tmp_path / "b.jsonl")[1]
+    with pytest.raises(ValueError, match=r"a ratio must be of one run; got .* of 2026-11-29 .* of 2026-11-30"):
+        ratio(both, PEER, OURS)
+    with pytest.raises(ValueError, match=r"a ratio must be of one run; got .* a run not yet written"):
+        ratio([both[0], FIGURES[1]], PEER, OURS)
+
+
+@pytest.mark.parametrize(
+    ("figures", "peer", "message"),
+    [
+        (FIGURES, "speed/dense/64/forward/flex", "got speed/dense/64/forward/flex, which is not there"),
+        (FIGURES + FIGURES[:1], PEER, "measured 2 times"),
+        (FIGURES, "lra/listops/accuracy/sparseflash", "one unit; got lra/listops/accuracy/sparseflash in 1"),
+        (FIGURES, "speed/dense/64/forward/sdpa", "of measured values; got speed/.*, which failed: RuntimeError: none"),
+    ],
+)
+def test_ratio_refuses_what_cannot_be_compared(figures, peer, message):
+    with pytest.raises(ValueError, match=message):
+        ratio(figures, peer, OURS)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"name": "speed"}, "must be BENCHMARK/CASE.../WAY; got 'speed'"),
+        ({"name": "speed//ours"}, "must be BENCHMARK/CASE.../WAY"),
+        ({"value": float("nan")}, "value of .* must be finite; got nan"),
+        ({"spread": float("inf")}, "spread of .* must be finite; got inf"),
+        ({"value": None}, "must have either a value or a failure"),
+        ({"failure": "late"}, "must have either a value or a failure"),
+        ({"spread_of": "days"}, "spread_of must be one of turns, seeds; got 'days'"),
+        ({"seeds": 3}, "seeds must be given with spread_of='seeds' and only then; got 3"),
+        ({"spread_of": "seeds"}, "seeds must be given .* got None"),
+    ],
+)
+def test_measurement_refuses(change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(FIGURES[1], **change)
+
+
+def test_write_refuses_a_name_twice_and_figures_of_another_run(tmp_path):
+    path = tmp_path / "h200.jsonl"
+    with pytest.raises(ValueError, match=f"each name must occur once in h200.jsonl; got {OURS} again"):
+        write(path, RUN, [FIGURES[1], FIGURES[1]])
+    write(path, RUN, FIGURES)
+    with pytest.raises(ValueError, match="must be of the run that is written; got one of 2026-11-29 10:00 UTC on H200"):
+        write(path, dataclasses.replace(RUN, commit="def"), read(path)[1])
+
+
+def test_read_refuses_a_file_that_is_not_one_run(tmp_path):
+    path = tmp_path / "h200.jsonl"
+    write(path, RUN, FIGURES)
+    text = path.read_text()
+    path.write_text(text + text)
+    with pytest.raises(ValueError, match=r"h200.jsonl must hold one run; got more than one"):
+        read(path)
+    path.write_text(text.partition("\n")[2])
+    with pytest.raises(ValueError, match=r'the first line of h200.jsonl must be {"run": ...}'):
+        read(path)
+    path.write_text("")
+    with pytest.raises(ValueError, match=r"the first line of h200.jsonl must be"):
+        read(path)
+
+
+def test_current_run_says_where_and_how():
+    run = current_run(torch.device("cpu"), "python -m x", commit="abc", seed=1, helped=("a",), packages=("pytest",))
+    assert (run.device, run.driver, run.commit, run.command, run.seed, run.helped) == (
+        "CPU", "-", "abc", "python -m x", 1, ("a",)
+    )  # fmt: skip
+    assert run.versions["torch"] == torch.__version__
+    assert run.versions["pytest"] == pytest.__version__
+    assert {"python", "triton", "cuDNN", "sparseflash", "flash-attn-4"} <= set(run.versions)
+    assert run.date.endswith("UTC")
