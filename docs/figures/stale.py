@@ -11,7 +11,7 @@ from docs.figures.store import ROOT, Stored
 _TRITON = "sparseflash/backends/triton"
 _KERNELS = (f"{_TRITON}/portable", f"{_TRITON}/hopper")
 _LAUNCH = (f"{_TRITON}/launcher.py", f"{_TRITON}/dispatch.py", f"{_TRITON}/api.py")
-# What a change of makes the figures of a benchmark old. Of the training runs nothing does: they are records of models.
+# By benchmark, or by file: the paths whose change makes its figures old.
 KERNELS_OF: dict[str, tuple[str, ...]] = {
     "speed": _KERNELS,
     "triton-versions": _KERNELS,
@@ -29,7 +29,15 @@ KERNELS_OF: dict[str, tuple[str, ...]] = {
     "exactness": _KERNELS,
     "compile": _KERNELS,
     "tune": _KERNELS,
+    "lra/h200": (*_KERNELS, "experiments/lra/model"),
 }
+# What models learned, and how random calls ended: records that no later change makes wrong.
+RECORDS = {"lm", "lra", "pathx", "recall", "fuzz"}
+
+
+def kernels_of(file: Stored) -> tuple[str, ...]:
+    """The paths that a run is about; none if it is a record."""
+    return KERNELS_OF.get(file.key) or KERNELS_OF.get(file.key.partition("/")[0], ())
 
 
 @cache
@@ -48,4 +56,4 @@ def changes_since(commit: str, paths: tuple[str, ...]) -> int | None:
 
 def changes(file: Stored) -> int | None:
     """How many commits have changed the kernels of a run since; None where that is not known."""
-    return changes_since(file.run.commit, KERNELS_OF.get(file.key.partition("/")[0], ()))
+    return changes_since(file.run.commit, kernels_of(file))

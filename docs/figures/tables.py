@@ -153,11 +153,20 @@ TABLES = {
         {"dense": "dense", "butterfly": "butterfly", "local": "local", "PyTorch's own attention, dense": "sdpa"},
         {"five tasks, geometric mean": "mean-of-five-tasks"}, "lra/{column}/speed/{row}", "attention",
     ),
+    "lra-accuracies": Table(
+        {"ListOps, 2,000 tokens, 3.4 million parameters": "listops/accuracy/listops-modern",
+         "ListOps, the Nystromformer's sizes, 100,000 steps": "listops/accuracy/listops-nystromformer-100000",
+         "Pathfinder-32, easier paths first": "pathfinder32/accuracy/pf32-modern-hard",
+         "Pathfinder-32, with pixel labels in training": "pathfinder32/accuracy/pf32-modern-labels",
+         "training steps beside standard attention, five tasks": "mean-of-five-tasks/speed"},
+        {"dense": "dense", "butterfly": "butterfly", "local": "local"}, "lra/{row}/{column}", "task", "not run",
+        "right answers of one run each",
+    ),
     "pathx": Table(
         {"labels alone, block-sparse": "labels-alone/block-sparse", "labels alone, dense": "labels-alone/dense",
          "labels alone, a U-Net": "labels-alone/unet", "pixel labels in training": "pixel-labels/block-sparse"},
         {"Path-X": "path-x", "Path-256": "path-256", "Path-512": "path-512"}, "pathx/{column}/accuracy/{row}",
-        "right answers", "not run", "mean and deviation of all seeds; of one run, the standard error of its test",
+        "right answers", "not run", "mean and deviation of all runs; where none is given, one run",
     ),
     "lm-losses": Table(
         {"16,384 tokens, dense": "16384-dense", "16,384 tokens, `local \\| butterfly`": "16384-local-or-butterfly",
@@ -168,7 +177,7 @@ TABLES = {
         {"dense": "dense", "shared blocks": "shared-blocks", "MoBA": "moba", "NSA": "nsa", "VSA": "vsa",
          "a window": "window"},
         {"16,384 tokens": "recall/16384/right-answers/{row}", "256 tokens": "recall/256/right-answers/{row}"},
-        "", "right answers", note="mean and deviation of all seeds; where none is given, one seed",
+        "", "right answers", note="mean and deviation of all runs; where none is given, one run",
     ),
     "exactness": Table(
         {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "TF32 products": "tf32"},

@@ -59,7 +59,7 @@ def found_below(folder: Path) -> list[tuple[str, dict[str, Any]]]:
             values = json.loads(path.read_text())
         if isinstance(values, dict) and "sha256" in values and values.get("results"):
             found.append((path.parent.name if path.stem == "model" else path.stem, values))
-    return found
+    return sorted(found, key=lambda each: each[0])
 
 
 def with_error(found: dict[str, Any]) -> str:

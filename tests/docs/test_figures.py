@@ -212,6 +212,11 @@ def test_the_age_of_a_run_is_read_from_the_history_of_its_kernels():
     assert missing == set()
 
 
+def test_every_stored_run_is_about_kernels_or_is_a_record():
+    unknown = [key for key, file in store.stored().items() if not stale.kernels_of(file)]
+    assert {key.partition("/")[0] for key in unknown} == stale.RECORDS
+
+
 @pytest.mark.parametrize(
     ("text", "found"),
     [
