@@ -46,7 +46,7 @@ class ElementMask:
 
 
 def row_multiple(implementation: str, block: int) -> int:
-    """The multiple of tokens a row for which the implementation is fastest.
+    """Rows whose length is a multiple of this number of tokens are fastest.
 
     `sparseflash` works in whole mask blocks. `standard` stores rows of scores, and matrix products are slow unless rows
     begin at multiples of 16 bytes, so it needs multiples of eight. `sdpa` stores no scores.
