@@ -151,14 +151,14 @@ TABLES = {
     ),
     "lra-speed": Table(
         {"dense": "dense", "butterfly": "butterfly", "local": "local", "PyTorch's own attention, dense": "sdpa"},
-        {"five tasks, geometric mean": "mean-of-five-tasks"}, "lra/{column}/speed/{row}", "attention",
+        {"five tasks, geometric mean": "mean-of-5-tasks"}, "lra/{column}/speed/{row}", "attention",
     ),
     "lra-accuracies": Table(
         {"ListOps, 2,000 tokens, 3.4 million parameters": "listops/accuracy/listops-modern",
          "ListOps, the Nystromformer's sizes, 100,000 steps": "listops/accuracy/listops-nystromformer-100000",
          "Pathfinder-32, easier paths first": "pathfinder32/accuracy/pf32-modern-hard",
          "Pathfinder-32, with pixel labels in training": "pathfinder32/accuracy/pf32-modern-labels",
-         "training steps beside standard attention, five tasks": "mean-of-five-tasks/speed"},
+         "training steps beside standard attention, five tasks": "mean-of-5-tasks/speed"},
         {"dense": "dense", "butterfly": "butterfly", "local": "local"}, "lra/{row}/{column}", "task", "not run",
         "right answers of one run each",
     ),
