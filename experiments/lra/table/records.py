@@ -49,7 +49,8 @@ def of_accuracies(accuracies: Iterable[Accuracy]) -> list[Measurement]:
     """The accuracy of each setting in percent: the mean of all its seeds, and their deviation."""
     found = []
     for each in accuracies:
-        name = f"lra/{each.task.replace(', ', '-')}/accuracy/{each.folder.replace('/', '-')}/{each.variant}"
+        run = each.folder.replace(f"-{each.variant}", "", 1).replace("/", "-")
+        name = f"lra/{each.task.replace(', ', '-')}/accuracy/{run}/{each.variant}"
         settings = {"seeds": each.seeds, "steps": each.steps, "minutes": each.training_seconds / 60}
         value = 100 * each.mean
         if each.std is None or not math.isfinite(each.std) or not value:
