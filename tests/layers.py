@@ -379,6 +379,8 @@ MAY_IMPORT = {
     ),
     f"{_BENCHMARKS}/distributed": (f"{_BENCHMARKS}/distributed", _HARNESS, "experiments/training", *PUBLIC),
     f"{_BENCHMARKS}/exactness": (
+        _HARNESS,
+        "experiments/measurements.py",
         _INTERPRETER,
         f"{_BENCHMARKS}/timing.py",
         "experiments/training",
