@@ -359,6 +359,7 @@ MAY_IMPORT = {
     ),
     f"{_BENCHMARKS}/tune": (
         _HARNESS,
+        "experiments/measurements.py",
         _INTERPRETER,
         f"{_BENCHMARKS}/compile",
         f"{_BENCHMARKS}/speed",
