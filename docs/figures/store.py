@@ -14,7 +14,12 @@ RESULTS = ROOT / "experiments" / "results"
 DIGITS = 3  # significant ones of a value
 TEN, THOUSAND = 10, 1000
 # What a time can be shown as: the setting that says how much was done, and how much of it a millisecond is one.
-RATES = {"TFLOP/s": ("flops", 1e9), "GB/s": ("bytes", 1e6)}
+RATES = {
+    "TFLOP/s": ("flops", 1e9),
+    "GB/s": ("bytes", 1e6),
+    "tokens/s": ("items", 1e-3),
+    "images/s": ("items", 1e-3),
+}
 DEFAULT = "h200"  # the file that a name without `@ FILE` is from, where several have it
 
 
