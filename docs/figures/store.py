@@ -65,7 +65,7 @@ class Figure:
 
     text: str
     file: Stored
-    spread: float  # relative, the largest of what it is made of
+    spread: float  # relative, the largest of its measurements
     unit: str = ""
 
 
@@ -174,7 +174,7 @@ def _expression(pattern: str) -> re.Pattern[str]:
 
 
 def _filled(pattern: str, stands: tuple[str, ...]) -> str:
-    """The pattern with what its wildcards stand for, in their order."""
+    """The pattern with its wildcards replaced, in their order."""
     given = iter(stands)
     try:
         return _WILD.sub(lambda _: next(given), pattern)

@@ -205,7 +205,7 @@ def test_the_age_of_a_run_is_read_from_the_history_of_its_kernels():
     paths = stale.KERNELS_OF["speed"]
     if stale.changes_since("f8db2f94", paths) is None:
         pytest.skip("git has no history here")
-    assert stale.changes_since("0000000000", paths) is None  # a commit that there is not
+    assert stale.changes_since("0000000000", paths) is None  # no such commit
     assert stale.changes_since("f8db2f94", paths) > 0
     assert stale.changes_since("f8db2f94+changes", paths) == stale.changes_since("f8db2f94", paths)
     missing = {path for paths in stale.KERNELS_OF.values() for path in paths if not (store.ROOT / path).exists()}
