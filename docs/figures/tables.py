@@ -1,6 +1,6 @@
 """The tables and sentences of the pages, as data: which figure stands in which cell.
 
-A cell is a request as in a page (`store.figure`). The values beside the labels replace its `{row}` and `{column}`. Where
+A cell is a request as in a page (`store.figure`). The values beside the labels replace its `{row}` and `{column}`. If
 `cell` is empty, the column is the request.
 """
 

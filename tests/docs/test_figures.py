@@ -247,3 +247,22 @@ def test_a_sentence_may_be_allowed_while_it_is_there(tmp_path):
 def test_the_figures_of_the_pages_are_those_of_the_store():
     """`python -m docs.figures` writes what this test says is out of date."""
     assert command.problems([filled(path) for path in marks.pages()]) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "printed"),
+    [
+        (["--names", "speed/dense/128/forward/fa4"], 0, "speed/dense/128/forward/fa4 @ h200  "),
+        (["--stale"], 0, "speed/h200 is old"),
+        (["--check"], 1, "page.md is out of date: run python -m docs.figures"),
+        ([], 0, "page.md"),
+    ],
+)
+def test_the_command_lists_checks_and_writes(page, monkeypatch, capsys, words, status, printed):
+    found = page("The <!-- text: triton-versions --><!-- /text -->\n")
+    monkeypatch.setattr(command, "pages", lambda: [found.path])
+    monkeypatch.setattr(command, "stale", lambda checked: ["speed/h200 is old"])
+    monkeypatch.setattr("sys.argv", ["docs.figures", *words])
+    assert command.main() == status
+    assert printed in capsys.readouterr().out
+    assert (found.path.read_text() == found.after) == (words == [])
