@@ -359,6 +359,7 @@ MAY_IMPORT = {
     ),
     f"{_BENCHMARKS}/tune": (
         _HARNESS,
+        "experiments/measurements.py",
         _INTERPRETER,
         f"{_BENCHMARKS}/compile",
         f"{_BENCHMARKS}/speed",
@@ -379,6 +380,8 @@ MAY_IMPORT = {
     ),
     f"{_BENCHMARKS}/distributed": (f"{_BENCHMARKS}/distributed", _HARNESS, "experiments/training", *PUBLIC),
     f"{_BENCHMARKS}/exactness": (
+        _HARNESS,
+        "experiments/measurements.py",
         _INTERPRETER,
         f"{_BENCHMARKS}/timing.py",
         "experiments/training",

@@ -1,7 +1,7 @@
 """Figures and tables in the pages, written from the stored runs in `experiments/results`; nobody edits them by hand.
 
     python -m docs.figures            # rewrites them in README.md, docs/pages and docstrings
-    python -m docs.figures --check    # says what is out of date or wrong, and changes nothing
+    python -m docs.figures --check    # lists errors and outdated figures, and changes nothing
     python -m docs.figures --stale    # lists the runs whose kernels have changed since, and the pages that cite them
     python -m docs.figures --names 'speed/*/64/forward/*'    # lists what is stored
 

@@ -40,9 +40,7 @@ class Page:
     cited: dict[str, Stored] = field(default_factory=dict)  # the runs of its figures, by BENCHMARK/FILE
     named: set[str] = field(default_factory=set)  # those whose device and commit the page names
     errors: list[str] = field(default_factory=list)
-    unmarked: list[str] = field(
-        default_factory=list
-    )  # runs older than their kernels, of which the page does not say so
+    unmarked: list[str] = field(default_factory=list)  # runs older than their kernels that the page does not mark
 
     @property
     def name(self) -> str:
@@ -95,7 +93,7 @@ def _misplaced(page: Page, pieces: list[tuple[str, str]]) -> list[str]:
 
 
 def _written(page: Page, mark: str, last: bool, results: Path) -> str:
-    """A mark filled in: those of kind `runs` when it is their turn."""
+    """A mark filled in; marks of kind `runs` wait for the last pass."""
     found = MARK.fullmatch(mark)
     if found is None or (found[1] == "runs") != last:
         return mark
@@ -157,7 +155,7 @@ def caption(file: Stored, page: Page, old: str) -> str:
 
 
 def contradictions(checked: list[Page]) -> list[str]:
-    """Requests for which two places showed different figures before the pages were filled in."""
+    """Requests with different figures in two places, before the pages were filled in."""
     shown: dict[str, dict[str, set[str]]] = {}
     for page in checked:
         for request, texts in page.shown.items():

@@ -14,7 +14,12 @@ RESULTS = ROOT / "experiments" / "results"
 DIGITS = 3  # significant ones of a value
 TEN, THOUSAND = 10, 1000
 # What a time can be shown as: the setting that says how much was done, and how much of it a millisecond is one.
-RATES = {"TFLOP/s": ("flops", 1e9), "GB/s": ("bytes", 1e6)}
+RATES = {
+    "TFLOP/s": ("flops", 1e9),
+    "GB/s": ("bytes", 1e6),
+    "tokens/s": ("items", 1e-3),
+    "images/s": ("items", 1e-3),
+}
 DEFAULT = "h200"  # the file that a name without `@ FILE` is from, where several have it
 
 
@@ -60,7 +65,7 @@ class Figure:
 
     text: str
     file: Stored
-    spread: float  # relative, the largest of what it is made of
+    spread: float  # relative, the largest of its measurements
     unit: str = ""
 
 
@@ -169,7 +174,7 @@ def _expression(pattern: str) -> re.Pattern[str]:
 
 
 def _filled(pattern: str, stands: tuple[str, ...]) -> str:
-    """The pattern with what its wildcards stand for, in their order."""
+    """The pattern with its wildcards replaced, in their order."""
     given = iter(stands)
     try:
         return _WILD.sub(lambda _: next(given), pattern)

@@ -16,7 +16,7 @@ class Table:
     columns: dict[str, str]
     cell: str
     corner: str = ""
-    absent: str = ""  # the text for what was not measured; empty: every cell must be there
+    absent: str = ""  # the text of a missing cell; empty: every cell must be there
     note: str = ""  # follows the run below the table
     last: str = ""  # a line of Markdown below the rows
     units: bool = True  # whether cells have units

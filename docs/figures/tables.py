@@ -1,7 +1,7 @@
 """The tables and sentences of the pages, as data: which figure stands in which cell.
 
-A cell is a request as in a page (`store.figure`), in which `{row}` and `{column}` stand for what the labels stand for.
-Where `cell` is empty, the column is the request.
+A cell is a request as in a page (`store.figure`). The values beside the labels replace its `{row}` and `{column}`. If
+`cell` is empty, the column is the request.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _BOTH = {"forward": "forward", "forward and backward": "both"}
 _CHANGES = {"sink": "sink", "ALiBi, fixed": "fixed_alibi", "ALiBi, learned": "alibi", "soft cap": "softcap",
             "T5's table": "table", "biases of keys": "key_bias", "biases of pairs": "bias",
             "biases of live tiles": "tile_bias", "a function": "function"}  # fmt: skip
-_THEIRS = "the other library's time over ours: above 1 ours is faster"
+_THEIRS = "time of the other library / time of sparseflash: above 1 sparseflash is faster"
 
 
 def _speed(peer: str, masks: dict[str, str] = _SIX) -> Table:
-    """A peer's time over ours: masks by passes."""
+    """A peer's time divided by our time: masks by passes."""
     names = "speed/{row}/{column}/"
     return Table(masks, _PASSES, f"{names}{peer} / {names}sparseflash", "mask, live scores", "none", _THEIRS)
 
@@ -34,7 +34,7 @@ def _over(first: str, second: str, file: str = "") -> str:
 
 
 def _two_gpus(heads: str, file: str, *ways: str) -> dict[str, str]:
-    """Columns: the time of one GPU over that of two, by way and pass."""
+    """Columns: the time of one GPU divided by the time of two, by way and pass."""
     name = f"distributed/{{row}}/{heads}"
     return {
         f"{way}, {label}": _over(f"{name}/{passed}/one-gpu", f"{name}/{passed}/{way}", file)
@@ -80,12 +80,12 @@ TABLES = {
     "layer": Table(
         {"dense": "dense", "causal": "causal", "butterfly": "butterfly", "local": "local"},
         {"D=128": "128", "D=64": "64"}, _over(f"{_LAYERS}/fa4", f"{_LAYERS}/sparseflash"),
-        "a training step of one layer", note="FlashAttention-4's time over ours",
+        "a training step of one layer", note="time of FlashAttention-4 / time of sparseflash",
     ),
     "scores": Table(
         _CHANGES, {f"D={dim} {label}": f"{dim}/{{row}}/{name}" for dim in (128, 64) for label, name in _BOTH.items()},
         "scores/{column}/sparseflash / scores/{column}/sparseflash-plain", "change of scores",
-        note="its time over that of plain attention: 1 is free", bold=False,
+        note="time with the change / time of plain attention", bold=False,
     ),
     "scores-beside-flex": Table(
         {"plain": "plain", **{label: name for label, name in _CHANGES.items() if name != "sink"}}, _BOTH,
@@ -112,14 +112,14 @@ TABLES = {
          for batch, tokens in ((1, 4096), (1, 16384), (1, 65536), (8, 4096), (8, 16384))},
         {"static caches": "static-cache", "dynamic caches": "dynamic-cache"},
         _over(f"{_GENERATE}/sdpa", f"{_GENERATE}/sparseflash"), "prompts", "none",
-        "the time a token of PyTorch's own attention over ours: above 1 ours is faster",
+        "time a token of PyTorch's own attention / time of sparseflash: above 1 sparseflash is faster",
     ),
     "transformers": Table(
         {"GPT-2": "gpt2", "Gemma 2": "gemma2", "T5": "t5", "Swin": "swin", "gpt-oss": "gpt-oss"},
-        {f"{label}, {way}": _over(f"{_TRANSFORMERS}/{way}/sparseflash", f"{_TRANSFORMERS}/{way}/{peer}")
+        {f"{label}, {way}": _over(f"{_TRANSFORMERS}/{way}/{peer}", f"{_TRANSFORMERS}/{way}/sparseflash")
          for label, peer in (("PyTorch's own", "sdpa"), ("FlashAttention-4", "fa4"), ("FlexAttention", "flex"))
          for way in ("forward", "training-step")},
-        "", "model", "none", "our tokens/s over the other attention's: above 1 ours is faster",
+        "", "model", "none", "time of the other attention / time of sparseflash: above 1 sparseflash is faster",
     ),
     "chosen": Table(
         _CHOSEN,
@@ -136,29 +136,29 @@ TABLES = {
         {"causal": "causal", "a window of 4,096 keys": "window-4096", "and 64 sinks": "window-4096-and-64-sinks",
          "documents": "documents", "butterfly": "butterfly", "BigBird": "bigbird"},
         _two_gpus("heads32of8", "h200x2", "auto", "all-gather"), "", "32:8 heads, 131,072 tokens",
-        note="the time of one GPU over that of two",
+        note="time of one GPU / time of two",
     ),
     "distributed-16-heads": Table(
         {"a window of 4,096 keys": "window-4096", "documents": "documents", "butterfly": "butterfly",
          "BigBird": "bigbird"},
         _two_gpus("heads16of16", "h200x2-16-heads", "auto"), "", "16 heads, 131,072 tokens",
-        note="the time of one GPU over that of two",
+        note="time of one GPU / time of two",
     ),
     "distributed-dense": Table(
         {"dense": "dense", "causal": "causal"},
         _two_gpus("heads16of16", "h200x2-context-parallel", "auto", "context-parallel"), "", "16 heads, 131,072 tokens",
-        note="the time of one GPU over that of two",
+        note="time of one GPU / time of two",
     ),
     "lra-speed": Table(
         {"dense": "dense", "butterfly": "butterfly", "local": "local", "PyTorch's own attention, dense": "sdpa"},
-        {"five tasks, geometric mean": "mean-of-five-tasks"}, "lra/{column}/speed/{row}", "attention",
+        {"five tasks, geometric mean": "mean-of-5-tasks"}, "lra/{column}/speed/{row}", "attention",
     ),
     "lra-accuracies": Table(
         {"ListOps, 2,000 tokens, 3.4 million parameters": "listops/accuracy/listops-modern",
          "ListOps, the Nystromformer's sizes, 100,000 steps": "listops/accuracy/listops-nystromformer-100000",
          "Pathfinder-32, easier paths first": "pathfinder32/accuracy/pf32-modern-hard",
          "Pathfinder-32, with pixel labels in training": "pathfinder32/accuracy/pf32-modern-labels",
-         "training steps beside standard attention, five tasks": "mean-of-five-tasks/speed"},
+         "training steps beside standard attention, five tasks": "mean-of-5-tasks/speed"},
         {"dense": "dense", "butterfly": "butterfly", "local": "local"}, "lra/{row}/{column}", "task", "not run",
         "right answers of one run each",
     ),
@@ -182,7 +182,7 @@ TABLES = {
     "exactness": Table(
         {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "TF32 products": "tf32"},
         {"portable kernels": "worst/triton", "kernels for Hopper": "worst/hopper", "cases": "cases/triton"},
-        "exactness/{row}/{column}", "largest error over what is allowed", "none", units=False,
+        "exactness/{row}/{column}", "largest error / allowed error", "none", units=False,
     ),
     "triton-versions": Table(
         versions.rows(), {"forward": "forward", "backward": "backward"}, versions.CELL, corner=versions.CORNER,

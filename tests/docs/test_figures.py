@@ -205,7 +205,7 @@ def test_the_age_of_a_run_is_read_from_the_history_of_its_kernels():
     paths = stale.KERNELS_OF["speed"]
     if stale.changes_since("f8db2f94", paths) is None:
         pytest.skip("git has no history here")
-    assert stale.changes_since("0000000000", paths) is None  # a commit that there is not
+    assert stale.changes_since("0000000000", paths) is None  # no such commit
     assert stale.changes_since("f8db2f94", paths) > 0
     assert stale.changes_since("f8db2f94+changes", paths) == stale.changes_since("f8db2f94", paths)
     missing = {path for paths in stale.KERNELS_OF.values() for path in paths if not (store.ROOT / path).exists()}
@@ -247,3 +247,22 @@ def test_a_sentence_may_be_allowed_while_it_is_there(tmp_path):
 def test_the_figures_of_the_pages_are_those_of_the_store():
     """`python -m docs.figures` writes what this test says is out of date."""
     assert command.problems([filled(path) for path in marks.pages()]) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "printed"),
+    [
+        (["--names", "speed/dense/128/forward/fa4"], 0, "speed/dense/128/forward/fa4 @ h200  "),
+        (["--stale"], 0, "speed/h200 is old"),
+        (["--check"], 1, "page.md is out of date: run python -m docs.figures"),
+        ([], 0, "page.md"),
+    ],
+)
+def test_the_command_lists_checks_and_writes(page, monkeypatch, capsys, words, status, printed):
+    found = page("The <!-- text: triton-versions --><!-- /text -->\n")
+    monkeypatch.setattr(command, "pages", lambda: [found.path])
+    monkeypatch.setattr(command, "stale", lambda checked: ["speed/h200 is old"])
+    monkeypatch.setattr("sys.argv", ["docs.figures", *words])
+    assert command.main() == status
+    assert printed in capsys.readouterr().out
+    assert (found.path.read_text() == found.after) == (words == [])

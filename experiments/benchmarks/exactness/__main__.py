@@ -1,101 +1,96 @@
 """`python -m experiments.benchmarks.exactness`: how exact results are.
 
 SPARSEFLASH_EXACTNESS=records pytest -m gpu tests/backends/test_exactness.py
-python -m experiments.benchmarks.exactness drawn records --about "one H100" --out experiments/results/exactness.md
+python -m experiments.benchmarks.exactness drawn records --out runs/exactness/drawn.jsonl
 python -m experiments.benchmarks.exactness large --out runs/exactness
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
-from experiments.benchmarks.exactness.summary import markdown, read
+from experiments.benchmarks.exactness.summary import ALLOWED, condense, read
+from experiments.benchmarks.harness import Bench, Commit, Device, Out, chosen, reason, slug
 from experiments.benchmarks.interpreter import run_kernels_on
-from experiments.training.atomic_files import write_csv
+from experiments.measurements import current_run
 from experiments.training.cli_errors import short_errors
+from experiments.training.distributed import find_device
+from experiments.training.environment import command_line
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-console = Console(width=120)
 
 
 @app.command()
 def drawn(
     records: Annotated[list[Path], typer.Argument(exists=True, help="Files or folders of *.jsonl records.")],
     about: Annotated[
-        list[str] | None, typer.Option(help="Device, versions, command; may be repeated, a line each.")
+        list[str] | None, typer.Option(help="How the records were made: the command; may be repeated.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Write the page here too.")] = None,
+    commit: Commit = None,
+    out: Out = Path("runs/exactness/drawn.jsonl"),
 ) -> None:
     """Condense the records that the exactness tests leave. Exits with 1 if a case exceeds what is allowed."""
     with short_errors():
-        frame = read(records)
-    page = markdown(frame, about or [])
-    print(page, end="")
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(page, encoding="utf-8")
-    if (frame["worst"] > 1).any():
+        found = read(records)
+    device = find_device("auto")
+    run = current_run(device, command_line("experiments.benchmarks.exactness"), commit=commit, helped=about or ())
+    bench = Bench("exactness", run, out, device)
+    condense(bench, found)
+    bench.finish()
+    worst = max(found, key=lambda each: float(each["worst"]))
+    wrong = sum(each["worst"] > 1 for each in found)
+    verdict = f"{wrong:,} beyond what is allowed" if wrong else "all within what is allowed"
+    print(
+        f"{len(found):,} drawn cases, {verdict}; the worst ({worst['dtype']}, {worst['worst']:.3f}): {worst['problem']}"
+    )
+    if wrong:
         raise typer.Exit(1)
 
 
 @app.command()
 def large(
     case: Annotated[list[str] | None, typer.Option(help="May be repeated.", show_default="all")] = None,
-    device: Annotated[str, typer.Option(help="cuda; or cpu, a test of this command with tiny sizes.")] = "cuda",
-    commit: Annotated[str | None, typer.Option(help="The measured commit, if git cannot tell.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder of large.csv.")] = Path("runs/exactness"),
+    device: Device = "cuda",
+    commit: Commit = None,
+    out: Out = Path("runs/exactness/large.jsonl"),
 ) -> None:
     """Compare cases near numeric limits with fp64: positions past 2^24, large strides, more than 2^31 elements.
 
     Takes about two minutes (estimated) and 60 GB of an H200. Exits with 1 if an error exceeds its tolerance or a case
     fails.
     """
-    run_kernels_on(device)
+    run_kernels_on(device)  # before Triton is imported
     import torch
 
     from experiments.benchmarks.exactness.large import CASES, Scale, compared
     from experiments.benchmarks.timing import first_call
-    from experiments.training.environment import command_line, environment
 
-    names = case or list(CASES)
-    if unknown := set(names) - set(CASES):
-        raise typer.BadParameter(f"case must be of {'; '.join(CASES)}; got {', '.join(sorted(unknown))}")
-    at = Scale(torch.device(device), tiny=device != "cuda")
-    is_hopper = device == "cuda" and torch.cuda.get_device_capability()[0] == 9
-    facts = environment(at.device, command_line("experiments.benchmarks.exactness"), commit)
-    out.mkdir(parents=True, exist_ok=True)
-    rows: list[dict[str, Any]] = []
-    failures = 0
-    table = Table(box=box.SIMPLE)
-    for column in ("case", "backend", "result", "error", "allowed", "ratio", "s"):
-        table.add_column(column, justify="left" if column in ("case", "backend", "result") else "right")
+    names = chosen("--case", case, CASES)
+    bench = Bench.start("exactness", device, commit, out)
+    at = Scale(bench.device, tiny=device == "cpu")
+    is_hopper = device != "cpu" and torch.cuda.get_device_capability()[0] == 9
+    dtype = str(at.dtype).removeprefix("torch.")
     for name in names:
         for backend in CASES[name][1]:
             if backend == "hopper" and not is_hopper:
                 continue
+            path = f"large/{slug(name)}/{dtype}"
             try:
                 seconds, found = first_call(lambda: list(compared(name, backend, at)), at.device)  # noqa: B023
             except (RuntimeError, ValueError) as failure:  # the other cases still run
-                console.print(f"{name}, {backend}: {type(failure).__name__}: {failure}", soft_wrap=True)
-                failures += 1
+                bench.add(f"{path}/out/{backend}", None, ALLOWED, failure=reason(failure))
                 continue
             for row in found:
-                rows.append(row | {"seconds": round(seconds, 1)} | facts)
-                table.add_row(
-                    name, backend, str(row["result"]), f"{row['error']:.2e}", f"{row['allowed']:.2e}",
-                    f"{row['ratio']:.2f}", f"{seconds:.1f}",
-                )  # fmt: skip
-            write_csv(out / "large.csv", rows)
-            if device == "cuda":
+                shared = {"error": row["error"], "allowed": row["allowed"], "seconds": round(seconds, 1)}
+                bench.add(f"{path}/{row['result']}/{backend}", row["ratio"], ALLOWED, **shared)
+            bench.save()
+            if device != "cpu":
                 torch.cuda.empty_cache()
-    console.print(table)
-    if failures or any(row["ratio"] > 1 for row in rows):
+    bench.finish()
+    if any(each.value is None or not each.value <= 1 for each in bench.measurements):
         raise typer.Exit(1)
 
 

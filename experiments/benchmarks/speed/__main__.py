@@ -12,6 +12,7 @@ import typer
 
 from experiments.benchmarks.harness import Bench, Commit, Out, Seed
 from experiments.benchmarks.speed import peers as known
+from experiments.benchmarks.speed import picture, workload_ways
 from experiments.benchmarks.speed.cases import CASES, GROUPS, Case, select
 from experiments.benchmarks.speed.findings import findings
 from experiments.benchmarks.speed.inputs import Options
@@ -60,6 +61,10 @@ def main(
         str | None,
         typer.Option(help=f"Comma-separated, from {', '.join(PEERS)}; none: ours alone.", show_default="all that fit"),
     ] = None,
+    workloads: Annotated[
+        bool,
+        typer.Option("--workloads", help="Instead: workloads of models, by name with --cases. An hour of an H200."),
+    ] = False,
     flex_autotune: Annotated[
         bool, typer.Option("--flex-autotune", help="Tune FlexAttention in every case: over a minute a shape.")
     ] = False,
@@ -88,6 +93,8 @@ def main(
     nothing. Error: of ours against fp64, output and gradients, in units of the yardstick (at most 1 is right). Ends
     with 1 if ours was wrong or failed somewhere, with 2 for options that cannot be served.
     """
+    if workloads:
+        raise typer.Exit(_workloads(cases, peers, flex_autotune, device, minutes, seed, commit, out))
     if list_:
         for name, question in GROUPS.items():
             print(f"{name}: {question}\n    {', '.join(case.name for case in CASES if case.group == name)}")
@@ -117,6 +124,31 @@ def main(
     print(*findings(bench.measurements), sep="\n")
     if any(row.peer == OURS and row.status in (WRONG, FAILED) for row in rows):
         raise typer.Exit(1)
+
+
+def _workloads(
+    cases: str, peers: str | None, flex_autotune: bool, device: str, minutes: float | None, seed: int,
+    commit: str | None, out: Path,
+) -> int:  # fmt: skip
+    """Times workloads; 1 if ours was wrong or failed in one."""
+    offered = workload_ways.PEERS
+    try:
+        names = named(peers, offered) if peers is not None else offered[:-1]
+        chosen = workload_ways.select(cases)
+    except ValueError as failure:
+        raise typer.BadParameter(str(failure)) from None
+    if flex_autotune:
+        names = tuple(dict.fromkeys((*names, "flex-autotune")))
+    bench = Bench.start("workloads", device, commit, out, module="speed", seed=seed)
+    if bench.device.type == "cpu":
+        chosen = [each.shrunk() for each in chosen]
+    right = workload_ways.run_all(bench, chosen, names, seed, float("inf") if minutes is None else minutes)
+    bench.finish()
+    print("The fastest peer's time over ours, above 1 ours is faster:")
+    for row, (times, peer) in workload_ways.cells(bench.measurements).items():
+        print(f"{row}: {times:.2f} ({peer})")
+    picture.save(bench.measurements, f"{bench.run.device}, {bench.run.commit}", bench.path.with_suffix(".png"))
+    return 0 if right else 1
 
 
 if __name__ == "__main__":

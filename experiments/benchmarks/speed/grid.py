@@ -33,7 +33,7 @@ class Grid(NamedTuple):
         """Whether score (q, k) is live, for positions in the order of tiles, of any type that has the operators."""
         q_row, q_col = self._place(q)
         k_row, k_col = self._place(k)
-        return _near(q_row, k_row, self.height, self.window_height) & _near(q_col, k_col, self.width, self.window_width)
+        return near(q_row, k_row, self.height, self.window_height) & near(q_col, k_col, self.width, self.window_width)
 
     def _place(self, token: Any) -> tuple[Any, Any]:
         tokens, across = self.tile_height * self.tile_width, self.width // self.tile_width
@@ -51,7 +51,8 @@ class Grid(NamedTuple):
         return full, np.kron(some_rows, some_cols) & ~full
 
 
-def _near(q: Any, k: Any, side: int, window: int) -> Any:
+def near(q: Any, k: Any, side: int, window: int) -> Any:
+    """Whether k is in the window of q, on one axis."""
     # The window begins at s = min(max(q - window // 2, 0), side - window); s <= k < s + window without minima.
     first = q - window // 2
     return ((k >= first) | (k >= side - window)) & ((k < first + window) | (k < window))
@@ -59,9 +60,8 @@ def _near(q: Any, k: Any, side: int, window: int) -> Any:
 
 def _tiles_near(side: int, window: int, tile: int) -> tuple[np.ndarray, np.ndarray]:
     places = np.arange(side)
-    near = _near(places[:, None], places[None, :], side, window)
-    near = near.reshape(side // tile, tile, side // tile, tile)
-    return near.any((1, 3)), near.all((1, 3))
+    live = near(places[:, None], places[None, :], side, window).reshape(side // tile, tile, side // tile, tile)
+    return live.any((1, 3)), live.all((1, 3))
 
 
 def grid(length: int, block: int) -> Grid:

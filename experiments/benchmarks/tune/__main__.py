@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import csv
-import platform
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
-from experiments.benchmarks.harness import chosen
+from experiments.benchmarks.harness import Bench, Commit, Out, Rounds, chosen
 from experiments.benchmarks.interpreter import compile_kernels
+
+if TYPE_CHECKING:
+    from experiments.benchmarks.tune.compiling import Compiled
+    from experiments.benchmarks.tune.space import Target
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 console = Console()
 
 WORTH = 0.98  # a candidate replaces the shipped configuration if it takes at most this part of its time
+SHIPPED = "of the shipped configuration's time"  # the unit of a candidate's time, its mean over the masks
+CHECKED = 3  # of the fastest candidates
 
 
 @app.command()
@@ -46,10 +48,11 @@ def main(
     ] = None,
     compile_only: Annotated[bool, typer.Option("--compile-only", help="Needs no GPU: what may be timed.")] = False,
     length: Annotated[int, typer.Option(help="Tokens of the timed masks.")] = 16384,
-    rounds: Annotated[int, typer.Option(help="Turns that each candidate takes under each mask.")] = 3,
+    rounds: Rounds = 3,
     round_ms: Annotated[float, typer.Option(help="Milliseconds of a turn.")] = 30.0,
     workers: Annotated[int | None, typer.Option(help="Processes that compile.", show_default="all cores")] = None,
-    out: Annotated[Path, typer.Option(help="Where tune.csv goes.")] = Path("runs/tune"),
+    commit: Commit = None,
+    out: Out = Path("runs/tune"),
     write: Annotated[bool, typer.Option("--write", help="Put what is faster into configs.py.")] = False,
 ) -> None:
     """Find tile sizes for the kernels. A candidate is compiled; one that spills registers or whose matrix instructions
@@ -62,6 +65,8 @@ def main(
     from experiments.benchmarks.tune.compiling import compile_candidates
     from experiments.benchmarks.tune.measuring import KINDS
     from experiments.benchmarks.tune.space import ARITHMETICS, DIMS, KERNELS, Target, candidates, configs_of
+    from experiments.measurements import current_run
+    from experiments.training.environment import command_line
     from experiments.training.progress_bar import counting_bar
     from sparseflash.backends.triton.shared_memory import shared_memory
 
@@ -92,63 +97,62 @@ def main(
         compiled = compile_candidates(
             wanted, arch, shared_memory(arch), spills=bool(named), workers=workers, progress=progress
         )
-    rows: dict[Any, dict[str, Any]] = {
-        (each.target, each.config): each.target._asdict()
-        | each.config._asdict()
-        | {"dropped": each.why, "ratio": "", "error": ""}
-        | ({"used registers": each.report.registers, "spilled": each.report.spilled} if each.report else {})
-        for each in compiled
-    }
-    out.mkdir(parents=True, exist_ok=True)
-    good = {target: [each.config for each in compiled if each.target == target and not each.why] for target in targets}
-    for target, configs in good.items():
-        console.print(f"{target}: {len(configs)} of {len(wanted[target])} candidates compile as they should")
-    if not compile_only:
-        _time(good, tuple(mask or KINDS), length, rounds, round_ms, write, rows)
-    path = out / "tune.csv"
-    with open(path, "w", newline="") as file:
-        names = list(dict.fromkeys(name for row in rows.values() for name in row))
-        writer = csv.DictWriter(file, names)
-        writer.writeheader()
-        writer.writerows(rows.values())
-    console.print(f"All candidates: {path}", soft_wrap=True)
+    run = current_run(torch.device("cpu" if compile_only else "cuda"), command_line("experiments.benchmarks.tune"),
+                      commit=commit)  # fmt: skip
+    bench = Bench("tune", run, out, torch.device("cpu" if compile_only else "cuda"), rounds=rounds, round_ms=round_ms)
+    for target in targets:
+        found = [each for each in compiled if each.target == target]
+        good = [each for each in found if not each.why]
+        for each in found:
+            if each.why:
+                bench.add(_path(each), None, SHIPPED, failure=each.why, **_registers(each))
+            elif compile_only and each.report is not None:
+                bench.add(_path(each), float(each.report.registers), "registers", spilled=each.report.spilled)
+        console.print(f"{target}: {len(good)} of {len(found)} candidates compile as they should")
+        if good and not compile_only:
+            _time(bench, target, good, tuple(mask or KINDS), length, write)
+        bench.save()
+    bench.finish()
 
 
-def _time(
-    good: Any, masks: tuple[str, ...], length: int, rounds: int, round_ms: float, write: bool, rows: dict[Any, Any]
-) -> None:
-    """Times the candidates of each target, checks the fastest, and reports."""
+def _path(each: Compiled) -> str:
+    target = each.target
+    loads = "descriptors" if target.descriptors else "pointers"
+    return f"{target.kernel}/{target.arithmetic}/{target.dim}/{each.config}-{loads}"
+
+
+def _registers(each: Compiled) -> dict[str, Any]:
+    return {} if each.report is None else {"registers": each.report.registers, "spilled": each.report.spilled}
+
+
+def _time(bench: Bench, target: Target, good: list[Compiled], masks: tuple[str, ...], length: int, write: bool) -> None:
+    """Times the candidates of a target, checks the fastest, and reports the first that is exact."""
     import torch
 
-    from experiments.benchmarks.tune.measuring import Bench
+    from experiments.benchmarks.tune.measuring import Candidates
     from experiments.benchmarks.tune.table import shipped, write_entry
     from experiments.training.progress_bar import counting_bar
 
-    device = torch.device("cuda")
     capability = torch.cuda.get_device_capability()
-    title = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Python {platform.python_version()}"
-    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for column in ("target", "shipped", "fastest", "time over shipped", *masks, "error"):
-        table.add_column(column)
-    for target, configs in good.items():
-        bench = Bench(target, length, device, masks)
-        with counting_bar(console, str(target), len(masks)) as progress:
-            measured = bench.ratios(configs, rounds=rounds, round_ms=round_ms, progress=progress)
-        for each in measured:
-            row = rows[target, each.config]
-            row["ratio"] = each.mean
-            row |= {f"ratio {kind}": ratio for kind, ratio in each.ratios.items()}
-        for each in measured[:3]:
-            error = bench.error(each.config)
-            rows[target, each.config]["error"] = error
-            if error <= 1:  # False for NaN
-                ratios = (f"{each.ratios[kind]:.3f}" for kind in masks)
-                numbers = (tuple(shipped(target, capability)), tuple(each.config))
-                table.add_row(str(target), *map(str, numbers), f"{each.mean:.3f}", *ratios, f"{error:.2f}")
-                if write and each.mean <= WORTH:
-                    console.print(f"{write_entry(capability, target, each.config)}: {target} is now {each.config}")
-                break
-    console.print(table)
+    candidates = Candidates(target, length, bench.device, masks)
+    with counting_bar(console, str(target), len(masks)) as progress:
+        measured = candidates.ratios(
+            [each.config for each in good], rounds=bench.rounds, round_ms=bench.round_ms, progress=progress
+        )
+    of_config = {each.config: each for each in good}
+    best = None
+    for number, each in enumerate(measured):
+        error = candidates.error(each.config) if number < CHECKED and best is None else None
+        settings = _registers(of_config[each.config]) | {"ratios": each.ratios}
+        bench.add(
+            _path(of_config[each.config]), each.mean, SHIPPED, **settings, **({} if error is None else {"error": error})
+        )
+        if error is not None and error <= 1:  # False for NaN
+            best = each
+    if best is not None:
+        console.print(f"{target}: {best.config} takes {best.mean:.3f} of the time of {shipped(target, capability)}")
+        if write and best.mean <= WORTH:
+            console.print(f"{write_entry(capability, target, best.config)}: {target} is now {best.config}")
 
 
 if __name__ == "__main__":

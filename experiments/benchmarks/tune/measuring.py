@@ -33,7 +33,7 @@ class Measured(NamedTuple):
     mean: float
 
 
-class Bench:
+class Candidates:
     """The inputs and masks of one target, and its kernel as a call."""
 
     def __init__(self, target: Target, length: int, device: torch.device, kinds: Sequence[str] = KINDS) -> None:

@@ -1,17 +1,18 @@
-"""The results as table.json, times.csv, accuracy.csv and table.md."""
+"""The results as table.json, times.jsonl, accuracies.jsonl and table.md."""
 
 from __future__ import annotations
 
-import csv
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
+from experiments.lra.table import records
 from experiments.lra.table.accuracy import Accuracy
 from experiments.lra.table.measure import FAILED, WRONG, Row
 from experiments.lra.table.shapes import FIVE, VARIANTS
+from experiments.measurements import Measurement
+from experiments.measurements import write as write_record
 from experiments.training.atomic_files import write_json, write_text
 from experiments.training.reading import read_json, reading
 
@@ -188,20 +189,18 @@ def write(results: Results, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     rows = {"times": [asdict(row) for row in results.times], "accuracies": [asdict(a) for a in results.accuracies]}
     write_json(out / "table.json", {"facts": results.facts, **rows})
-    _write_csv(rows["times"], out / "times.csv")
-    _write_csv(rows["accuracies"], out / "accuracy.csv")
+    means = {variant: mean_speedup(results.times, variant) for variant in VARIANTS if variant != "standard"}
+    _record(results, out / "times.jsonl", [*records.of_times(results.times), *records.of_means(means)])
+    _record(results, out / "accuracies.jsonl", records.of_accuracies(results.accuracies))
     write_text(out / "table.md", page(results))
 
 
-def _write_csv(lines: list[dict[str, Any]], path: Path) -> None:
-    if not lines:
+def _record(results: Results, path: Path, measurements: list[Measurement]) -> None:
+    """One file of the store, or none without measurements."""
+    if measurements:
+        write_record(path, records.run_of(results.facts), measurements)
+    else:
         path.unlink(missing_ok=True)
-        return
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(lines[0]), lineterminator="\n")
-        writer.writeheader()
-        for line in lines:
-            writer.writerow({name: f"{v:.6g}" if isinstance(v, float) else v for name, v in line.items()})
 
 
 def read_times(out: Path) -> Results:

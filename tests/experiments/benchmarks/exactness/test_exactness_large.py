@@ -1,7 +1,5 @@
 """The cases whose numbers hardly fit, in tiny sizes, in the interpreter."""
 
-import csv
-
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -9,6 +7,7 @@ from typer.testing import CliRunner
 from experiments.benchmarks.exactness import large
 from experiments.benchmarks.exactness.__main__ import app
 from experiments.benchmarks.exactness.large import CASES, Scale, compared
+from experiments.measurements import read
 
 AT = Scale(torch.device("cpu"), tiny=True)
 
@@ -36,26 +35,30 @@ def test_a_wrong_number_anywhere_in_what_is_compared_is_found(monkeypatch, resul
     assert [name for name, ratio in ratios.items() if ratio > 1] == [result]
 
 
-def test_the_command_stores_rows_and_fails_if_a_case_does(tmp_path, monkeypatch):
+def test_the_command_records_errors_and_fails_if_a_case_does(tmp_path, monkeypatch):
     names = ["out of far tokens", "cache of 2^31 elements"]
     command = ["large", "--device", "cpu", "--commit", "abc", "--out", str(tmp_path)]
     command += [word for name in names for word in ("--case", name)]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 0, done.output
-    rows = list(csv.DictReader((tmp_path / "large.csv").read_text().splitlines()))
-    assert [(row["case"], row["result"]) for row in rows] == [
-        *[(names[0], result) for result in ("out", "lse", "dq")], *[(names[1], result) for result in ("out", "lse")]
-    ]  # fmt: skip
-    assert all(float(row["error"]) <= float(row["allowed"]) and row["commit"] == "abc" for row in rows)
+    run, found = read(tmp_path / "exactness.jsonl")
+    assert run.commit == "abc" and [each.name.removeprefix("exactness/large/") for each in found] == [
+        *(f"out-of-far-tokens/float16/{result}/triton" for result in ("out", "lse", "dq")),
+        *(f"cache-of-2-31-elements/float16/{result}/triton" for result in ("out", "lse")),
+    ]
+    assert all(each.value <= 1 and each.settings["error"] <= each.settings["allowed"] for each in found)
 
     def fails(case, backend):
         raise RuntimeError("an illegal memory access was encountered")
 
     monkeypatch.setattr(large, "_results", fails)
     done = CliRunner().invoke(app, command)
-    assert done.exit_code == 1 and "out of far tokens, triton: RuntimeError: an illegal memory access" in done.output
+    assert (
+        done.exit_code == 1
+        and "out-of-far-tokens/float16/out/triton: RuntimeError: an illegal memory access" in done.output
+    )
 
 
 def test_unknown_cases_are_refused():
     done = CliRunner().invoke(app, ["large", "--device", "cpu", "--case", "nope"])
-    assert done.exit_code == 2 and "case must be of" in done.output
+    assert done.exit_code == 2 and "--case must be of" in done.output

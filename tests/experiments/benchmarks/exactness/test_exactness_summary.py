@@ -1,13 +1,17 @@
-"""From the records of an exactness run to its page."""
+"""From the records of an exactness run to its measurements."""
 
 import json
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from closeness import NAMES, assert_exact
 from experiments.benchmarks.exactness.__main__ import app
-from experiments.benchmarks.exactness.summary import RESULTS, by_dim, by_dtype, markdown, read
+from experiments.benchmarks.exactness.summary import RESULTS, condense, read
+from experiments.benchmarks.harness import Bench
+from experiments.measurements import Run
+from experiments.measurements import read as measured
 
 
 def record(dtype="float16", dim=64, worst=0.5, **changes):
@@ -21,8 +25,6 @@ def write(path, *rows):
 
 
 def test_it_reads_what_the_tests_write(tmp_path, monkeypatch):
-    import torch
-
     monkeypatch.setenv("SPARSEFLASH_EXACTNESS", str(tmp_path / "records"))
     x = torch.tensor([1.0])
     truth = [x.double() + 8e-8] * 5
@@ -31,32 +33,33 @@ def test_it_reads_what_the_tests_write(tmp_path, monkeypatch):
     label = {"backend": "triton", "device": "cpu", "dtype": "float32", "dim": 16, "v_dim": 24, "tokens": 9}
     assert_exact([x] * 5, truth, draws, 1.0, label | {"problem": "Problem()"})
     assert len(list(draws)) == 1  # by the first draw alone the error is two thirds of what is allowed
-    frame = read([tmp_path / "records"])
-    assert len(frame) == 1
+    (found,) = read([tmp_path / "records"])
     assert tuple(NAMES) == RESULTS
-    assert frame.loc[0, "v_dim"] == 24
-    assert 0.2 < frame.loc[0, "worst"] < 0.3
+    assert found["v_dim"] == 24
+    assert 0.2 < found["worst"] < 0.3
 
 
 def test_cases_are_counted_and_the_worst_is_kept(tmp_path):
     write(tmp_path / "a.jsonl", record(worst=0.2), record(worst=0.7, dim=128))
     write(tmp_path / "b.jsonl", record(dtype="bfloat16", worst=0.4))
-    frame = read([tmp_path])
-    table = by_dtype(frame).set_index("dtype")
-    assert table.loc["float16", ["cases", "D", "dk", "worst"]].tolist() == [2, "64 to 128", 0.7, 0.7]
-    assert by_dim(frame).set_index("D / Dv").loc["128 / 128"].to_dict() == {"bfloat16": "", "float16": "0.70 (1)"}
-    page = markdown(frame, ["one device"])
-    assert "3 drawn cases" in page
-    assert "all within what is allowed" in page
-    assert "- one device" in page
-    assert "Problem(128)" in page
+    bench = Bench("exactness", Run("H200", "", {}, "", "", ""), tmp_path / "out.jsonl", torch.device("cpu"))
+    condense(bench, read([tmp_path]))
+    found = {each.name.removeprefix("exactness/"): (each.value, each.settings) for each in bench.measurements}
+    assert found["float16/cases/triton"] == (2.0, {})
+    assert found["float16/dk/triton"] == found["float16/worst/triton"] == (0.7, {})
+    assert found["float16/128-128/triton"] == (0.7, {"cases": 1}) and "bfloat16/128-128/triton" not in found
+    assert found["bfloat16/64-64/triton"] == (0.4, {"cases": 1})
 
 
-def test_a_case_beyond_what_is_allowed_is_said_and_fails_the_command(tmp_path):
-    write(tmp_path / "a.jsonl", record(), record(worst=1.5))
-    done = CliRunner().invoke(app, ["drawn", str(tmp_path), "--out", str(tmp_path / "deep" / "page.md")])
-    assert done.exit_code == 1
-    assert "**1 beyond what is allowed**" in (tmp_path / "deep" / "page.md").read_text()
+@pytest.mark.parametrize(("worst", "code", "verdict"), [(1.5, 1, "1 beyond what"), (0.9, 0, "all within what")])
+def test_a_case_beyond_what_is_allowed_is_said_and_fails_the_command(tmp_path, worst, code, verdict):
+    write(tmp_path / "a.jsonl", record(), record(worst=worst))
+    done = CliRunner().invoke(
+        app, ["drawn", str(tmp_path), "--about", "a test", "--out", str(tmp_path / "deep" / "b.jsonl")]
+    )
+    assert done.exit_code == code
+    assert f"2 drawn cases, {verdict} is allowed; the worst (float16, {worst:.3f}): Problem(64)" in done.output
+    assert measured(tmp_path / "deep" / "b.jsonl")[0].helped == ("a test",)
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from experiments.benchmarks.harness import Bench
+from experiments.benchmarks.tune import __main__ as program
 from experiments.benchmarks.tune import table
 from experiments.benchmarks.tune.__main__ import app
-from experiments.benchmarks.tune.measuring import Bench
+from experiments.benchmarks.tune.compiling import Compiled
+from experiments.benchmarks.tune.measuring import Candidates
 from experiments.benchmarks.tune.space import ARITHMETICS, DIMS, KERNELS, Target, candidates
+from experiments.measurements import Run
 from sparseflash.backends.triton import configs
 from sparseflash.backends.triton.configs import Config
 from sparseflash.backends.triton.portable.forward_pass import Forward
@@ -90,7 +94,7 @@ def test_a_candidate_that_spills_or_asks_for_too_much_memory_is_dropped():
 
 @pytest.mark.parametrize(("kernel", "arithmetic"), [("forward", "half"), ("dk_dv", "half"), ("dq", "fp32")])
 def test_candidates_are_timed_beside_the_shipped_and_checked(kernel, arithmetic):
-    bench = Bench(Target(kernel, arithmetic, 32, False), 64, torch.device("cpu"), kinds=("causal",))
+    bench = Candidates(Target(kernel, arithmetic, 32, False), 64, torch.device("cpu"), kinds=("causal",))
     tried = [Config(16, 32, 1, 1), Config(32, 16, 1, 1)]
     done = []
     measured = bench.ratios(tried, rounds=1, round_ms=0.0, progress=done.append)
@@ -101,8 +105,21 @@ def test_candidates_are_timed_beside_the_shipped_and_checked(kernel, arithmetic)
     assert 0 <= bench.error(tried[0]) <= 1
 
 
+def test_times_over_the_shipped_configuration_are_recorded_and_the_fastest_is_checked(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    bench = Bench("tune", Run("CPU", "", {}, "", "", ""), tmp_path, torch.device("cpu"), rounds=1)
+    target = Target("forward", "half", 32, False)
+    tried = [Compiled(target, config, None, "") for config in (Config(16, 32, 1, 1), Config(32, 16, 1, 1))]
+    program._time(bench, target, tried, ("causal",), 64, write=False)
+    first, second = bench.measurements
+    names = {f"tune/forward/half/32/{each.config}-pointers" for each in tried}
+    assert {first.name, second.name} == names and 0 < first.value <= second.value
+    assert first.settings["ratios"] == {"causal": pytest.approx(first.value)}
+    assert 0 <= first.settings["error"] <= 1 and "error" not in second.settings
+
+
 def test_a_wrong_kernel_has_an_error_above_one(monkeypatch):
-    bench = Bench(Target("forward", "half", 32, False), 64, torch.device("cpu"), kinds=("causal",))
+    bench = Candidates(Target("forward", "half", 32, False), 64, torch.device("cpu"), kinds=("causal",))
     forward = Forward.__call__
 
     def wrong(self, *tensors):

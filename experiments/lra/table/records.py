@@ -1,0 +1,61 @@
+"""Times and accuracies as measurements, in the form and with the names of `experiments/results/lra`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from experiments.lra.table.accuracy import Accuracy
+from experiments.lra.table.measure import OK, Row
+from experiments.measurements import Measurement, Run
+from experiments.training.environment import FACTS
+
+_NOT_VERSIONS = {"run", "device", "driver", "date", "commit", "command", "steps", "note"}
+
+
+def run_of(facts: Mapping[str, str]) -> Run:
+    """The run that a table's facts describe."""
+    known = {name: facts.get(name, "unknown") for name in FACTS}
+    versions = {name: text for name, text in facts.items() if name not in _NOT_VERSIONS}
+    helped = [facts[name] for name in ("steps", "note") if name in facts]
+    return Run(
+        known["device"], known["driver"], versions, known["commit"], known["date"], known["command"], None,
+        tuple(helped),
+    )  # fmt: skip
+
+
+def of_times(rows: Sequence[Row]) -> list[Measurement]:
+    """The time of a step by task and variant; of a task that was measured again with half the batch, the last."""
+    found = {}
+    for row in rows:
+        name = f"lra/{row.task}/step/{row.variant}"
+        if row.status == OK and row.ms is not None:
+            settings = {"batch": row.batch, "tokens_per_s": row.tokens_per_s, "memory_gb": row.memory_gb}
+            found[name] = Measurement(name, row.ms, row.spread, "ms", settings)
+        else:
+            found[name] = Measurement(name, None, None, "ms", {"batch": row.batch}, failure=row.reason or row.status)
+    return list(found.values())
+
+
+def of_means(means: Mapping[str, tuple[float, int] | None]) -> list[Measurement]:
+    """The geometric means of the speed-ups, by variant."""
+    return [
+        Measurement(f"lra/mean-of-{count}-tasks/speed/{variant}", value, None, "times standard attention's")
+        for variant, (value, count) in ((name, mean) for name, mean in means.items() if mean is not None)
+    ]
+
+
+def of_accuracies(accuracies: Iterable[Accuracy]) -> list[Measurement]:
+    """The accuracy of each setting in percent: the mean of all its seeds, and their deviation."""
+    found = []
+    for each in accuracies:
+        run = each.folder.replace(f"-{each.variant}", "", 1).replace("/", "-")
+        name = f"lra/{each.task.replace(', ', '-')}/accuracy/{run}/{each.variant}"
+        settings = {"seeds": each.seeds, "steps": each.steps, "minutes": each.training_seconds / 60}
+        value = 100 * each.mean
+        if each.std is None or not math.isfinite(each.std) or not value:
+            found.append(Measurement(name, value, None, "%", settings))
+        else:
+            spread = 100 * each.std / value
+            found.append(Measurement(name, value, spread, "%", settings, spread_of="seeds", seeds=each.runs))
+    return found
