@@ -3,12 +3,13 @@
 import subprocess
 import sys
 from contextlib import contextmanager
+from importlib import import_module
 
 import pytest
 import torch
 import typer
 
-from experiments.benchmarks.__main__ import names
+from experiments.benchmarks.__main__ import FOLDER, names
 from experiments.benchmarks.harness import Bench, Unavailable, Way, chosen, difference, reason, slug, table
 from experiments.measurements import Measurement, Run, read, write
 
@@ -135,13 +136,15 @@ def test_reasons_are_a_line_without_local_folders(failure, expected):
 def test_small_tools():
     assert slug("Packed documents, 4,096 keys + sinks") == "packed-documents-4096-keys-+-sinks"
     assert chosen("--case", None, ["a", "b"]) == ["a", "b"] and chosen("--case", ["b"], "ab") == ["b"]
-    with pytest.raises(typer.BadParameter, match="--case must be of a, b; got c"):
+    with pytest.raises(typer.BadParameter, match="--case must be from a, b; got c"):
         chosen("--case", ["c"], ["a", "b"])
     assert difference(torch.full((2, 2), 1.5), torch.ones(2, 2)) == pytest.approx(0.5)
 
 
 def test_one_command_runs_every_benchmark_and_shows_records(tmp_path):
-    assert {"calls", "speed", "scores"} <= set(names())
+    assert {"calls", "speed", "scores", "decode"} <= set(names())
+    programs = [f"experiments.benchmarks.{name}{'.__main__' if (FOLDER / name).is_dir() else ''}" for name in names()]
+    assert all(typer.main.get_command(import_module(program).app) for program in programs)
     write(tmp_path / "a.jsonl", RUN, [figure("dense/fa4", 2.2)])
     program = [sys.executable, "-m", "experiments.benchmarks"]
     shown = subprocess.run([*program, "show", str(tmp_path / "a.jsonl")], capture_output=True, text=True, check=True)
@@ -150,4 +153,4 @@ def test_one_command_runs_every_benchmark_and_shows_records(tmp_path):
     helped = subprocess.run([*program, "calls", "--help"], capture_output=True, text=True, check=True)
     assert "python -m experiments.benchmarks calls" in helped.stdout
     refused = subprocess.run([*program, "clals"], capture_output=True, text=True)
-    assert refused.returncode == 1 and "the benchmark must be of blocks, calls" in refused.stderr
+    assert refused.returncode == 1 and "the benchmark must be from blocks, calls" in refused.stderr
