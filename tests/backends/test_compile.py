@@ -25,7 +25,9 @@ def reports(*arguments):
 
 
 def spills(bytes_spilled, *, by_triton_36):
-    """The bytes that may be spilled. Triton 3.6 keeps fewer values in registers where none is left."""
+    """The bytes that may be spilled. Triton 3.6 keeps fewer values in registers where none is left; later versions
+    give ptxas `--regAllocOptLevel=2`, with which it spills a few bytes more where registers are scarce.
+    """
     is_36 = tuple(map(int, version("triton").split(".")[:2])) < (3, 7)
     return by_triton_36 if is_36 else bytes_spilled
 
@@ -51,7 +53,7 @@ def test_nor_where_kernels_do_more(more):
     for r in found:
         assert r["lengths"] == (more == "--lengths"), r
         assert r["wgmma"] > 0 and not r["serialised"], r
-        assert r["spilled"] <= 220, r  # outside the loop over full tiles
+        assert r["spilled"] <= spills(252, by_triton_36=220), r  # outside the loop over full tiles
 
 
 def test_dropout_by_positions_spills_no_more_than_by_places_in_the_call():
@@ -71,7 +73,7 @@ def test_fp32_in_pieces_feeds_the_asynchronous_instructions_at_head_dim_64():
     for r in found:
         if r["kernel"] != "pieces":
             assert r["wgmma"] > 0 and not r["serialised"] and not r["two_layouts"], r
-            assert r["spilled"] <= (spills(160, by_triton_36=172) if r["kernel"] == "dk_dv" else 0), r
+            assert r["spilled"] <= (spills(196, by_triton_36=172) if r["kernel"] == "dk_dv" else 0), r
 
 
 def test_fp32_that_is_split_where_it_is_multiplied_has_one_layout_too():
@@ -137,12 +139,14 @@ def test_fp32_in_pieces_takes_no_descriptors_where_tiles_come_through_registers(
     assert {r["kernel"] for r in found} == {"pieces", "forward", "dq", "dk_dv"}
     for r in found:
         assert not r["descriptors"], r
-        assert r["spilled"] <= (spills(32, by_triton_36=128) if r["kernel"] == "dq" else 32), r
+        assert r["spilled"] <= (spills(60, by_triton_36=128) if r["kernel"] == "dq" else 32), r
 
 
 def allowed_spills(report):
     """Where registers are limited to make room for a program more, some bytes lie outside the loop over full tiles."""
-    return 160 if report["kernel"] == "dk_dv" and report["descriptors"] and report["registers"] == 168 else 0
+    if report["kernel"] == "dk_dv" and report["descriptors"] and report["registers"] == 168:
+        return spills(180, by_triton_36=160)
+    return spills(8, by_triton_36=0) if report["kernel"] == "dq" and report["registers"] == 128 else 0
 
 
 @pytest.mark.parametrize("arithmetic", ["float16", "float32"])

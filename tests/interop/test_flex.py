@@ -342,23 +342,21 @@ def test_an_exported_mask_comes_back_from_the_gpu():
     assert back == mask and back.device.type == "cuda"
 
 
-@pytest.mark.parametrize(
-    ("lengths", "said"),
-    [
-        (
-            (384, 256),
-            r"block_mask must list blocks of its 256 keys, 0 to 1; got 2. _adjust to fewer keys .*crop",
-        ),
-        (
-            (600, 384),
-            r"lists for all 600 queries; got 3 block rows of 128. .*_adjust to longer lengths adds no lists",
-        ),
-    ],
-)
-def test_lists_that_adjust_has_left_too_long_or_too_short_are_refused(lengths, said):
+def test_lists_that_adjust_has_left_too_long_are_refused():
     whole = create_block_mask(lambda b, h, q, k: k <= q, None, None, 384, 384, device="cpu")
+    part = whole._adjust(384, 256)
+    if (part.kv_num_blocks + part.full_kv_num_blocks).max() <= 2:  # PyTorch 2.15 shortens the lists
+        assert from_flex(part) == from_flex(whole).crop(q=(0, 384), k=(0, 256))
+    else:
+        with pytest.raises(ValueError, match=r"blocks of its 256 keys, 0 to 1; got 2. _adjust to fewer keys .*crop"):
+            from_flex(part)
+
+
+def test_lists_that_adjust_has_left_too_short_are_refused():
+    whole = create_block_mask(lambda b, h, q, k: k <= q, None, None, 384, 384, device="cpu")
+    said = r"lists for all 600 queries; got 3 block rows of 128. .*_adjust to longer lengths adds no lists"
     with pytest.raises(ValueError, match=said):
-        from_flex(whole._adjust(*lengths))
+        from_flex(whole._adjust(600, 384))
 
 
 def test_lists_that_adjust_has_cut_are_those_of_the_part():

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from triton.backends.nvidia.compiler import get_ptxas
 
+from experiments.benchmarks.compile.resources import said_by_ptxas
 from experiments.benchmarks.compile.without_gpu import compiling_for
 from sparseflash import masks
 from sparseflash.backends.problem import Problem
@@ -162,20 +159,16 @@ def launch_all(
 
 def _report(name: str, kernel: Any, asked: dict[str, Any]) -> Report:
     ptx = kernel.asm["ptx"]
-    output = _ptxas(ptx, asked["arch"])
-    registers = re.search(r"Used (\d+) registers", output)
-    spilled = re.search(r"(\d+) bytes spill stores", output)
-    if registers is None or spilled is None:
-        raise RuntimeError(f"ptxas did not say what {name} uses: {output}")
+    said, _ = said_by_ptxas(kernel)
     return Report(
         kernel=name.removesuffix("_kernel"),
         descriptors="cp.async.bulk.tensor" in ptx,  # what the launcher chose; it may decline descriptors
         stages=kernel.metadata.num_stages,
-        registers=int(registers[1]),
-        spilled=int(spilled[1]),
+        registers=said.registers,
+        spilled=said.spilled,
         shared=kernel.metadata.shared,
         wgmma=ptx.count("wgmma.mma_async"),
-        serialised=re.search(r"C75\d\d", output) is not None,
+        serialised=bool(said.serialised),
         direct=is_direct_version() and parameters_of_compiled(kernel, kernel.src.fn.arg_names) is not None,
         two_layouts=has_two_layouts(ptx),
         **asked,
@@ -197,29 +190,3 @@ def has_two_layouts(ptx: str) -> bool:
         if layout >> 30 and not layout & 0x3FFFFF00:  # one of three shuffles, and a stride below 256 x 16 bytes
             layouts.setdefault(address, set()).add(layout)
     return any(len(each) > 1 for each in layouts.values())
-
-
-def _ptxas(ptx: str, arch: int) -> str:
-    """The report of ptxas with its default options; the spill bounds of the tests are for these.
-
-    From Triton 3.9 on, the options that Triton passes (see `resources.said_by_ptxas`) give different code.
-    """
-    target = re.search(r"\.target (\w+)", ptx)
-    if target is None:
-        raise RuntimeError("the PTX names no target")
-    with tempfile.TemporaryDirectory() as scratch:
-        source = Path(scratch) / "kernel.ptx"
-        source.write_text(ptx)
-        command = [
-            get_ptxas(arch).path,
-            "-v",
-            "--gpu-name",
-            target[1],
-            str(source),
-            "-o",
-            str(Path(scratch) / "kernel.cubin"),
-        ]
-        done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise RuntimeError(f"ptxas refused the kernel: {done.stderr}")
-    return done.stderr

@@ -23,7 +23,8 @@ class Said(NamedTuple):
 
     registers: int  # per thread
     spilled: int  # bytes that a thread writes to memory for lack of registers
-    serialised: bool  # ptxas could not keep the matrix instructions of Hopper asynchronous
+    # The warnings of ptxas that it could not keep the matrix instructions of Hopper asynchronous.
+    serialised: tuple[str, ...]
 
 
 class Resources(NamedTuple):
@@ -61,7 +62,7 @@ def said_by_ptxas(kernel: Any) -> tuple[Said, bytes]:
     registers, spilled = re.search(r"Used (\d+) registers", log), re.search(r"(\d+) bytes spill stores", log)
     if registers is None or spilled is None:
         raise RuntimeError(f"ptxas did not say what the kernel uses: {log}")
-    return Said(int(registers[1]), int(spilled[1]), re.search(r"C75\d\d", log) is not None), cubin
+    return Said(int(registers[1]), int(spilled[1]), tuple(re.findall(r"\(C75\d\d\)[^\n]*", log))), cubin
 
 
 def opcodes_of(sass: str) -> Counter[str]:

@@ -120,7 +120,7 @@ def _row(group: Group, name: str, kernel: Any) -> dict[str, Any]:
     which = Kernel(group.arch, group.family, name, group.arithmetic, group.dim, group.features)
     return {
         **which._asdict(), "warps": options.num_warps, "stages": options.num_stages, "registers": used.said.registers,
-        "spilled": used.said.spilled, "shared": used.shared, "serialised": int(used.said.serialised),
+        "spilled": used.said.spilled, "shared": used.shared, "serialised": int(bool(used.said.serialised)),
         "instructions": used.instructions, **{opcode: used.opcodes.get(opcode, 0) for opcode in OPCODES},
     }  # fmt: skip
 

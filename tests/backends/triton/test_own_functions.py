@@ -252,3 +252,40 @@ def test_integers_of_positions_have_64_bits_where_they_need_them(added):
     mask = masks.local(16, 900, window=30, causal=True, block=16)
     found, want = (attention(q, k, v, mask, scores=change, backend=backend) for backend in ("triton", "blockwise"))
     torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
+
+
+LOWEST_32 = torch.iinfo(torch.int32).min
+
+
+@pytest.mark.parametrize(
+    ("numbers", "added"),
+    [
+        (torch.arange(900) % 2 * 2**32, lambda x, q, k: (x[q] == x[k]) * 5.0),
+        (torch.arange(900) % 3 * 2**40, lambda x, q, k: (x[k] // 2**40) * 1.0),
+        ((torch.arange(900) * 2_000_000).int(), lambda x, q, k: (x[k] * k % 1000) / 100.0),
+        (torch.full((900,), LOWEST_32, dtype=torch.int32), lambda x, q, k: (k - x[q] > 100) * 5.0),
+        (torch.arange(900) * 2_000_000, lambda x, q, k: ((x[k] + x[q] + x[k]) % 1000) / 100.0),
+        (torch.arange(900) - 2**33, lambda x, q, k: (-x[k] > 2**33 - 400) * 5.0),
+    ],
+)
+def test_integers_of_tensors_have_the_bits_that_pytorch_gives_them(numbers, added):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, n, 16, generator=generator) for n in (16, 900, 900))
+    mask = masks.local(16, 900, window=30, causal=True, block=16)
+    for x in (numbers, numbers % 97 if numbers.dtype == torch.int64 else numbers):  # a second tensor of this dtype
+        change = scores.function(lambda s, b, h, q, k, x: s + added(x, q, k), x)
+        found, want = (attention(q, k, v, mask, scores=change, backend=backend) for backend in ("triton", "blockwise"))
+        torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
+
+
+def test_the_code_of_a_function_is_not_shared_by_integers_of_32_and_64_bits():
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 1, 32, 16, generator=generator)
+
+    def added(s, b, h, q, k, x):
+        return torch.where(x[q] == x[k], s, s - 5.0)
+
+    for x in (torch.arange(32, dtype=torch.int32) % 2, torch.arange(32) % 2 * 2**32):
+        change = scores.function(added, x)
+        found, want = (attention(q, q, q, scores=change, backend=backend) for backend in ("triton", "blockwise"))
+        torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)

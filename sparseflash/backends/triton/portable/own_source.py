@@ -165,8 +165,7 @@ class Source:
         if node.op == "load":
             self._write_load(number, node)
             return
-        if node.op in ("add", "sub", "mul", "neg", "pow") and not _fits(self._range(number)):
-            # PyTorch computes with positions in 64 bits.
+        if node.op in ("add", "sub", "mul", "neg", "pow") and self._is_wide(number) and not _fits(self._range(number)):
             of_numbers = (self._made.nodes[each].op == "number" for each in node.inputs)
             inputs = [x if of else f"tl.cast({x}, tl.int64)" for x, of in zip(inputs, of_numbers)]
         if node.op == "remainder":
@@ -181,8 +180,17 @@ class Source:
             text = _FORMS[node.op]
         self._lines.append(f"x{number} = {text.format(*inputs)}")
 
+    def _is_wide(self, number: int) -> bool:
+        """Whether PyTorch computes an integer in 64 bits: it does with positions and with tensors of int64."""
+        node = self._made.nodes[number]
+        if node.kind != "int" or node.op in ("number", "to_int"):
+            return False
+        if node.op == "load":
+            return self._tensors[int(node.value)].dtype == torch.int64
+        return node.op in PLACES or any(self._is_wide(each) for each in node.inputs)
+
     def _range(self, number: int) -> tuple[int, int] | None:
-        """The smallest and the largest value of an integer computed from b, h, q, k and constants; None if unknown."""
+        """The smallest and the largest value of an integer; None if unknown."""
         node = self._made.nodes[number]
         if node.kind != "int":
             return (0, 1) if node.kind == "bool" else None
@@ -190,6 +198,9 @@ class Source:
             return int(node.value), int(node.value)
         if node.op in PLACES:
             return 0, max(self._sizes[node.op] - 1, 0)
+        if node.op == "load":
+            limits = torch.iinfo(self._tensors[int(node.value)].dtype)
+            return limits.min, limits.max
         if node.op not in _CORNERS:
             return None
         found = [self._range(each) for each in node.inputs[node.op == "where" :]]
@@ -255,7 +266,8 @@ class Source:
             self._outside.append(f"outside{number}")
             mask = f", mask=outside{number} == 0, other=0"
         read = f"tl.load({' + '.join(address)}{mask})"
-        cast = {"float": ".to(tl.float32)", "int": ".to(tl.int32)", "bool": " != 0"}[node.kind]
+        of_int = "" if x.dtype == torch.int64 else ".to(tl.int32)"
+        cast = {"float": ".to(tl.float32)", "int": of_int, "bool": " != 0"}[node.kind]
         self._lines.append(f"x{number} = {read}{cast}")
 
     def _entry(self, node: Node, load: Load) -> str:
@@ -306,8 +318,8 @@ _CORNERS: dict[str, Callable[..., tuple[int, int]]] = {
 
 
 def _fits(found: tuple[int, int] | None) -> bool:
-    """Whether integers in a range fit in 32 bits; True if the range is unknown."""
-    return found is None or (found[0] >= -COUNT and found[1] < COUNT)
+    """Whether integers in a range fit in 32 bits; False if the range is unknown."""
+    return found is not None and found[0] >= -COUNT and found[1] < COUNT
 
 
 def _entry_dims(load: Load) -> list[int]:

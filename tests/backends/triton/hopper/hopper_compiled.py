@@ -9,28 +9,24 @@ Needs a process in which Triton compiles. With another Triton first in PYTHONPAT
 
 import json
 import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 
 import torch
-from triton.backends.nvidia.compiler import get_ptxas
 
-from experiments.benchmarks.compile.hopper import ARCH, compiled
+from experiments.benchmarks.compile.hopper import compiled
 from experiments.benchmarks.compile.report import has_two_layouts
-from experiments.benchmarks.compile.resources import disassembled
+from experiments.benchmarks.compile.resources import disassembled, said_by_ptxas
 from sparseflash.backends.triton.direct_start import parameters_of_compiled
 
 
 def report(kernel, names):
-    said = ptxas(kernel.asm["ptx"])
+    said, cubin = said_by_ptxas(kernel)
     products = kernel.asm["ptx"].count("wgmma.mma_async")
-    sass = disassembled(kernel.asm["cubin"]) if products else ""
+    sass = disassembled(cubin) if products else ""
     return {
-        "spilled": int(re.search(r"(\d+) bytes spill stores", said)[1]),
+        "spilled": said.spilled,
         "spilled_in_loop": spilled_among_products(sass),
-        "warnings": re.findall(r"\(C75\d\d\)[^\n]*", said),
+        "warnings": said.serialised,
         "shared": kernel.metadata.shared,
         "products": products,
         "two_layouts": has_two_layouts(kernel.asm["ptx"]),
@@ -40,14 +36,6 @@ def report(kernel, names):
         "direct": parameters_of_compiled(kernel, names) is not None,
         "resident": kernel.metadata.launch_cooperative_grid,
     }
-
-
-def ptxas(ptx):
-    with tempfile.TemporaryDirectory() as scratch:
-        path = Path(scratch) / "kernel.ptx"
-        path.write_text(ptx)
-        command = [get_ptxas(ARCH).path, "-v", "--gpu-name", "sm_90a", str(path), "-o", str(path.with_suffix(".cubin"))]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
 def spilled_among_products(sass):
