@@ -1,5 +1,6 @@
 """The harness of benchmarks: what is compared, timed, recorded, printed and refused."""
 
+import os
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -132,6 +133,14 @@ def test_the_table_refuses_to_compare_two_runs(tmp_path):
 )
 def test_reasons_are_a_line_without_local_folders(failure, expected):
     assert reason(failure) == expected
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_refused_gpu_leaves_the_interpreter_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(typer.BadParameter, match="there is no CUDA device; --device cpu"):
+        Bench.start("mine", "cuda", None, tmp_path)
+    assert os.environ["TRITON_INTERPRET"] == "1"
 
 
 def test_small_tools():
