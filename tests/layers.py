@@ -350,6 +350,7 @@ MAY_IMPORT = {
     f"{_BENCHMARKS}/io": (_HARNESS, "experiments/training", *PUBLIC),
     _INTERPRETER: (),
     f"{_BENCHMARKS}/compile": (
+        _HARNESS,
         _INTERPRETER,
         "experiments/training/atomic_files.py",
         "sparseflash/blockmask/arguments.py",
@@ -409,6 +410,7 @@ MAY_IMPORT = {
         *PUBLIC,
     ),
     f"{_BENCHMARKS}/patterns": (
+        _HARNESS,
         f"{_BENCHMARKS}/patterns/entries",
         "experiments/training",
         "sparseflash/blockmask/arguments.py",

@@ -30,7 +30,7 @@ def main() -> None:
         module = f"experiments.benchmarks.{name}{'.__main__' if (FOLDER / name).is_dir() else ''}"
         import_module(module).app(prog_name=f"python -m experiments.benchmarks {name}")
     else:
-        sys.exit(f"the benchmark must be of {', '.join(names())}, or show FILE...; got {name!r}")
+        sys.exit(f"the benchmark must be from {', '.join(names())}, or show FILE...; got {name!r}")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,19 @@
-"""Runs a module in a new process with empty caches of compiled kernels, as on a user's first call."""
+"""Calls a function in a new process with empty caches of compiled kernels, as on a user's first call.
+
+`python -m experiments.benchmarks.fresh_process` is the process itself: it reads the call from standard input and prints
+what the function returns, plain values, as JSON in its last line.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +22,33 @@ CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "FLASH_ATTENTION_CUTE_D
 ROOT = Path(__file__).parents[2]
 
 
-def output_of(module: str, *arguments: str, question: bytes = b"", limit: float) -> str:
-    """What `python -m module arguments` prints, given `question` on standard input, with empty caches.
+def answer_of(function: Callable[..., Any], *arguments: object, limit: float = 240.0) -> Any:
+    """What a function of a module returns, as JSON has it.
 
-    Raises RuntimeError with the end of the process's output if it fails or takes longer than `limit` seconds.
+    Raises RuntimeError if the process fails, whose end of output is printed, or takes longer than `limit` seconds.
     """
+    question = pickle.dumps((function.__module__, function.__name__, arguments))
     with tempfile.TemporaryDirectory() as empty:
         try:
             done = subprocess.run(
-                [sys.executable, "-m", module, *arguments], input=question, capture_output=True, timeout=limit,
-                check=True, cwd=ROOT, env=os.environ | {cache: str(Path(empty, cache)) for cache in CACHES},
+                [sys.executable, "-m", "experiments.benchmarks.fresh_process"], input=question, capture_output=True,
+                timeout=limit, check=True, cwd=ROOT,
+                env=os.environ | {cache: str(Path(empty, cache)) for cache in CACHES},
             )  # fmt: skip
         except subprocess.TimeoutExpired as late:
             raise RuntimeError(f"no answer after {limit:g} s") from late
         except subprocess.CalledProcessError as failure:
             print(failure.stderr.decode(errors="replace")[-1500:], file=sys.stderr, flush=True)
             raise RuntimeError(f"the process ended with {failure.returncode}") from failure
-    return done.stdout.decode()
+    return json.loads(done.stdout.decode().splitlines()[-1])  # others may have printed before
 
 
-def print_answer(answer: Any) -> None:
-    """Prints what `answer_in` finds: plain values, on a line of their own after whatever else was printed."""
+def main() -> None:
+    """Answers the question on standard input."""
+    module, name, arguments = pickle.loads(sys.stdin.buffer.read())
+    answer = getattr(import_module(module), name)(*arguments)
     print("\n" + json.dumps(answer), flush=True)
 
 
-def answer_in(output: str) -> Any:
-    """What the process printed last by `print_answer`."""
-    return json.loads(output.splitlines()[-1])
+if __name__ == "__main__":
+    main()

@@ -15,11 +15,11 @@ def run_kernels_on(device: str) -> None:
     if device != "cuda":
         os.environ["TRITON_INTERPRET"] = "1"
         return
-    compile_kernels()
     import torch
 
     if not torch.cuda.is_available():
         raise typer.BadParameter("there is no CUDA device; --device cpu with a small --length tests the experiment")
+    compile_kernels()
 
 
 def compile_kernels() -> None:

@@ -224,9 +224,9 @@ def measure(bench: Bench, case: Case, *, host_calls: int) -> None:
         ways |= {f"{name}-recorded": replace(way, recorded=True) for name, way in ways.items() if not way.peer}
     timings = bench.time(case.name, ways)
     for name, timing in timings.items():
-        if timing.failure is None and not ways[name].recorded:
-            host = host_microseconds(ways[name].call, bench.device, count=host_calls)
-            bench.add(f"{case.name}/host-{name}", host, "us")
+        if timing.failure is None:
+            host = host_microseconds(bench.timed[name].call, bench.device, count=host_calls)
+            bench.add(f"{case.name}/host/{name}", host, "us")
     bench.save()
 
 

@@ -1,16 +1,11 @@
-"""The first calls of a new process with empty caches: the time that a user waits, including compilation.
-
-`python -m experiments.benchmarks.calls.first_calls NAME` is the process itself; it prints its seconds as JSON.
-"""
+"""The first calls of a new process with empty caches: the time that a user waits, including compilation."""
 
 from __future__ import annotations
-
-import sys
 
 import torch
 
 from experiments.benchmarks.calls.ways import BOTH, FIRST_CALLS, IMPLEMENTATIONS_OF, INFERENCE, Shape, calls_of
-from experiments.benchmarks.fresh_process import answer_in, output_of, print_answer
+from experiments.benchmarks.fresh_process import answer_of
 from experiments.benchmarks.harness import Bench
 from experiments.benchmarks.timing import first_call
 
@@ -20,7 +15,7 @@ def record_first_calls(bench: Bench, name: str, *, limit: float = 240.0) -> None
     seconds: dict[str, float] = {}
     failure = ""
     try:
-        seconds = answer_in(output_of(__name__, name, limit=limit))
+        seconds = answer_of(seconds_of, name, limit=limit)
     except RuntimeError as failed:
         failure = str(failed)
     for what in FIRST_CALLS:
@@ -28,7 +23,7 @@ def record_first_calls(bench: Bench, name: str, *, limit: float = 240.0) -> None
     bench.save()
 
 
-def main(name: str) -> None:
+def seconds_of(name: str) -> dict[str, float]:
     """Measures in this process."""
     device = torch.device("cuda")
     # Initialising the device and its libraries is not part of the measurement.
@@ -38,8 +33,4 @@ def main(name: str) -> None:
     for what, dim, way in zip(FIRST_CALLS, (64, 32, 128), (BOTH, BOTH, INFERENCE), strict=True):
         call = calls_of(IMPLEMENTATIONS_OF[name](Shape(dim=dim), device), Shape(dim=dim), device)[way]
         seconds[what], _ = first_call(call, device)
-    print_answer(seconds)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    return seconds

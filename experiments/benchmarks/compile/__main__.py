@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.benchmarks.compile.versions import CACHE, VERSIONS, compared, folder_of, run_with, version_in
+from experiments.benchmarks.harness import chosen
 from experiments.benchmarks.interpreter import compile_kernels
 
 RESULTS = Path("experiments/results/compile")
@@ -56,9 +57,7 @@ def show(
     registers: per thread; spilled: bytes per thread, for lack of registers; shared: bytes of shared memory per program.
     Exits with 1 if a kernel needs more shared memory than the architecture has. Takes seconds for each kernel.
     """
-    unknown = [kind for kind in arithmetic or () if kind not in ARITHMETIC]
-    if unknown:
-        raise typer.BadParameter(f"--arithmetic must be from {', '.join(ARITHMETIC)}; got {', '.join(unknown)}.")
+    chosen("--arithmetic", arithmetic, ARITHMETIC)
     compile_kernels()
     from experiments.benchmarks.compile.report import compile_all
     from sparseflash.backends.triton.shared_memory import shared_memory
@@ -135,12 +134,11 @@ def fits(
     from experiments.benchmarks.compile.cases import CHANGES, covering
     from experiments.benchmarks.compile.fits import fits_of, read, write
 
-    if unknown := set(changes or ()) - set(CHANGES):
-        raise typer.BadParameter(f"--changes must be from {', '.join(CHANGES)}; got {', '.join(sorted(unknown))}.")
+    wanted = chosen("--changes", changes, CHANGES)
     path = out or RESULTS / f"fits-triton-{triton.__version__}.csv"
     found = read(path)
     done = {fit.case for fit in found}
-    cases = {str(case): case for kind in changes or CHANGES for case in covering(kind, seed)}
+    cases = {str(case): case for kind in wanted for case in covering(kind, seed)}
     left = {name: case for name, case in cases.items() if name not in done}
     console = Console()
     for number, (name, case) in enumerate(left.items(), start=1):
@@ -176,13 +174,11 @@ def shipped(
 
     from experiments.benchmarks.compile.shipped import ARCHS, FAMILIES, Kernel, compiled, groups, read, write
 
-    for name, given, known in (("arch", arch, ARCHS), ("family", family, FAMILIES)):
-        if unknown := [str(each) for each in given or () if each not in known]:
-            raise typer.BadParameter(f"--{name} must be from {', '.join(map(str, known))}; got {', '.join(unknown)}.")
+    wanted = chosen("--arch", arch, ARCHS), chosen("--family", family, FAMILIES)
     path = out or RESULTS / f"kernels-triton-{triton.__version__}.csv"
     found = read(path)
     done = {(each.arch, each.family, each.arithmetic, each.dim, each.features) for each in found}
-    left = [group for group in groups(arch or ARCHS, family or FAMILIES) if tuple(group) not in done]
+    left = [group for group in groups(*wanted) if tuple(group) not in done]
     console = Console()
     for number, group in enumerate(left, start=1):
         for row in compiled(group):

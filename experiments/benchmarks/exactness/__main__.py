@@ -18,7 +18,6 @@ from experiments.benchmarks.interpreter import run_kernels_on
 from experiments.measurements import current_run
 from experiments.training.cli_errors import short_errors
 from experiments.training.distributed import find_device
-from experiments.training.environment import command_line
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -36,7 +35,7 @@ def drawn(
     with short_errors():
         found = read(records)
     device = find_device("auto")
-    run = current_run(device, command_line("experiments.benchmarks.exactness"), commit=commit, helped=about or ())
+    run = current_run(device, "python -m experiments.benchmarks.exactness drawn", commit=commit, helped=about or ())
     bench = Bench("exactness", run, out, device)
     condense(bench, found)
     bench.finish()

@@ -30,6 +30,7 @@ class Bench:
         self.path = out if out.suffix == ".jsonl" else out / f"{name}.jsonl"
         self.round_ms = round_ms if device.type == "cuda" else 0.0
         self.measurements: list[Measurement] = []
+        self.timed: dict[str, Timed] = {}  # the calls of the last case, recorded ones as graphs
 
     @classmethod
     def start(
@@ -63,7 +64,7 @@ class Bench:
         ways: by PASS/WAY, or by WAY. host_calls: instead, microseconds of the host, in loops of so many calls.
         """
         failures: dict[str, Exception] = {}
-        timed: dict[str, Timed] = {}
+        timed = self.timed = {}
         for name, way in ways.items():
             try:
                 if way.like is not None and (failure := failure_of(way.call, ways[way.like].call)):

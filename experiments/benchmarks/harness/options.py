@@ -21,5 +21,5 @@ def chosen(option: str, given: Iterable[T] | None, known: Iterable[T]) -> list[T
     """The values of an option that may be repeated; all known ones if none is given. Refuses others."""
     known, given = list(known), list(given or ())
     if unknown := [value for value in given if value not in known]:
-        raise typer.BadParameter(f"{option} must be of {', '.join(map(str, known))}; got {unknown[0]}")
+        raise typer.BadParameter(f"{option} must be from {', '.join(map(str, known))}; got {unknown[0]}.")
     return given or known

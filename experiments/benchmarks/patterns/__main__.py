@@ -1,6 +1,134 @@
-"""Entry point of ``python -m experiments.benchmarks.patterns``."""
+"""`python -m experiments.benchmarks.patterns`: the pattern library as one page of pictures and one table of numbers."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from experiments.benchmarks.harness import chosen
+from experiments.benchmarks.patterns import flex, gallery, table
+from experiments.benchmarks.patterns.catalogue import PATTERNS, Pattern, select
+from experiments.benchmarks.patterns.measure import AT, BLOCK, Row, measure
+from experiments.training.cli_errors import short_errors
+from sparseflash.blockmask.arguments import BLOCKS
+
+app = typer.Typer(
+    help="The pattern library as one page of pictures and one table of numbers.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+RESULTS = Path("experiments/results/patterns.json")
+# The patterns for which FlexAttention is measured. It evaluates all scores, so variants of a rule take equally long.
+PEERS = ("families", "all", "none")
+
+Only = Annotated[list[str] | None, typer.Option("--only", help="A pattern's name; may be repeated. All by default.")]
+
+
+@app.command(name="gallery")
+def draw_gallery(
+    out: Annotated[Path, typer.Option(help="The PNG file to write.")] = Path("masks/gallery.png"),
+    tokens: Annotated[int, typer.Option(help="Length of the masks drawn.", min=1)] = 1024,
+    block: Annotated[int, typer.Option(help="Tokens a tile side.")] = 32,
+    columns: Annotated[int, typer.Option(help="Pictures side by side.", min=1)] = 5,
+    only: Only = None,
+) -> None:
+    """Draw every pattern into one page."""
+    patterns = _selected(only, block)
+    path = gallery.save(gallery.page(patterns, tokens, block, columns=columns), out)
+    print(f"{len(patterns)} patterns, {path.stat().st_size / 1000:.0f} KB: {path}")
+
+
+@app.command(name="table")
+def make_table(
+    out: Annotated[
+        Path | None, typer.Option(help="A Markdown file; the table goes between its two marks, or at its end.")
+    ] = None,
+    results: Annotated[
+        Path, typer.Option(help="JSON file of all rows: what --only leaves out stays as measured there.")
+    ] = RESULTS,
+    only: Only = None,
+    tokens: Annotated[
+        int | None, typer.Option(help="Length at which building is timed.", show_default="each pattern's own", min=1)
+    ] = None,
+    at: Annotated[int, typer.Option(help="Length at which density, tiles and layers are counted.", min=1)] = AT,
+    block: Annotated[int, typer.Option(help="Tokens a tile side.")] = BLOCK,
+    repeats: Annotated[int, typer.Option(help="Builds whose median time is taken.", min=1)] = 5,
+    peers: Annotated[
+        str,
+        typer.Option(
+            help="For which patterns to measure FlexAttention's create_block_mask too, half a minute each: those named "
+            "without a comma (families), all that have a formula, or none."
+        ),
+    ] = PEERS[0],
+    peer_seconds: Annotated[float, typer.Option(help="Longest that one build of FlexAttention may take.")] = 4.0,
+    peer_minutes: Annotated[
+        float, typer.Option(help="FlexAttention is not asked again after so long; its earlier numbers are kept.")
+    ] = 12.0,
+    peer_gigabytes: Annotated[float, typer.Option(help="Most memory that FlexAttention may take.")] = 8.0,
+) -> None:
+    """Measure every pattern; print the table, write it into a Markdown file."""
+    patterns = _selected(only, block)
+    chosen("--peers", [peers], PEERS)
+    if results == RESULTS and (tokens is not None or (at, block) != (AT, BLOCK)):
+        raise typer.BadParameter(
+            f"a test with --tokens, --at or --block must not replace what is in {RESULTS}: name another file by "
+            "--results"
+        )
+    with short_errors():
+        rows = table.load(results)
+    start, left_out = time.monotonic(), []
+    for number, pattern in enumerate(patterns, 1):
+        print(f"[{number}/{len(patterns)}] {pattern.name}", flush=True)
+        row = measure(pattern, tokens=tokens, at=at, block=block, repeats=repeats)
+        asked = is_asked(peers, pattern)
+        if asked and time.monotonic() - start > 60 * peer_minutes:
+            asked = False
+            left_out.append(pattern.name)
+        if asked:
+            found = [
+                flex.longest(pattern.name, mode, block=block, seconds=peer_seconds, gigabytes=peer_gigabytes)
+                for mode in flex.MODES
+            ]
+            row = replace(row, eager=found[0], compiled=found[1])
+        elif pattern.name in rows:  # measured before and not requested now
+            row = replace(row, eager=rows[pattern.name].eager, compiled=rows[pattern.name].compiled)
+        rows[pattern.name] = row
+        # After every pattern, so that a run that is cut short keeps its measurements.
+        table.save((rows[name] for name in _order(rows)), results)
+    text = table.markdown([rows[name] for name in _order(rows)])
+    print(text)
+    if out is not None:
+        table.put(text, out)
+        print(f"Table: {out}")
+    print(f"All numbers: {results}")
+    if left_out:
+        again = " ".join(f'--only "{name}"' for name in left_out)
+        print(f"No time for FlexAttention (--peer-minutes): {again}")
+
+
+def is_asked(peers: str, pattern: Pattern) -> bool:
+    """Whether FlexAttention is measured for a pattern."""
+    return pattern.live is not None and (peers == "all" or (peers == "families" and not pattern.is_variant))
+
+
+def _order(rows: dict[str, Row]) -> list[str]:
+    """The names that are still in the catalogue, in its order."""
+    return [pattern.name for pattern in PATTERNS if pattern.name in rows]
+
+
+def _selected(names: list[str] | None, block: int) -> list[Pattern]:
+    if block not in BLOCKS:
+        raise typer.BadParameter(f"--block must be one of {', '.join(map(str, BLOCKS))}; got {block}.")
+    try:
+        return select(names)
+    except ValueError as failure:
+        raise typer.BadParameter(str(failure)) from None
+
 
 if __name__ == "__main__":
-    from experiments.benchmarks.patterns.cli import app
-
-    app(prog_name="python -m experiments.benchmarks.patterns")
+    app()

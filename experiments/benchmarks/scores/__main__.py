@@ -43,8 +43,8 @@ def main(
     With all cases about a minute on an H100, most of it compiling; with --flex about four on an H200. With --first half
     a minute a case.
     """
-    names = chosen("case", case, NAMES)
-    chosen("backend", [backend], BACKENDS)
+    names = chosen("--case", case, NAMES)
+    chosen("--backend", [backend], BACKENDS)
     bench = Bench.start("scores", device, commit, out, rounds=rounds, round_ms=30.0)
     sizes, libraries = Sizes(length, heads, dim, device, backend), (OURS, FLEX) if flex else (OURS,)
     if first:

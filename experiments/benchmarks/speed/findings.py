@@ -70,8 +70,8 @@ def _memory(timed: Sequence[Measurement]) -> Iterator[str]:
     for each in timed:
         if each.unit == "MiB":
             series.setdefault(_without(each, "tokens"), []).append(each)
-    for each in series.values():
-        lengths = sorted(each, key=lambda one: one.settings["tokens"])
+    for some in series.values():
+        lengths = sorted(some, key=lambda one: one.settings["tokens"])
         token = [one.value / one.settings["tokens"] for one in lengths if one.value is not None]
         floors = [one.value / floor_mib(*(one.settings[name] for name in _SHAPE)) for one in lengths if one.value]
         growth = token[-1] / token[0]

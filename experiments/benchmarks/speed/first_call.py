@@ -1,18 +1,12 @@
-"""The first calls of a new process with empty caches, including imports and compilation.
-
-`python -m experiments.benchmarks.speed.first_call` is the process itself: it reads a question from standard input and
-writes the answers to standard output.
-"""
+"""The first calls of a new process with empty caches, including imports and compilation."""
 
 from __future__ import annotations
 
-import pickle
-import sys
 from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from experiments.benchmarks.fresh_process import answer_in, output_of, print_answer
+from experiments.benchmarks.fresh_process import answer_of
 from experiments.benchmarks.speed.candidate import Candidate, compare, prepare, verify
 from experiments.benchmarks.speed.cases import BACKWARD, FIRST, FORWARD, Case
 from experiments.benchmarks.speed.check import checked_heads
@@ -41,12 +35,10 @@ class Answer:
 
 def in_new_process(case: Case, name: str, options: Options, *, limit: float = SECONDS) -> list[Answer]:
     """The answers of `case.passes`, each one of FIRST, for the implementation `name`: OURS or one of PEERS."""
-    question = pickle.dumps((case, name, options))
     try:
-        output = output_of("experiments.benchmarks.speed.first_call", question=question, limit=limit)
+        return [Answer(**answer) for answer in answer_of(measured, case, name, options, limit=limit)]
     except RuntimeError as failure:
         return [Answer(FAILED, str(failure)) for _ in case.passes]
-    return [Answer(**answer) for answer in answer_in(output)]
 
 
 def answers(case: Case, name: str, options: Options) -> list[Answer]:
@@ -75,13 +67,7 @@ def _answer(candidate: Candidate, way: str) -> Answer:
     return Answer(status, reason, seconds, error, difference, candidate.checked)
 
 
-def main() -> None:
-    """Answers the question on standard input."""
-    case, name, options = pickle.loads(sys.stdin.buffer.read())
+def measured(case: Case, name: str, options: Options) -> list[dict[str, object]]:
+    """The answers as plain values, in this process."""
     with products_in_tf32(case.tf32 and options.device.type == "cuda"):
-        found = answers(case, name, options)
-    print_answer([asdict(answer) for answer in found])
-
-
-if __name__ == "__main__":
-    main()
+        return [asdict(answer) for answer in answers(case, name, options)]

@@ -45,7 +45,8 @@ def draw(measurements: Sequence[Measurement], title: str) -> Figure:
     for row, cells in enumerate(found.values()):
         for column, name in enumerate(columns):
             if name in cells:
-                axis.text(column, row, f"{cells[name]:.2f}", ha="center", va="center", fontsize=7)
+                colour = "white" if abs(logs[row][column]) > 0.7 * math.log2(MOST) else "black"
+                axis.text(column, row, f"{cells[name]:.2f}", ha="center", va="center", fontsize=7, color=colour)
     axis.set_xticks(range(len(columns)), [name.replace(", ", "\n") for name in columns], fontsize=7)
     axis.set_yticks(range(len(found)), list(found), fontsize=7)
     axis.set_title(f"The peer's time over ours (blue: ours is faster)\n{title}", fontsize=8)

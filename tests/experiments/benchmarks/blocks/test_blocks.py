@@ -76,4 +76,4 @@ def test_the_command_ends_with_an_error_if_a_tiling_gives_other_results(tmp_path
 
 def test_an_unknown_mask_is_refused():
     done = CliRunner().invoke(app, ["--device", "cpu", "--mask", "moebius"])
-    assert done.exit_code == 2 and "--mask must be of butterfly" in done.output
+    assert done.exit_code == 2 and "--mask must be from butterfly" in done.output

@@ -1,6 +1,5 @@
 """The benchmark of short calls: what it calls is right, and its table says what was measured and what failed."""
 
-import json
 from unittest import mock
 
 import pytest
@@ -82,11 +81,10 @@ def test_every_way_of_calling_runs(implementations, name):
 
 def test_first_calls_are_those_of_a_process_of_their_own(tmp_path):
     bench = Bench("calls", Run("H200", "", {}, "", "", ""), tmp_path, CPU)
-    answer = "a warning\n" + json.dumps(dict.fromkeys(FIRST_CALLS, 0.5)) + "\n"
-    with mock.patch.object(first_calls, "output_of", return_value=answer) as run:
+    with mock.patch.object(first_calls, "answer_of", return_value=dict.fromkeys(FIRST_CALLS, 0.5)) as run:
         first_calls.record_first_calls(bench, OURS)
-    assert run.call_args.args == ("experiments.benchmarks.calls.first_calls", OURS)
-    with mock.patch.object(first_calls, "output_of", side_effect=RuntimeError("the process ended with 1")):
+    assert run.call_args.args == (first_calls.seconds_of, OURS)
+    with mock.patch.object(first_calls, "answer_of", side_effect=RuntimeError("the process ended with 1")):
         first_calls.record_first_calls(bench, FLEX)
     found = read(tmp_path / "calls.jsonl")[1]
     assert [each.name for each in found] == [f"calls/{what}/{name}" for name in (OURS, FLEX) for what in FIRST_CALLS]

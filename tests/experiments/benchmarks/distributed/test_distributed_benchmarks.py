@@ -35,7 +35,7 @@ def test_a_simulation_records_every_plan(tmp_path):
 def test_an_unknown_pattern_is_refused(tmp_path):
     result = CliRunner().invoke(app, ["simulate", "--pattern", "spiral", "--out", str(tmp_path)])
     assert result.exit_code == 2
-    assert "--pattern must be of butterfly" in result.output
+    assert "--pattern must be from butterfly" in result.output
 
 
 def test_a_measurement_without_torchrun_is_refused(tmp_path):

@@ -61,4 +61,4 @@ def test_the_command_records_errors_and_fails_if_a_case_does(tmp_path, monkeypat
 
 def test_unknown_cases_are_refused():
     done = CliRunner().invoke(app, ["large", "--device", "cpu", "--case", "nope"])
-    assert done.exit_code == 2 and "--case must be of" in done.output
+    assert done.exit_code == 2 and "--case must be from" in done.output

@@ -1,14 +1,16 @@
 """The harness of benchmarks: what is compared, timed, recorded, printed and refused."""
 
+import os
 import subprocess
 import sys
 from contextlib import contextmanager
+from importlib import import_module
 
 import pytest
 import torch
 import typer
 
-from experiments.benchmarks.__main__ import names
+from experiments.benchmarks.__main__ import FOLDER, names
 from experiments.benchmarks.harness import Bench, Unavailable, Way, chosen, difference, reason, slug, table
 from experiments.measurements import Measurement, Run, read, write
 
@@ -93,17 +95,18 @@ def test_the_table_has_a_column_for_each_way_with_rates_and_ratios():
             figure("dense/sparseflash", 2.0, flops=1e12),
             figure("dense/fa4", 2.2, 0.01),
             figure("dense/sdpa", 2.2, 0.2),
+            figure("dense/flex", 2.2, None),  # of one turn, whose noise is not known
             Measurement("mine/local/fa4", None, None, "ms", failure="skipped: no windows"),
             figure("local/sparseflash", 3.0, unit="us", bytes=6e3),
             figure("error/sparseflash", 0.5, unit="1"),
         ]
     )
     assert text.splitlines() == [
-        "|  | sparseflash | fa4 | sdpa |",
-        "| --- | ---: | ---: | ---: |",
-        "| mine/dense | 2 ms (500 TFLOP/s) | 2.2 ms (**x1.10**) | 2.2 ms (x1.10) |",
-        "| mine/local | 3 us (2 GB/s) | skipped | - |",
-        "| mine/error | 0.5 | - | - |",
+        "|  | sparseflash | fa4 | sdpa | flex |",
+        "| --- | ---: | ---: | ---: | ---: |",
+        "| mine/dense | 2 ms (500 TFLOP/s) | 2.2 ms (**x1.10**) | 2.2 ms (x1.10) | 2.2 ms (x1.10) |",
+        "| mine/local | 3 us (2 GB/s) | skipped | - | - |",
+        "| mine/error | 0.5 | - | - | - |",
         "",
         "- fa4 (mine/local): skipped: no windows",
     ]
@@ -132,16 +135,26 @@ def test_reasons_are_a_line_without_local_folders(failure, expected):
     assert reason(failure) == expected
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_refused_gpu_leaves_the_interpreter_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(typer.BadParameter, match="there is no CUDA device; --device cpu"):
+        Bench.start("mine", "cuda", None, tmp_path)
+    assert os.environ["TRITON_INTERPRET"] == "1"
+
+
 def test_small_tools():
     assert slug("Packed documents, 4,096 keys + sinks") == "packed-documents-4096-keys-+-sinks"
     assert chosen("--case", None, ["a", "b"]) == ["a", "b"] and chosen("--case", ["b"], "ab") == ["b"]
-    with pytest.raises(typer.BadParameter, match="--case must be of a, b; got c"):
+    with pytest.raises(typer.BadParameter, match="--case must be from a, b; got c"):
         chosen("--case", ["c"], ["a", "b"])
     assert difference(torch.full((2, 2), 1.5), torch.ones(2, 2)) == pytest.approx(0.5)
 
 
 def test_one_command_runs_every_benchmark_and_shows_records(tmp_path):
-    assert {"calls", "speed", "scores"} <= set(names())
+    assert {"calls", "speed", "scores", "decode"} <= set(names())
+    programs = [f"experiments.benchmarks.{name}{'.__main__' if (FOLDER / name).is_dir() else ''}" for name in names()]
+    assert all(typer.main.get_command(import_module(program).app) for program in programs)
     write(tmp_path / "a.jsonl", RUN, [figure("dense/fa4", 2.2)])
     program = [sys.executable, "-m", "experiments.benchmarks"]
     shown = subprocess.run([*program, "show", str(tmp_path / "a.jsonl")], capture_output=True, text=True, check=True)
@@ -150,4 +163,4 @@ def test_one_command_runs_every_benchmark_and_shows_records(tmp_path):
     helped = subprocess.run([*program, "calls", "--help"], capture_output=True, text=True, check=True)
     assert "python -m experiments.benchmarks calls" in helped.stdout
     refused = subprocess.run([*program, "clals"], capture_output=True, text=True)
-    assert refused.returncode == 1 and "the benchmark must be of blocks, calls" in refused.stderr
+    assert refused.returncode == 1 and "the benchmark must be from blocks, calls" in refused.stderr

@@ -233,7 +233,7 @@ def test_what_cannot_generate_is_recorded_with_its_reason(bench):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [(["models", "--model", "llma", "--device", "cpu"], "must be of llama, gpt2"), (["models"], "no CUDA device")],
+    [(["models", "--model", "llma", "--device", "cpu"], "must be from llama, gpt2"), (["models"], "no CUDA device")],
 )
 def test_what_is_wrong_with_the_options_is_told(options, message):
     found = CliRunner().invoke(app, options)

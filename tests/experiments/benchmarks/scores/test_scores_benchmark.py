@@ -54,4 +54,4 @@ def test_first_uses_are_timed_in_new_processes(tmp_path):
 @pytest.mark.parametrize("arguments", [["--case", "nope"]])
 def test_unknown_cases_are_refused(arguments):
     done = CliRunner().invoke(app, [*arguments, "--device", "cpu"])
-    assert done.exit_code == 2 and "case must be of alibi" in done.output
+    assert done.exit_code == 2 and "case must be from alibi" in done.output

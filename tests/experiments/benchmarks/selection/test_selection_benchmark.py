@@ -48,7 +48,7 @@ def test_the_command_records_every_way(tmp_path):
     names = [each.name.partition("/")[2] for each in measurements]
     assert names[:3] == [
         "256-heads2of2-causal-2x32-a-block/choice/sparseflash",
-        "256-heads2of2-causal-2x32-a-block/host-choice/sparseflash",
+        "256-heads2of2-causal-2x32-a-block/host/choice/sparseflash",
         "256-heads4of2-causal-2x32-a-block/choice/sparseflash",
     ]
     assert len(names) == 20 and all(each.value > 0 for each in measurements)

@@ -133,9 +133,9 @@ def test_a_wrong_kernel_has_an_error_above_one(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--kernel", "dv"), "--kernel must be of forward, dk_dv, dq"),
-        (("--dim", "48"), "--dim must be of 32, 64, 128, 256"),
-        (("--mask", "dense", "--mask", "square"), "--mask must be of causal, dense"),
+        (("--kernel", "dv"), "--kernel must be from forward, dk_dv, dq"),
+        (("--dim", "48"), "--dim must be from 32, 64, 128, 256"),
+        (("--mask", "dense", "--mask", "square"), "--mask must be from causal, dense"),
         (
             ("--config", "64x128"),
             "--config: expected queries x keys x warps x stages, then",
@@ -154,4 +154,4 @@ def test_options_that_cannot_be_served_are_explained(arguments, message, monkeyp
 def test_the_command_starts_as_a_program():
     done = python("-m", "experiments.benchmarks.tune", "--kernel", "dv")
     assert done.returncode == 2
-    assert "--kernel must be of" in done.stderr
+    assert "--kernel must be from" in done.stderr
