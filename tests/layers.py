@@ -298,7 +298,12 @@ MAY_IMPORT = {
         "experiments/training",
     ),
     "experiments/lra/model": ("experiments/lra", "experiments/training", "sparseflash/cli/sources.py", *PUBLIC),
-    "experiments/lra/table": ("experiments/lra", "experiments/training", f"{_BENCHMARKS}/timing.py"),
+    "experiments/lra/table": (
+        "experiments/lra",
+        "experiments/measurements.py",
+        "experiments/training",
+        f"{_BENCHMARKS}/timing.py",
+    ),
     "experiments/pathx": ("experiments/pathx", "experiments/training", "experiments/pathfinder", *PUBLIC),
     "experiments/pathx/data": (
         "experiments/pathx/config.py",
