@@ -222,14 +222,14 @@ MUTATIONS = [
     ),
     Mutation(
         "tables: a tile with one code past a bucket has one bucket",
-        f"{PORTABLE}/position_tables.py",
+        "sparseflash/backends/triton/changes/table.py",
         ">= largest\n    return code",
         "+ 1 >= largest\n    return code",
         "tests/scores/test_scores_relative.py::test_buckets_may_begin_anywhere_in_a_tile",
     ),
     Mutation(
         "tables: a tile with one code past the first bucket has that bucket",
-        f"{PORTABLE}/position_tables.py",
+        "sparseflash/backends/triton/changes/table.py",
         "largest <= first_end, smallest",
         "largest <= first_end + 1, smallest",
         "tests/scores/test_scores_relative.py::test_buckets_may_begin_anywhere_in_a_tile",
