@@ -171,10 +171,7 @@ class OwnKind(Kind):
     def __init__(self, change: Function, request: Request, wanted: Sequence[bool]) -> None:
         super().__init__({"apply": apply})
         self._wanted, self._block = list(wanted), request.block
-        # Where its tensors are; of q alone something may be asked on the meta device, where nothing is recorded.
-        alone = request.device if request.device.type != "meta" else torch.device("cpu")
-        device = next((x.device for x in change.given), alone)
-        made = Made(change, dict(zip("bhqk", request[:4])), device, wanted)
+        made = Made(change, dict(zip("bhqk", request[:4])), _device_of(change, request.device), wanted)
         self._loads = made.loads
         self.numbers = (made.numbers,)
         self.facts |= {
@@ -193,7 +190,7 @@ class OwnKind(Kind):
         self.numbers_of_rows = (strides_of_all_pairs(request) if self._has_pairs else (),)
 
     def tensors(self, change: Function, device: torch.device) -> tuple[Tensor, ...]:
-        return tuple(map(aligned_start, Made.tensors(change, device)))
+        return tuple(map(aligned_start, Made.tensors(change, _device_of(change, device))))
 
     def planned(self, plan: Plan) -> bool:
         return are_all_live(plan, self._block) if self._has_pairs else False
@@ -226,6 +223,15 @@ class OwnKind(Kind):
             torch.zeros(x.shape, device=x.device) if wants and each is None else each
             for x, wants, each in zip(change.given, self._wanted, found, strict=True)
         ]
+
+
+def _device_of(change: Function, device: torch.device) -> torch.device:
+    """Where a change is recorded: where its tensors are. Of q alone something may be asked on the meta device, where
+    nothing is recorded.
+    """
+    if change.given:
+        return change.given[0].device
+    return device if device.type != "meta" else torch.device("cpu")
 
 
 def _functions(text: str, others: dict[str, Any]) -> dict[str, Any]:
