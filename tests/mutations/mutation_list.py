@@ -221,6 +221,13 @@ MUTATIONS = [
         "tests/backends/triton/test_call_cache.py::test_launches_that_differ_in_anything_have_keys_of_their_own",
     ),
     Mutation(
+        "changed scores: machine code is looked up without the facts that it is compiled for",
+        "sparseflash/backends/triton/changes/kind.py",
+        "in {**functions, **facts}.items()",
+        "in functions.items()",
+        "tests/backends/triton/test_changes.py::test_an_edited_device_function_and_another_fact_are_compiled_anew",
+    ),
+    Mutation(
         "tables: a tile with one code past a bucket has one bucket",
         "sparseflash/backends/triton/changes/table.py",
         ">= largest\n    return code",
