@@ -121,6 +121,16 @@ def test_a_kernel_reads_what_each_call_gives_and_what_was_given_before(kernel):
             assert values == expected(parameters, arguments)
 
 
+def test_what_calls_give_stands_in_tuples_of_tuples_at_most(monkeypatch):
+    parameters = parameters_of({"x": (("i32", ("i32",)),)}, ["x"])
+    assert [each.item for each in parameters] == [(0, 0), (0, 1, 0)]
+    values = [((1, (2,)),)]
+    monkeypatch.setattr(direct_start, "_functions", lambda: (None, None))
+    DirectStart(99, metadata(), parameters, values, [], CPU)  # what no call gives may stand anywhere
+    with pytest.raises(RuntimeError, match="must be tensors, tuples of them, or tuples of those"):
+        DirectStart(99, metadata(), parameters, values, [0], CPU)
+
+
 def test_a_descriptor_is_made_once_and_pointed_to_the_tensor_of_each_call(monkeypatch):
     names = ["a", "described", "b"]
     parameters = parameters_of({"a": "i32", "described": "tensordesc<bf16[1, 1, 64, 16]>", "b": "*bf16"}, names)
