@@ -129,8 +129,7 @@ class Scores:
     def prepared(self, sizes: Sizes) -> Scores:
         """The changes as backends take them. Raises ValueError if one does not fit an attention of these sizes."""
         changes: list[Change] = []
-        for each in self.changes:
-            change = each.prepared(sizes)
+        for change in (each.prepared(sizes) for each in self.changes):
             if changes and changes[-1].kind == change.kind:  # a bias that is one of keys
                 change = changes.pop().joined(change)
             changes.append(change)
@@ -162,10 +161,7 @@ class Scores:
 
     def find(self, kind: str) -> Any:
         """The change of this kind, or None."""
-        for change in self.changes:
-            if change.kind == kind:
-                return change
-        return None
+        return next((change for change in self.changes if change.kind == kind), None)
 
     def without(self, kind: str) -> Scores:
         """All changes but that of this kind."""
