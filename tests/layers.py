@@ -205,6 +205,16 @@ MAY_IMPORT = {
         f"{_TRITON}/launcher.py",
         f"{_TRITON}/overrides.py",
     ),
+    # Device functions use those of the portable kernels for tokens and for the softmax.
+    f"{_TRITON}/changes": (
+        "sparseflash/blockmask/cache.py",
+        _LIMITS,
+        "sparseflash/scores",
+        f"{_TRITON}/alignment.py",
+        f"{_TRITON}/availability.py",
+        f"{_TRITON}/portable",
+        f"{_TRITON}/schedule",
+    ),
     f"{_TRITON}/portable": (
         "sparseflash/blockmask/cache.py",
         "sparseflash/dropout.py",
@@ -214,6 +224,7 @@ MAY_IMPORT = {
         f"{_BACKENDS}/saved.py",
         f"{_TRITON}/alignment.py",
         f"{_TRITON}/availability.py",
+        f"{_TRITON}/changes",
         f"{_TRITON}/configs.py",
         f"{_TRITON}/cuda_graphs.py",
         f"{_TRITON}/family.py",

@@ -14,8 +14,8 @@ from scored import FUNCTIONS, KINDS, Scored, check, results, scored
 from sparseflash import BlockMask, attention, masks, scores, testing
 from sparseflash.backends import problem as backends_problem
 from sparseflash.backends.triton import api
+from sparseflash.backends.triton.changes.pair_bias import readable
 from sparseflash.backends.triton.overrides import override
-from sparseflash.backends.triton.portable.changed import Changed
 from sparseflash.backends.triton.portable.learned import sums_of_groups
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.scores.change import Scores, Sizes
@@ -273,7 +273,7 @@ def test_weights_of_rows_with_only_very_low_biases_are_finite_and_the_least_low_
 def test_the_rows_of_a_bias_lie_near_enough_for_offsets_of_32_bits():
     """Tiles of queries would span 2^31 numbers in a layout `[Nq, Hq, Nk]` of many heads and keys."""
     values = torch.empty_strided((1, 1, 2, 16), (2**24, 2**24, 2**23, 1), dtype=torch.float16).zero_()
-    found = Changed.tensors(Scores((scores.bias(values),)), torch.float16, values.device)["bias_ptr"]
+    found = readable(values)
     assert found.stride(2) == 16 and torch.equal(found, values)
 
 

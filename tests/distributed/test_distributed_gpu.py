@@ -10,7 +10,7 @@ from process_pool import Processes
 from scored import FUNCTIONS, SHARDED, scored
 from sharded_attention import check_dropping, check_scored, check_transports, sharded
 from sparseflash import attention, distributed, dropout, masks, testing
-from sparseflash.backends.triton.portable.own_source import MOST_ENTRIES
+from sparseflash.backends.triton.changes.own_source import MOST_ENTRIES
 from strategies import problems
 
 pytestmark = pytest.mark.gpu

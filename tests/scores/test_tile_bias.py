@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from sparseflash import BlockMask, attention, distributed, explain, masks, scores, testing
 from sparseflash.backends.triton import api, call_cache
+from sparseflash.backends.triton.changes import tile_bias
 from sparseflash.backends.triton.overrides import override
-from sparseflash.backends.triton.portable import learned
 from sparseflash.backends.triton.schedule.tile_places import TilePlaces
 from sparseflash.blockmask.numbering import number_of_tile, tile_numbers
 from strategies import problems
@@ -142,13 +142,13 @@ def test_nobody_writes_where_another_does(masks_of, batch, own):
 )
 def test_only_gradients_of_shared_tiles_are_summed(mask, batch, leading, copies, dtype):
     values, written = drawn(mask, *leading, dtype=torch.float16), []
-    summed = learned.Sums._tile_bias
+    summed = tile_bias.summed_copies
 
-    def seen(self, part):
-        written.append(part)
-        return summed(self, part)
+    def seen(copies):
+        written.append(copies)
+        return summed(copies)
 
-    with mock.patch.object(learned.Sums, "_tile_bias", seen):
+    with mock.patch.object(tile_bias, "summed_copies", seen):
         results(scores.tile_bias(values, mask), tensors(mask, batch, dtype=torch.float16), values, mask, "triton")
     (part,) = written
     assert part.shape == (copies, *values.shape) and part.dtype == dtype

@@ -47,7 +47,8 @@ class Parameter(NamedTuple):
     """A parameter of a compiled kernel."""
 
     argument: int  # index of the argument that it comes from
-    item: int | None  # index in that argument, if it is a tuple, or in a descriptor's sizes and strides
+    # Index in that argument, if it is a tuple, or in a descriptor's sizes and strides; several in tuples of tuples.
+    item: int | tuple[int, ...] | None
     code: str  # format character of Python's struct, or DESCRIPTOR
 
 
@@ -57,6 +58,8 @@ def parameters_of(signature: Mapping[str, Any], names: Sequence[str]) -> list[Pa
     >>> found = parameters_of({"x": "*bf16", "D": "constexpr", "strides": ("i32", "constexpr")}, ["x", "D", "strides"])
     >>> [tuple(each) for each in found]
     [(0, None, 'Q'), (2, 0, 'i')]
+    >>> parameters_of({"changes": ((), ("*fp32",))}, ["changes"])
+    [Parameter(argument=0, item=(1, 0), code='Q')]
     """
     found = []
     for argument, name in enumerate(names):
@@ -66,7 +69,7 @@ def parameters_of(signature: Mapping[str, Any], names: Sequence[str]) -> list[Pa
             found.append(Parameter(argument, None, DESCRIPTOR))
             found += [Parameter(argument, item, "iq"[item >= rank]) for item in range(2 * rank)]
             continue
-        for item, each in enumerate(kind) if isinstance(kind, tuple) else [(None, kind)]:
+        for item, each in _leaves(kind):
             if each == "constexpr":
                 continue
             code = "Q" if isinstance(each, str) and each.startswith("*") else _CODES.get(each)
@@ -74,6 +77,13 @@ def parameters_of(signature: Mapping[str, Any], names: Sequence[str]) -> list[Pa
                 return None
             found.append(Parameter(argument, item, code))
     return found
+
+
+def _leaves(kind: Any, path: tuple[int, ...] = ()) -> list[tuple[int | tuple[int, ...] | None, Any]]:
+    """All types in a type that may be a tuple, or one of tuples, with where they stand in it."""
+    if not isinstance(kind, tuple):
+        return [(None if not path else path[0] if len(path) == 1 else path, kind)]
+    return [leaf for item, each in enumerate(kind) for leaf in _leaves(each, (*path, item))]
 
 
 def are_declared(parameters: Sequence[Parameter], ptx: str) -> bool:
@@ -211,13 +221,21 @@ def _is_of_descriptor(parameter: Parameter, descriptors: Sequence[Parameter]) ->
     return parameter.code != DESCRIPTOR and any(each.argument == parameter.argument for each in descriptors)
 
 
-def _picker(places: Sequence[tuple[int, int | None]], count: int) -> Callable[[Sequence[Any]], Iterable[Any]]:
+def _picker(
+    places: Sequence[tuple[int, int | tuple[int, ...] | None]], count: int
+) -> Callable[[Sequence[Any]], Iterable[Any]]:
     """What takes the values at these places out of `count` given ones: the place, and that in a tuple there."""
     if places == [(place, None) for place in range(count)]:
         return iter
     if len(places) > 1 and all(item is None for _, item in places):
         return itemgetter(*(place for place, _ in places))  # a third of the time of the other
-    return lambda given: [given[place] if item is None else given[place][item] for place, item in places]
+    # The tensors of changes of scores stand in tuples of tuples. No function is called for each value.
+    if any(isinstance(item, tuple) and len(item) > 2 for _, item in places):
+        raise RuntimeError("what is given at each call must be tensors, tuples of them, or tuples of those")
+    steps = [(place, *(item if isinstance(item, tuple) else (item, None))) for place, item in places]
+    return lambda given: [
+        given[place] if i is None else given[place][i] if j is None else given[place][i][j] for place, i, j in steps
+    ]
 
 
 def _packer(parameters: Sequence[Parameter]) -> struct.Struct:
@@ -237,7 +255,11 @@ def _argument(arguments: Sequence[Any], parameter: Parameter) -> Any:
     value = arguments[parameter.argument]
     if parameter.item is None:
         return value
-    return value[parameter.item] if isinstance(value, tuple) else (*value.shape, *value.strides)[parameter.item]
+    if not isinstance(value, tuple):
+        value = *value.shape, *value.strides
+    for item in parameter.item if isinstance(parameter.item, tuple) else (parameter.item,):
+        value = value[item]
+    return value
 
 
 def _encode(address: int, described: Any, metadata: Mapping[str, Any]) -> None:

@@ -78,7 +78,8 @@ def kernels(draw):
     """(signature, arguments of two calls, numbers of those that calls give)."""
     kinds = st.sampled_from([*CODES, "constexpr"])
     of_tuples = st.sampled_from(["i32", "i64", "fp32", "*bf16", "constexpr"])
-    in_tuples = st.lists(of_tuples, min_size=1, max_size=3).map(tuple)
+    tuples = st.lists(of_tuples, max_size=3).map(tuple)
+    in_tuples = st.one_of(tuples, st.lists(tuples | of_tuples, max_size=3).map(tuple))
     signature = draw(st.lists(st.one_of(kinds, in_tuples), max_size=8))
 
     def value(kind):
@@ -95,13 +96,16 @@ def expected(parameters, arguments):
     values = []
     for parameter in parameters:
         value = arguments[parameter.argument]
-        value = value if parameter.item is None else value[parameter.item]
+        items = parameter.item if isinstance(parameter.item, tuple) else (parameter.item,)
+        for item in items if parameter.item is not None else ():
+            value = value[item]
         values.append(value.data_ptr() if isinstance(value, torch.Tensor) else value)
     return values
 
 
 @given(kernels())
 @example((["i32", ("i64", "constexpr", "i32")], ([1, (2, 7, 3)], [4, (5, 7, 6)]), [1]))
+@example(([((), ("i64", "i32"), "fp32"), "i32"], ([((), (2, 3), 0.5), 1], [((), (5, 6), 1.5), 4]), [0]))
 def test_a_kernel_reads_what_each_call_gives_and_what_was_given_before(kernel):
     signature, (first, second), given_by_calls = kernel
     names = [f"x{i}" for i in range(len(signature))]
@@ -115,6 +119,16 @@ def test_a_kernel_reads_what_each_call_gives_and_what_was_given_before(kernel):
             grid, values = gpu.launches.pop()
             assert grid == (programs, 1, 1, 128, 1, 1, 512)
             assert values == expected(parameters, arguments)
+
+
+def test_what_calls_give_stands_in_tuples_of_tuples_at_most(monkeypatch):
+    parameters = parameters_of({"x": (("i32", ("i32",)),)}, ["x"])
+    assert [each.item for each in parameters] == [(0, 0), (0, 1, 0)]
+    values = [((1, (2,)),)]
+    monkeypatch.setattr(direct_start, "_functions", lambda: (None, None))
+    DirectStart(99, metadata(), parameters, values, [], CPU)  # what no call gives may stand anywhere
+    with pytest.raises(RuntimeError, match="must be tensors, tuples of them, or tuples of those"):
+        DirectStart(99, metadata(), parameters, values, [0], CPU)
 
 
 def test_a_descriptor_is_made_once_and_pointed_to_the_tensor_of_each_call(monkeypatch):

@@ -17,12 +17,10 @@ from sparseflash import attention, masks, scores
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.registration import empty_gradient, empty_out
 from sparseflash.backends.triton import api
+from sparseflash.backends.triton.changes.distance import distances
+from sparseflash.backends.triton.changes.pair_bias import pointers_of_pairs, strides_of_pairs
 from sparseflash.backends.triton.hopper import backward_plan, support
 from sparseflash.backends.triton.launcher import Launch, Variant
-from sparseflash.backends.triton.portable.biases import pointers_of_pairs
-from sparseflash.backends.triton.portable.change_flags import CHANGED, LOGARITHMIC
-from sparseflash.backends.triton.portable.changed import strides_of_pairs
-from sparseflash.backends.triton.portable.scores import distances
 from sparseflash.limits import COUNT, FAR, MOST_TOKENS, is_near
 
 LONG = 16_905_216  # keys: 2^24 + 128,000
@@ -36,14 +34,14 @@ INTERPRETED = triton.knobs.runtime.interpret
 @triton.jit
 def distances_kernel(
     first_ptr, out_ptr, first_q, first_k, q_len, k_len,
-    M: tl.constexpr, N: tl.constexpr, CHANGES: tl.constexpr, TRANSPOSED: tl.constexpr, GATHERED: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, IS_LOG: tl.constexpr, TRANSPOSED: tl.constexpr, GATHERED: tl.constexpr,
 ):  # fmt: skip
     if GATHERED:  # the streamed side
         if TRANSPOSED:
             first_q = tl.load(first_ptr + tl.arange(0, M))
         else:
             first_k = tl.load(first_ptr + tl.arange(0, N))
-    found = distances(first_q, first_k, q_len, k_len, M, N, CHANGES, TRANSPOSED)
+    found = distances(first_q, first_k, q_len, k_len, M, N, IS_LOG, TRANSPOSED)
     rows, columns = tl.arange(0, found.shape[0]), tl.arange(0, found.shape[1])
     tl.store(out_ptr + rows[:, None] * found.shape[1] + columns[None, :], found)
 
@@ -72,8 +70,7 @@ def test_distances_are_those_of_whole_numbers_wherever_tokens_stand(place, is_lo
     want = (q[:, None] + (k_len - q_len) - k).abs().double()
     want = (want.log1p() if is_log else want).T if transposed else (want.log1p() if is_log else want)
     found = torch.empty(want.shape)
-    changes = CHANGED.value | (LOGARITHMIC.value if is_log else 0)
-    distances_kernel[(1,)](first, found, first_q, first_k, q_len, k_len, *SIZES, changes, transposed, gathered)
+    distances_kernel[(1,)](first, found, first_q, first_k, q_len, k_len, *SIZES, is_log, transposed, gathered)
     if not is_log:  # one rounding more than the number itself has, and none where it is a number of fp32
         assert torch.equal(found[want < 2**24].double(), want[want < 2**24])
     torch.testing.assert_close(found.double(), want, rtol=3e-7 if is_log else 2.0**-23, atol=1e-7)

@@ -11,9 +11,9 @@ import triton.language as tl
 from torch.nn.functional import softplus
 
 from sparseflash import attention, clear_caches, masks, scores
-from sparseflash.backends.triton.portable import own
-from sparseflash.backends.triton.portable.own import Own
-from sparseflash.backends.triton.portable.own_source import Load
+from sparseflash.backends.triton.changes import own
+from sparseflash.backends.triton.changes.own import Made
+from sparseflash.backends.triton.changes.own_source import Load
 
 CPU = torch.device("cpu")
 
@@ -186,7 +186,7 @@ def test_what_the_kernels_do_not_take(function, given, text):
 
 def test_equal_functions_share_their_compiled_code_and_masks_have_no_part_in_it():
     def made(bound):
-        return Own(
+        return Made(
             scores.function(lambda s, b, h, q, k: s.clamp(-bound, bound)), dict(zip("bhqk", (1, 2, 16, 16))), CPU, []
         )
 
@@ -201,7 +201,7 @@ def sources():
 def test_the_sources_of_functions_go_with_them(monkeypatch):
     def made(bound):
         change = scores.function(lambda s, b, h, q, k: s.clamp(max=bound))
-        return Own(change, dict(zip("bhqk", (1, 2, 16, 16))), CPU, [])
+        return Made(change, dict(zip("bhqk", (1, 2, 16, 16))), CPU, [])
 
     clear_caches()
     monkeypatch.setattr(own._made, "most", 2)

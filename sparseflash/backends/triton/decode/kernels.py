@@ -214,7 +214,7 @@ def decode_kernel(
             k_ptr + k_at[:, None] + dims[None, :], mask=exists[:, None] & (dims < D)[None, :], other=0.0
         )  # fmt: skip
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-        p, alpha, m_i, l_i = softmax_step(scores, live, m_i, l_i, qk_scale, KEEP, PRECISION, 0)
+        p, alpha, m_i, l_i = softmax_step(scores, live, m_i, l_i, qk_scale, KEEP, PRECISION, False)
         v_at = of_page * v_batch + kv_head.to(tl.int64) * v_head + at * v_token
         v_tile = tl.load(
             v_ptr + v_at[:, None] + v_dims[None, :], mask=exists[:, None] & (v_dims < DV)[None, :], other=0.0

@@ -12,14 +12,12 @@ from sparseflash.backends.registration import empty_gradient
 from sparseflash.backends.saved import Saved
 from sparseflash.backends.triton.family import KernelChoice, Setting
 from sparseflash.backends.triton.launcher import BoundLaunch
-from sparseflash.backends.triton.portable.changed import Changed
 from sparseflash.backends.triton.portable.launches import KernelLayout, of_call
-from sparseflash.backends.triton.portable.learned import Learned, Sums
+from sparseflash.backends.triton.portable.learned import Call, Sums
 from sparseflash.backends.triton.portable.merging import Combine, combine_gradients, combine_means
 from sparseflash.backends.triton.portable.pass_layout import Layout
 from sparseflash.backends.triton.portable.passes import layouts, like, one_number_of, run_kernel
 from sparseflash.backends.triton.schedule.plan import Plan
-from sparseflash.backends.triton.schedule.tile_places import TilePlaces
 from sparseflash.dropout import Dropout
 from sparseflash.limits import is_near
 from sparseflash.scores.change import Scores
@@ -38,10 +36,6 @@ class BackwardLayout(Layout):
                 raise ValueError(
                     "scores.function must have a kernel_derivative for the backward of its kernel; got a kernel alone."
                 )
-        self.learned: Learned | None = None
-        if changes is not None and self.changed is not None:
-            block = None if setting.lengths else setting.block
-            self.learned = Learned(changes, self.changed, wanted, self.numbers, q.shape[0], block)
         self.out = like(out)
         self.as_they_are = self.are_read_as_they_are(q, k, v, dout)
         # The stride between heads of per-query numbers; TMA needs a multiple of 16 bytes.
@@ -62,7 +56,7 @@ class BackwardLayout(Layout):
             self.means = KernelLayout(
                 "dq", setting, self.numbers, tiles,
                 {"dout_ptr": dout, "out_ptr": self.out, **found, "own_inverse_ptr": self.rows}, strides,
-                row_stride=stride, means=True, changed=self.changed, more=self.sink,
+                row_stride=stride, means=True, changed=self.changed, sink=self.sink,
             )  # fmt: skip
             of_queries = {"dout_ptr": dout, **through_lse, **found, "dq_ptr": self.dq}
             of_keys = {"lse2": self.rows, "inverse_ptr": self.rows, "delta": self.rows, **through_lse}
@@ -73,14 +67,12 @@ class BackwardLayout(Layout):
             }  # fmt: skip
             of_keys = {"lse2": self.rows, "delta": self.rows}  # the gradient of lse is in delta
         self.queries = KernelLayout(
-            "dq", setting, self.numbers, tiles, of_queries, strides, row_stride=stride, changed=self.changed,
-            **({} if self.learned is None else self.learned.given_to_queries()),
+            "dq", setting, self.numbers, tiles, of_queries, strides, row_stride=stride, changed=self.changed
         )  # fmt: skip
         tiles = {**tiles, "dout": dout}
         self.keys = KernelLayout(
             "dk_dv", setting, self.numbers, tiles, {**of_keys, "dk_ptr": self.dk, "dv_ptr": self.dv},
             {**tiles, "dk": self.dk, "dv": self.dv}, row_stride=stride, changed=self.changed,
-            **({} if self.learned is None else self.learned.given_to_keys()),
         )  # fmt: skip
 
 
@@ -91,10 +83,7 @@ class Backward:
         self._layout = layout
         self.means = None if layout.means is None else layout.means.bind(plan)
         self.queries, self.keys = layout.queries.bind(plan), layout.keys.bind(plan)
-        self._all_live, self._tile_places = False, None
-        if (learned := layout.learned) is not None:
-            self._all_live = learned.block is not None and plan.has_every_tile(learned.block)
-            self._tile_places = None if learned.tiles is None else TilePlaces.of(plan.pattern, learned.tiles)
+        self._planned = [] if layout.changed is None else [kind.planned(plan) for kind in layout.changed.all]
         self._combine_means: Combine | None = None
         if self.means is not None and layout.means is not None:
             self._combine_means = combine_means(self.means, layout.means, layout.rows, layout.sink)
@@ -112,11 +101,11 @@ class Backward:
         changes: Scores,
     ) -> tuple[tuple[Tensor, Tensor, Tensor], list[Tensor | None]]:  # fmt: skip
         """`(dq, dk, dv)`, and the gradients of the tensors of the changes that the layout was made for."""
-        learned = self._layout.learned
-        if learned is None:
+        layout = self._layout
+        if layout.changed is None:
             raise RuntimeError("the backward was prepared for scores that nothing changes")
-        places, all_live = self._tile_places, self._all_live
-        sums = Sums(learned, changes, self.queries, self.keys, places, saved.q, saved.k, all_live=all_live)
+        call = Call(layout.numbers, self.queries, self.keys, len(saved.q), saved.q.device)
+        sums = Sums(layout.changed, changes, call, self._planned)
         gradients, delta = self._run(dout, dlse, saved, lengths, dropout, changes, sums)
         drow = -delta[:, :, : saved.lse.shape[2]]
         if self.means is not None and dlse is not None:  # in half precision delta includes it
@@ -140,13 +129,11 @@ class Backward:
         }  # fmt: skip
         if lengths is not None or dropout is not None:
             given |= of_call(lengths, dropout)
-        if changes is not None:
-            given |= Changed.tensors(changes, dq.dtype, dq.device)
+        if changes is not None and layout.changed is not None:
+            given |= layout.changed.tensors(changes, dq.device)
         if self.means is not None and kept is not None:
             (maximum, inverse), own_inverse = kept.unbind(), lse2
             given |= {"lse2_ptr": maximum, "lse2": maximum, "inverse_ptr": inverse, "own_inverse_ptr": own_inverse}
-            if changes is not None:
-                given |= Changed.sink_of(changes)
             run_kernel(self.means, self._combine_means, given)
             given["inverse_ptr"] = own_inverse
         if sums is not None:

@@ -7,7 +7,8 @@ there are no atomics, and the bits are the same at every run.
 import triton
 import triton.language as tl
 
-from sparseflash.backends.triton.portable.delta import means_of_sink, write_means
+from sparseflash.backends.triton.changes.sink import means_of_sink
+from sparseflash.backends.triton.portable.delta import write_means
 from sparseflash.backends.triton.portable.forward import write_rows
 from sparseflash.backends.triton.portable.gradients import write_gradients
 from sparseflash.backends.triton.portable.loads import part_pointers

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from sparseflash.backends.triton.portable.softmax import LOG2E, add_exactly, exp2_rounded
+from sparseflash.backends.triton.portable.softmax import add_exactly
 
 
 @triton.jit
@@ -11,14 +11,6 @@ def means_step(delta, weight, lost, exps, p, dp, estimate):
     """Adds one tile of keys to the sums from which `write_means` computes delta; estimate: rowsum(out * dout)."""
     weight, lost = add_exactly(weight, lost, tl.sum(exps, 1))
     return delta + tl.sum(p * (dp - estimate[:, None]), 1), weight, lost
-
-
-@triton.jit
-def means_of_sink(delta, weight, estimate, inverse, maximum, sink_ptr, head):
-    """`means_step` for the sink, a key whose weight has the gradient 0."""
-    exponent = (tl.load(sink_ptr + head).to(tl.float32) - maximum) * LOG2E
-    exps = exp2_rounded(tl.minimum(exponent, 0.0))  # only that of a query without keys is above 0, or NaN
-    return delta - exps * inverse * estimate, weight + exps
 
 
 @triton.jit

@@ -7,11 +7,18 @@ so there are no atomics and the bits are the same at every run.
 import triton
 import triton.language as tl
 
-from sparseflash.backends.triton.portable.arithmetic import product
-from sparseflash.backends.triton.portable.change_flags import CAPPED, CHANGE_NUMBERS, ChangeArguments, TileNumbers
+from sparseflash.backends.triton.changes.kind import WHOLE_NUMBERS, At
+from sparseflash.backends.triton.changes.steps import (
+    begun,
+    changed_scores,
+    finish,
+    gradients_before,
+    loaded,
+    no_sums,
+)
 from sparseflash.backends.triton.portable.dropout import DropoutArguments, kept_weights
 from sparseflash.backends.triton.portable.fp32_split import accumulate, products
-from sparseflash.backends.triton.portable.gradients import lse_gradients, store_own_sums, write_gradients
+from sparseflash.backends.triton.portable.gradients import lse_gradients, write_gradients
 from sparseflash.backends.triton.portable.loads import (
     live_scores,
     load_tokens,
@@ -19,8 +26,6 @@ from sparseflash.backends.triton.portable.loads import (
     part_pointers,
     token_numbers,
 )
-from sparseflash.backends.triton.portable.position_tables import outer_runs
-from sparseflash.backends.triton.portable.scores import changed_scores, loaded_biases
 from sparseflash.backends.triton.portable.softmax import recomputed_weights, score_gradients
 from sparseflash.backends.triton.portable.walk import (
     cut_at_length,
@@ -35,17 +40,16 @@ from sparseflash.backends.triton.schedule.work_item import ITEM, ITEM_NUMBER
 
 @triton.jit
 def dk_dv_step(
-    dk, dv, dkey, own_sums, k_tile, v_tile, q, dout, lse2, inverse_ptr, delta, dlse_ptr, batch, head, heads,
+    dk, dv, sums, k_tile, v_tile, q, dout, lse2, inverse_ptr, delta, dlse_ptr, batch, head, heads,
     first_q, q_len, first_k, k_len, words_ptr, tile, scale, qk_scale, q_strides, dout_strides, row_stride, dropout,
-    changes, dkey_ptr,
+    changes, live_queries,
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     GATHERED: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr, ROWS_TMA: tl.constexpr, CHANGES: tl.constexpr, OWN: tl.constexpr,
-    OWN_SUMS: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS_TMA: tl.constexpr, CHANGES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds the contribution of one tile of queries to dk (without the scale), dv, the gradient of a bias of keys,
-    which stays 0.0 without `dkey_ptr`, and one's own sums. Scores are [keys, queries] here.
+    """Adds the contribution of one tile of queries to dk (without the scale), dv, and the sums of the changes of
+    scores. Scores are [keys, queries] here.
     """
     rows = token_numbers(first_q, BLOCK_M)
     batch_head = batch * heads + head
@@ -59,16 +63,12 @@ def dk_dv_step(
     delta_row = numbers_of_rows(delta, batch_head, first_q, rows, q_len, row_stride, 0.0, BLOCK_M, not MASKED, ROWS_TMA)
     # In full fp32 scores and dp are summed in the same order as in dq_kernel, so that dp has the same rounding errors
     # as the delta that is subtracted from it.
-    if CHANGES:
-        biases = loaded_biases(
-            changes, batch, head, first_q, first_k, q_len, k_len, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, MASKED, True
-        )
+    if CHANGES is not None:
+        where = At(batch, head, batch_head, first_q, first_k, q_len, k_len, live_queries)
+        read = loaded(CHANGES, changes, where, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, MASKED, True)
     scores = products(k_tile, q_tile, PRECISION, True)
-    if CHANGES:
-        scores, factor, own = changed_scores(
-            scores, biases, changes, scale, batch, head, first_q, first_k, q_len, k_len, BLOCK_M, BLOCK_N, CHANGES, OWN,
-            True,
-        )  # fmt: skip
+    if CHANGES is not None:
+        scores, kept = changed_scores(CHANGES, changes, read, scores, scale, where, BLOCK_M, BLOCK_N, True)
     inverse, dlse, live = None, None, None
     if KEEP:
         at = tl.cast(batch_head, tl.int64) * row_stride + rows
@@ -76,7 +76,7 @@ def dk_dv_step(
     if MASKED:
         patch_q = 0 if GATHERED > 0 else first_q
         live = live_scores(words_ptr, tile, patch_q, first_k, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, False, True)
-    _, p = recomputed_weights(scores, live, lse2_row[None, :], inverse, qk_scale, KEEP, PRECISION, CHANGES)
+    _, p = recomputed_weights(scores, live, lse2_row[None, :], inverse, qk_scale, KEEP, PRECISION, CHANGES is not None)
     dout_tile = load_tokens(
         dout, batch, head, first_q, q_len, dout_strides, DV, PADDED_DV, BLOCK_M, not MASKED, TMA, PRECISION,
     )  # fmt: skip
@@ -92,16 +92,9 @@ def dk_dv_step(
         if dlse_ptr is not None:
             dlse = lse_gradients(dlse_ptr + at, rows < q_len, inverse, 0)
     ds = score_gradients(p, dp, delta_row[None, :], dlse)
-    if OWN_SUMS is not None:
-        own_sums = OWN_SUMS(own_sums, ds, own[1], BLOCK_N)
-    if CHANGES:
-        if OWN is not None:
-            ds = product(ds, own[0])
-    if dkey_ptr is not None:
-        dkey += tl.sum(ds, 1)
-    if CAPPED & CHANGES:
-        ds = ds * factor
-    return accumulate(ds, q_tile, dk, PRECISION), dv, dkey, own_sums
+    if CHANGES is not None:
+        ds, sums = gradients_before(CHANGES, changes, sums, ds, kept, where, BLOCK_Q, BLOCK_K, MASKED)
+    return accumulate(ds, q_tile, dk, PRECISION), dv, sums
 
 
 # Sizes are not specialised, so another length or number of heads does not recompile.
@@ -109,7 +102,7 @@ def dk_dv_step(
     do_not_specialize=[
         "lengths_stride", "dropped", "amplification", "scale", "qk_scale", "kv_heads", "group", "q_len", "k_len",
         "col_tiles", "row_stride",
-        *CHANGE_NUMBERS,
+        *WHOLE_NUMBERS,
     ],
     # Of these few numbers are loaded at a time.
     do_not_specialize_on_alignment=["lengths_ptr", "seed_ptr", "rows_ptr", "queries_ptr", "groups_ptr"],
@@ -127,21 +120,14 @@ def dk_dv_kernel(
     scale, qk_scale,
     kv_heads, group, q_len, k_len, col_tiles, row_stride,
     q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
-    cap, inverse_cap,  # the arguments from here to own_numbers only if CHANGES: see scores.py
-    slopes_ptr,  # [Hq], or None
-    values_ptr,  # [Hq, C], in q's dtype: a table; or None
-    until_ptr, q_codes_ptr, k_codes_ptr, values_stride,  # int32 [C + 1], or None and int32 [Nq], [Nk]; see relative.py
-    key_bias_ptr, key_bias_strides, bias_ptr, bias_strides,  # strides of all dimensions, 0 where shared; or None
-    tile_bias_ptrs,  # a bias of live tiles, or None: see `load_tile_bias`, also for its numbers
-    tiles_of_batch, tiles_of_head, patterns_of_batch, patterns_of_head, tile_rows, tile_words,
-    own_ptrs, own_numbers,  # the tensors of one's own function, and their strides and sizes as own_source.py lists them
-    dkey_ptr,  # fp32 [W, group, BLOCK_N], written: the gradient of a bias of keys; or None
-    own_parts,  # the same of what one's own function reads for each key; or None
+    changes, change_numbers,  # of each change of scores its tensors, and its numbers: see changes/kind.py; or None
+    n0, n1, n2, n3, n4, n5, n6, n7,  # WHOLE_NUMBERS of the changes, one change after another
+    learned,  # as in dq_kernel
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     GATHERED: tl.constexpr,  # as in the forward, but for a tile of queries
     HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS_TMA: tl.constexpr, CHANGES: tl.constexpr, OWN: tl.constexpr, OWN_SUMS: tl.constexpr,
+    ROWS_TMA: tl.constexpr, CHANGES: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one tile of keys."""
     SPLIT: tl.constexpr = BLOCK_Q // BLOCK_M
@@ -159,18 +145,10 @@ def dk_dv_kernel(
     v_tile = load_tokens(v, batch, kv_head, first_k, k_len, v_strides, DV, PADDED_DV, BLOCK_N, False, TMA, PRECISION)
     dk = tl.zeros([BLOCK_N, PADDED_D], tl.float32)
     dv = tl.zeros([BLOCK_N, PADDED_DV], tl.float32)
-    changes = ChangeArguments(
-        cap, inverse_cap, slopes_ptr, values_ptr, until_ptr, q_codes_ptr, k_codes_ptr, values_stride, key_bias_ptr,
-        key_bias_strides, bias_ptr, bias_strides, tile_bias_ptrs,
-        TileNumbers(tiles_of_batch, tiles_of_head, patterns_of_batch, patterns_of_head, tile_rows, tile_words),
-        own_ptrs, own_numbers, q_length if HAS_LENGTHS else None, outer_runs(until_ptr, values_stride),
-    )  # fmt: skip
+    changes = begun(CHANGES, changes, change_numbers, (n0, n1, n2, n3, n4, n5, n6, n7), learned)
+    live_queries = q_length if HAS_LENGTHS else None
     dropout = DropoutArguments(seed_ptr, rows_ptr, queries_ptr, groups_ptr, dropped, amplification)
-    dkey, own_sums = 0.0, ()
-    if dkey_ptr is not None:
-        dkey = tl.zeros([BLOCK_N], tl.float32)
-    if OWN_SUMS is not None:
-        own_sums = OWN_SUMS(None, None, None, BLOCK_N)
+    sums = no_sums(CHANGES, BLOCK_N)
     for member in range(0, group):
         list_ptr = item_ptr + member * ITEM
         listed, firsts = list_of_item(list_ptr, index_ptr, BLOCK_M, GATHERED)
@@ -186,18 +164,15 @@ def dk_dv_kernel(
             inside, at_end, partial = cut_at_length(index_ptr, start, full, count, q_length, BLOCK_Q, BLOCK_M, GATHERED)
             full = inside + at_end
         head = kv_head * group + member
-        if dkey_ptr is not None:
-            dkey = tl.zeros([BLOCK_N], tl.float32)
-        if OWN_SUMS is not None:
-            own_sums = OWN_SUMS(None, None, None, BLOCK_N)
+        sums = no_sums(CHANGES, BLOCK_N)
         for i in range(0, full * SPLIT):
             first_q = tokens_of_block(next_block, i, BLOCK_Q, BLOCK_M, GATHERED)
             next_block = listed_block(index_ptr, start, (i + 1) // SPLIT, BLOCK_M, GATHERED)
-            dk, dv, dkey, own_sums = dk_dv_step(
-                dk, dv, dkey, own_sums, k_tile, v_tile, q, dout, lse2, inverse_ptr, delta, dlse_ptr,
+            dk, dv, sums = dk_dv_step(
+                dk, dv, sums, k_tile, v_tile, q, dout, lse2, inverse_ptr, delta, dlse_ptr,
                 batch, head, kv_heads * group, first_q, q_len, first_k, k_len, words_ptr, 0, scale, qk_scale, q_strides,
-                dout_strides, row_stride, dropout, changes, dkey_ptr, D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K,
-                BLOCK_M, BLOCK_N, GATHERED, DROPOUT, KEEP, TMA, PRECISION, ROWS_TMA, CHANGES, OWN, OWN_SUMS, False,
+                dout_strides, row_stride, dropout, changes, live_queries, D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K,
+                BLOCK_M, BLOCK_N, GATHERED, DROPOUT, KEEP, TMA, PRECISION, ROWS_TMA, CHANGES, False,
             )  # fmt: skip
         if partial > 0:  # as in the forward
             next_block, next_tile = partial_block, partial_number
@@ -207,20 +182,15 @@ def dk_dv_kernel(
                 next_block, next_tile = partial_tile(
                     index_ptr, tile_ptr, 0, 0, first_partial, (i + 1) // SPLIT, BLOCK_M, GATHERED, False
                 )
-                dk, dv, dkey, own_sums = dk_dv_step(
-                    dk, dv, dkey, own_sums, k_tile, v_tile, q, dout, lse2, inverse_ptr, delta, dlse_ptr,
+                dk, dv, sums = dk_dv_step(
+                    dk, dv, sums, k_tile, v_tile, q, dout, lse2, inverse_ptr, delta, dlse_ptr,
                     batch, head, kv_heads * group, first_q, q_len, first_k, k_len, words_ptr, tile, scale, qk_scale,
-                    q_strides, dout_strides, row_stride, dropout, changes, dkey_ptr, D, DV, PADDED_D, PADDED_DV,
-                    BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, DROPOUT, KEEP, TMA, PRECISION, ROWS_TMA, CHANGES, OWN,
-                    OWN_SUMS, True,
+                    q_strides, dout_strides, row_stride, dropout, changes, live_queries, D, DV, PADDED_D, PADDED_DV,
+                    BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, DROPOUT, KEEP, TMA, PRECISION, ROWS_TMA, CHANGES,
+                    True,
                 )  # fmt: skip
         place = tl.cast(tl.program_id(0), tl.int64) * group + member
-        if OWN_SUMS is not None:
-            store_own_sums(own_sums, own_parts, place, first_k, k_length, BLOCK_N, HAS_LENGTHS)
-        if dkey_ptr is not None:
-            if HAS_LENGTHS:  # a tile may be cut by the length
-                dkey = tl.where(first_k + tl.arange(0, BLOCK_N) < k_length, dkey, 0.0)
-            tl.store(dkey_ptr + place * BLOCK_N + tl.arange(0, BLOCK_N), dkey)
+        finish(CHANGES, changes, sums, place, first_k, k_length, BLOCK_N, HAS_LENGTHS)
 
     part = part_of(item_ptr, parts_ptr)
     if parts_ptr is not None and part > 0:

@@ -7,14 +7,15 @@ no atomics and the bits are the same at every run.
 import triton
 import triton.language as tl
 
-from sparseflash.backends.triton.portable.change_flags import CHANGE_NUMBERS, ChangeArguments, TileNumbers
-from sparseflash.backends.triton.portable.delta import means_of_sink, means_step, write_means
-from sparseflash.backends.triton.portable.dq_step import LearnedArguments, LearnedSums, dq_step, own_table, row_step
+from sparseflash.backends.triton.changes.kind import WHOLE_NUMBERS
+from sparseflash.backends.triton.changes.sink import means_of_sink
+from sparseflash.backends.triton.changes.steps import begun, finish, no_sums
+from sparseflash.backends.triton.portable.delta import means_step, write_means
+from sparseflash.backends.triton.portable.dq_step import dq_step, row_step
 from sparseflash.backends.triton.portable.dropout import DropoutArguments
 from sparseflash.backends.triton.portable.fp32_split import in_fp32
-from sparseflash.backends.triton.portable.gradients import lse_gradients, store_own_sums, write_gradients
+from sparseflash.backends.triton.portable.gradients import lse_gradients, write_gradients
 from sparseflash.backends.triton.portable.loads import load_columns, load_tokens, part_pointers
-from sparseflash.backends.triton.portable.position_tables import add_last_run, no_run, outer_runs
 from sparseflash.backends.triton.portable.softmax import LOG2E
 from sparseflash.backends.triton.portable.walk import (
     listed_block,
@@ -30,7 +31,7 @@ from sparseflash.backends.triton.schedule.work_item import ITEM
     do_not_specialize=[
         "lengths_stride", "dropped", "amplification", "scale", "qk_scale", "heads", "group", "q_len", "k_len",
         "row_tiles", "row_stride",
-        *CHANGE_NUMBERS, "table_size",
+        *WHOLE_NUMBERS,
     ],
     # Of these few numbers are loaded at a time.
     do_not_specialize_on_alignment=["lengths_ptr", "seed_ptr", "rows_ptr", "queries_ptr", "groups_ptr"],
@@ -49,26 +50,15 @@ def dq_kernel(
     dropped, amplification,  # if DROPOUT
     scale, qk_scale, heads, group, q_len, k_len, row_tiles, row_stride,
     q_strides, k_strides, v_strides, dout_strides, out_strides, dq_strides,
-    cap, inverse_cap,  # the arguments from here to own_numbers only if CHANGES: see scores.py
-    slopes_ptr,  # [Hq], or None
-    values_ptr,  # [Hq, C], in q's dtype: a table; or None
-    until_ptr, q_codes_ptr, k_codes_ptr, values_stride,  # int32 [C + 1], or None and int32 [Nq], [Nk]; see relative.py
-    key_bias_ptr, key_bias_strides, bias_ptr, bias_strides,  # strides of all dimensions, 0 where shared; or None
-    tile_bias_ptrs,  # a bias of live tiles, or None: see `load_tile_bias`, also for its numbers
-    tiles_of_batch, tiles_of_head, patterns_of_batch, patterns_of_head, tile_rows, tile_words,
-    own_ptrs, own_numbers,  # the tensors of one's own function, and their strides and sizes as own_source.py lists them
+    changes, change_numbers,  # of each change of scores its tensors, and its numbers: see changes/kind.py; or None
+    n0, n1, n2, n3, n4, n5, n6, n7,  # WHOLE_NUMBERS of the changes, one change after another
     sink_ptr,  # [Hq], or None; read if DELTA
-    dslopes_ptr,  # fp32 [W, BLOCK_M], written: the gradient of the slope by each query; or None, as those below
-    dbias_ptr,  # [B, Hq, Nq, Nk], written for live tiles
-    pair_strides,  # those of dbias_ptr and of such tensors in own_parts, in which Triton sees which rows are aligned
-    dtiles_ptr, dtiles_starts_ptr,  # [tiles, BLOCK_Q, BLOCK_K], written for live tiles: see store_tile_gradients
-    dtable_ptr, buckets_ptr, table_size,  # fp32 [W, R], to which is added, and int32 [C]: the bucket of each code
-    own_parts,  # the gradients of what one's own function reads: as dslopes_ptr, then as dbias_ptr, then as dtable_ptr
+    learned,  # of each change memory for the gradients of its tensors; None if none is learned
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     GATHERED: tl.constexpr,  # as in the forward
     HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-    DELTA: tl.constexpr, CHANGES: tl.constexpr, OWN: tl.constexpr, OWN_SUMS: tl.constexpr, OWN_STORES: tl.constexpr,
+    DELTA: tl.constexpr, CHANGES: tl.constexpr,
 ):  # fmt: skip
     """dQ of one tile of queries, and lse2 and delta for dk_dv_kernel; if DELTA, only delta and the inverse sums.
 
@@ -135,40 +125,25 @@ def dq_kernel(
         tl.store(delta_ptr + row + rows, delta, mask=rows < q_len)
         tl.store(lse2_ptr + row + rows, lse2, mask=rows < q_len)
     dq = tl.zeros([BLOCK_M, PADDED_D], tl.float32)
-    changes = ChangeArguments(
-        cap, inverse_cap, slopes_ptr, values_ptr, until_ptr, q_codes_ptr, k_codes_ptr, values_stride, key_bias_ptr,
-        key_bias_strides, bias_ptr, bias_strides, tile_bias_ptrs,
-        TileNumbers(tiles_of_batch, tiles_of_head, patterns_of_batch, patterns_of_head, tile_rows, tile_words),
-        own_ptrs, own_numbers, q_length if HAS_LENGTHS else None, outer_runs(until_ptr, values_stride),
-    )  # fmt: skip
+    changes = begun(CHANGES, changes, change_numbers, (n0, n1, n2, n3, n4, n5, n6, n7), learned)
+    live_queries = q_length if HAS_LENGTHS else None
     dropout = DropoutArguments(seed_ptr, rows_ptr, queries_ptr, groups_ptr, dropped, amplification)
-    learned = LearnedArguments(
-        dslopes_ptr, dbias_ptr, pair_strides, dtiles_ptr, dtiles_starts_ptr, dtable_ptr, buckets_ptr, table_size,
-        own_parts,
-    )  # fmt: skip
-    dslopes, table_sums, own_sums = (), (), ()
-    if dslopes_ptr is not None:
-        dslopes = tl.zeros([BLOCK_M], tl.float32)
-    if OWN_SUMS is not None:
-        own_sums = OWN_SUMS(None, None, None, BLOCK_M)
-    if dtable_ptr is not None:
-        table_sums = no_run(BLOCK_M)
-    sums = LearnedSums(dslopes, table_sums, own_sums)
+    sums = no_sums(CHANGES, BLOCK_M)
 
     for i in range(0, full * SPLIT):
         first_k = tokens_of_block(next_block, i, BLOCK_K, BLOCK_N, GATHERED)
         next_block = listed_block(index_ptr, start, (i + 1) // SPLIT, BLOCK_N, GATHERED)
-        k_tile, exps, p, dp, factor, own = row_step(
+        k_tile, exps, p, dp, kept = row_step(
             q_tile, dout_tile, k, v, lse2, inverse, words_ptr, 0, place, first_k, q_len, k_len, k_length, scale,
-            qk_scale, k_strides, v_strides, dropout, changes, D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M,
-            BLOCK_N, GATHERED, HAS_LENGTHS, DROPOUT, KEEP, TMA, PRECISION, CHANGES, OWN, False,
+            qk_scale, k_strides, v_strides, dropout, changes, live_queries, D, DV, PADDED_D, PADDED_DV, BLOCK_Q,
+            BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, HAS_LENGTHS, DROPOUT, KEEP, TMA, PRECISION, CHANGES, False,
         )  # fmt: skip
         if DELTA:
             delta, weight, lost = means_step(delta, weight, lost, exps, p, dp, estimate)
         else:
             dq, sums = dq_step(
-                dq, sums, k_tile, p, dp, delta, dlse, factor, own, learned, changes, place, first_k, q_len, k_len,
-                BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, PRECISION, CHANGES, OWN, OWN_SUMS, OWN_STORES, False,
+                dq, sums, k_tile, p, dp, delta, dlse, kept, changes, place, first_k, q_len, k_len, live_queries,
+                BLOCK_Q, BLOCK_K, PRECISION, CHANGES, False,
             )  # fmt: skip
 
     if at_end + partial > 0:  # as in the forward
@@ -185,27 +160,20 @@ def dq_kernel(
                 index_ptr, tile_ptr, start + full, at_end, first_partial, (i + 1) // SPLIT, BLOCK_N, GATHERED,
                 HAS_LENGTHS,
             )  # fmt: skip
-            k_tile, exps, p, dp, factor, own = row_step(
+            k_tile, exps, p, dp, kept = row_step(
                 q_tile, dout_tile, k, v, lse2, inverse, words_ptr, tile, place, first_k, q_len, k_len, k_length, scale,
-                qk_scale, k_strides, v_strides, dropout, changes, D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M,
-                BLOCK_N, GATHERED, HAS_LENGTHS, DROPOUT, KEEP, TMA, PRECISION, CHANGES, OWN, True,
+                qk_scale, k_strides, v_strides, dropout, changes, live_queries, D, DV, PADDED_D, PADDED_DV, BLOCK_Q,
+                BLOCK_K, BLOCK_M, BLOCK_N, GATHERED, HAS_LENGTHS, DROPOUT, KEEP, TMA, PRECISION, CHANGES, True,
             )  # fmt: skip
             if DELTA:
                 delta, weight, lost = means_step(delta, weight, lost, exps, p, dp, estimate)
             else:
                 dq, sums = dq_step(
-                    dq, sums, k_tile, p, dp, delta, dlse, factor, own, learned, changes, place, first_k, q_len, k_len,
-                    BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, PRECISION, CHANGES, OWN, OWN_SUMS, OWN_STORES, True,
+                    dq, sums, k_tile, p, dp, delta, dlse, kept, changes, place, first_k, q_len, k_len, live_queries,
+                    BLOCK_Q, BLOCK_K, PRECISION, CHANGES, True,
                 )  # fmt: skip
 
-    if OWN_SUMS is not None:
-        store_own_sums(sums.own, own_parts, tl.cast(tl.program_id(0), tl.int64), 0, 0, BLOCK_M, False)
-    if dtable_ptr is not None:
-        if until_ptr is not None:
-            add_last_run(sums.table, own_table(learned))
-    if dslopes_ptr is not None:
-        first = tl.cast(tl.program_id(0), tl.int64) * BLOCK_M
-        tl.store(dslopes_ptr + first + tl.arange(0, BLOCK_M), sums.slopes)
+    finish(CHANGES, changes, sums, tl.cast(tl.program_id(0), tl.int64), 0, 0, BLOCK_M, False)
     at = row + rows
     part = part_of(item_ptr, parts_ptr)
     if parts_ptr is not None and part > 0:

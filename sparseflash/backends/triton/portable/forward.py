@@ -7,7 +7,9 @@ ones with their bits.
 import triton
 import triton.language as tl
 
-from sparseflash.backends.triton.portable.change_flags import CHANGE_NUMBERS, ChangeArguments, TileNumbers
+from sparseflash.backends.triton.changes.kind import WHOLE_NUMBERS, At
+from sparseflash.backends.triton.changes.sink import with_sink
+from sparseflash.backends.triton.changes.steps import begun, changed_scores, loaded
 from sparseflash.backends.triton.portable.dropout import DropoutArguments, kept_weights
 from sparseflash.backends.triton.portable.fp32_split import accumulate, products
 from sparseflash.backends.triton.portable.loads import (
@@ -16,8 +18,6 @@ from sparseflash.backends.triton.portable.loads import (
     part_pointers,
     store_tokens,
 )
-from sparseflash.backends.triton.portable.position_tables import outer_runs
-from sparseflash.backends.triton.portable.scores import changed_scores, loaded_biases, with_sink
 from sparseflash.backends.triton.portable.softmax import LN2, scaled_maximum, softmax_step
 from sparseflash.backends.triton.portable.walk import (
     listed_block,
@@ -32,34 +32,29 @@ from sparseflash.backends.triton.schedule.work_item import ITEM
 @triton.jit
 def forward_step(
     acc, m_i, l_i, q_tile, k, v, words_ptr, tile, place, first_k, q_len, k_len, k_length, scale, qk_scale, k_strides,
-    v_strides, dropout, changes,
+    v_strides, dropout, changes, live_queries,
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     GATHERED: tl.constexpr, HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr,
-    PRECISION: tl.constexpr, CHANGES: tl.constexpr, OWN: tl.constexpr, MASKED: tl.constexpr,
+    PRECISION: tl.constexpr, CHANGES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Adds one tile of keys to the running sums: `(acc, m_i, l_i)`."""
     k_tile = load_tokens(
         k, place.batch, place.kv_head, first_k, k_len, k_strides, D, PADDED_D, BLOCK_N, not MASKED, TMA, PRECISION,
     )  # fmt: skip
-    if CHANGES:
-        biases = loaded_biases(
-            changes, place.batch, place.head, place.first_q, first_k, q_len, k_len, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N,
-            MASKED, False,
-        )  # fmt: skip
+    if CHANGES is not None:
+        at = At(place.batch, place.head, place.batch_head, place.first_q, first_k, q_len, k_len, live_queries)
+        read = loaded(CHANGES, changes, at, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, MASKED, False)
     scores = products(q_tile, k_tile, PRECISION)
-    if CHANGES:
-        scores, _, _ = changed_scores(
-            scores, biases, changes, scale, place.batch, place.head, place.first_q, first_k, q_len, k_len, BLOCK_M,
-            BLOCK_N, CHANGES, OWN, False,
-        )  # fmt: skip
+    if CHANGES is not None:
+        scores, _ = changed_scores(CHANGES, changes, read, scores, scale, at, BLOCK_M, BLOCK_N, False)
     live = None
     if MASKED:
         live = live_in_row(
             words_ptr, tile, place.first_q, first_k, k_length, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, GATHERED,
             HAS_LENGTHS,
         )  # fmt: skip
-    p, alpha, m_i, l_i = softmax_step(scores, live, m_i, l_i, qk_scale, KEEP, PRECISION, CHANGES)
+    p, alpha, m_i, l_i = softmax_step(scores, live, m_i, l_i, qk_scale, KEEP, PRECISION, CHANGES is not None)
     if DROPOUT:
         keep = kept_weights(dropout, place.batch_head, place.first_q, first_k, q_len, k_len, BLOCK_M, BLOCK_N, False)
         p = tl.where(keep, p, 0.0)
@@ -116,7 +111,7 @@ def write_rows(
     do_not_specialize=[
         "lengths_stride", "dropped", "amplification", "scale", "qk_scale", "one", "heads", "group", "q_len", "k_len",
         "row_tiles",
-        *CHANGE_NUMBERS,
+        *WHOLE_NUMBERS,
     ],
     # Of these few numbers are loaded at a time.
     do_not_specialize_on_alignment=["lengths_ptr", "seed_ptr", "rows_ptr", "queries_ptr", "groups_ptr"],
@@ -135,21 +130,15 @@ def forward_kernel(
     one,  # 1.0, unknown to the compiler
     heads, group, q_len, k_len, row_tiles,
     q_strides, k_strides, v_strides, out_strides,  # of batch, head, token
-    cap, inverse_cap,  # the arguments from here to own_numbers only if CHANGES: see scores.py
-    slopes_ptr,  # [Hq], or None
-    values_ptr,  # [Hq, C], in q's dtype: a table; or None
-    until_ptr, q_codes_ptr, k_codes_ptr, values_stride,  # int32 [C + 1], or None and int32 [Nq], [Nk]; see relative.py
-    key_bias_ptr, key_bias_strides, bias_ptr, bias_strides,  # strides of all dimensions, 0 where shared; or None
-    tile_bias_ptrs,  # a bias of live tiles, or None: see `load_tile_bias`, also for its numbers
-    tiles_of_batch, tiles_of_head, patterns_of_batch, patterns_of_head, tile_rows, tile_words,
-    own_ptrs, own_numbers,  # the tensors of one's own function, and their strides and sizes as own_source.py lists them
+    changes, change_numbers,  # of each change of scores its tensors, and its numbers: see changes/kind.py; or None
+    n0, n1, n2, n3, n4, n5, n6, n7,  # WHOLE_NUMBERS of the changes, one change after another
     sink_ptr,  # [Hq], or None
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,  # the tiles of the lists
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,  # the kernel's tiles, which divide them
     GATHERED: tl.constexpr,  # block size in tokens of a gathered tile of keys, or 0: see loads.py
     HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-    Q_IN_REGISTERS: tl.constexpr, CHANGES: tl.constexpr, OWN: tl.constexpr,
+    Q_IN_REGISTERS: tl.constexpr, CHANGES: tl.constexpr,
 ):  # fmt: skip
     """out and lse of one tile of queries."""
     SPLIT: tl.constexpr = BLOCK_K // BLOCK_N
@@ -163,15 +152,11 @@ def forward_kernel(
     start, full, at_end, partial, first_partial = lists
     next_block, partial_block, partial_number = firsts
     q_length, k_length = live_tokens
-    changes = ChangeArguments(
-        cap, inverse_cap, slopes_ptr, values_ptr, until_ptr, q_codes_ptr, k_codes_ptr, values_stride, key_bias_ptr,
-        key_bias_strides, bias_ptr, bias_strides, tile_bias_ptrs,
-        TileNumbers(tiles_of_batch, tiles_of_head, patterns_of_batch, patterns_of_head, tile_rows, tile_words),
-        own_ptrs, own_numbers, q_length if HAS_LENGTHS else None, outer_runs(until_ptr, values_stride),
-    )  # fmt: skip
+    changes = begun(CHANGES, changes, change_numbers, (n0, n1, n2, n3, n4, n5, n6, n7), None)
+    live_queries = q_length if HAS_LENGTHS else None
     dropout = DropoutArguments(seed_ptr, rows_ptr, queries_ptr, groups_ptr, dropped, amplification)
     softmax_scale = scale
-    if CHANGES:
+    if CHANGES is not None:
         softmax_scale = 1.0
 
     q_tile = load_tokens(q, batch, head, first_q, q_len, q_strides, D, PADDED_D, BLOCK_M, False, TMA, PRECISION)
@@ -190,8 +175,8 @@ def forward_kernel(
         next_block = listed_block(index_ptr, start, (i + 1) // SPLIT, BLOCK_N, GATHERED)
         acc, m_i, l_i = forward_step(
             acc, m_i, l_i, q_tile, k, v, words_ptr, 0, place, first_k, q_len, k_len, k_length, scale, qk_scale,
-            k_strides, v_strides, dropout, changes, D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N,
-            GATHERED, HAS_LENGTHS, DROPOUT, KEEP, TMA, PRECISION, CHANGES, OWN, False,
+            k_strides, v_strides, dropout, changes, live_queries, D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M,
+            BLOCK_N, GATHERED, HAS_LENGTHS, DROPOUT, KEEP, TMA, PRECISION, CHANGES, False,
         )  # fmt: skip
 
     if at_end + partial > 0:  # even an empty loop waits for the first loads of its pipeline
@@ -210,11 +195,11 @@ def forward_kernel(
             )  # fmt: skip
             acc, m_i, l_i = forward_step(
                 acc, m_i, l_i, q_tile, k, v, words_ptr, tile, place, first_k, q_len, k_len, k_length, scale, qk_scale,
-                k_strides, v_strides, dropout, changes, D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N,
-                GATHERED, HAS_LENGTHS, DROPOUT, KEEP, TMA, PRECISION, CHANGES, OWN, True,
+                k_strides, v_strides, dropout, changes, live_queries, D, DV, PADDED_D, PADDED_DV, BLOCK_Q, BLOCK_K,
+                BLOCK_M, BLOCK_N, GATHERED, HAS_LENGTHS, DROPOUT, KEEP, TMA, PRECISION, CHANGES, True,
             )  # fmt: skip
 
-    if CHANGES:
+    if CHANGES is not None:
         if not KEEP:
             m_i = scaled_maximum(m_i, qk_scale)
     part = part_of(item_ptr, parts_ptr)

@@ -13,7 +13,6 @@ from torch import Tensor
 from sparseflash.backends.registration import empty_out
 from sparseflash.backends.triton.family import KernelChoice, Setting
 from sparseflash.backends.triton.launcher import BoundLaunch
-from sparseflash.backends.triton.portable.changed import Changed
 from sparseflash.backends.triton.portable.launches import Bound, KernelLayout, of_call
 from sparseflash.backends.triton.portable.merging import combine_rows
 from sparseflash.backends.triton.portable.pass_layout import Layout
@@ -42,7 +41,7 @@ class ForwardLayout(Layout):
         tiles = {"q": q, "k": k, "v": v}
         self.kernel = KernelLayout(
             "forward", setting, self.numbers, tiles, self.written, {**tiles, "out": self.out}, changed=self.changed,
-            more=self.sink,
+            sink=self.sink,
         )  # fmt: skip
 
 
@@ -76,9 +75,8 @@ class Forward:
             kernel.launch(given)
             return out, lse, kept
         given |= of_call(lengths, dropout)
-        if changes is not None:
-            given |= Changed.tensors(changes, out.dtype, out.device)
-            given |= Changed.sink_of(changes)
+        if changes is not None and layout.changed is not None:
+            given |= layout.changed.tensors(changes, out.device)
         run_kernel(kernel, self._combine, given)
         return out, lse, kept
 

@@ -25,14 +25,3 @@ def write_gradients(
     if CUT:
         dx = tl.where((first + tl.arange(0, TOKENS) < length)[:, None], dx, 0.0)
     store_tokens(dx_ptr, dx.to(dx_ptr.dtype.element_ty), batch, head, first, tokens, strides, DIM, PADDED_DIM, TOKENS)
-
-
-@triton.jit
-def store_own_sums(own_sums, own_parts, place, first, length, TOKENS: tl.constexpr, CUT: tl.constexpr):
-    """Writes the sums of one's own function for a tile of tokens; if CUT, 0 at or past `length`."""
-    at = tl.arange(0, TOKENS)
-    for number in tl.static_range(len(own_sums)):
-        found = own_sums[number]
-        if CUT:
-            found = tl.where(first + at < length, found, 0.0)
-        tl.store(own_parts[number] + place * TOKENS + at, found)

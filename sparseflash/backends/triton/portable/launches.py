@@ -27,7 +27,8 @@ from sparseflash.blockmask.cache import BoundedDict
 from sparseflash.dropout import Dropout, amplification
 
 if TYPE_CHECKING:
-    from sparseflash.backends.triton.portable.changed import Changed
+    from sparseflash.backends.triton.changes.kind import Part
+    from sparseflash.backends.triton.changes.kinds import Changed
 
 FUNCTIONS: dict[Kernel, Any] = {"forward": forward_kernel, "dk_dv": dk_dv_kernel, "dq": dq_kernel}
 # Examples of arguments that only some calls have.
@@ -83,15 +84,13 @@ class KernelLayout:
     def __init__(
         self, kernel: Kernel, setting: Setting, numbers: Numbers, tiles: Mapping[str, Tensor],
         varying: Mapping[str, Tensor], strides: Mapping[str, Tensor], *, row_stride: int | None = None,
-        means: bool = False, changed: Changed | None = None, more: Mapping[str, Any] | None = None,
-        more_numbers: Mapping[str, Any] | None = None, functions: Mapping[str, Any] | None = None,
+        means: bool = False, changed: Changed | None = None, sink: Mapping[str, Tensor] | None = None,
     ) -> None:  # fmt: skip
         """The tensors are examples on the meta device, by the names of the kernel's arguments.
 
         tiles: those loaded by tiles; q, k and v first. varying: the others of a call. strides: those whose
         strides the kernel takes. row_stride: the stride between heads of per-query numbers. means: dq_kernel with
-        DELTA. changed: how scores are changed. more, more_numbers: further tensors, and numbers and strides, which only
-        changed scores have. functions: of one's own change, for its gradients.
+        DELTA. changed: how scores are changed. sink: the argument of a kernel that completes sums of exponentials.
         """
         self.kernel, self.numbers = kernel, numbers
         self.capability, self.lengths, self.dropout = setting.capability, setting.lengths, setting.dropout
@@ -102,11 +101,13 @@ class KernelLayout:
         )  # fmt: skip
         self._tiles, self._varying, self._strides = dict(tiles), dict(varying), dict(strides)
         self._row_stride, self._means = row_stride, means
-        self._changed, self._functions = changed, dict(functions or {})
-        self._more, self._more_numbers = dict(more or {}), dict(more_numbers or {})
+        self._changed, self._sink = changed, dict(sink or {})
+        self._part: Part = "forward"  # what the kernel does with changes of scores
+        if kernel != "forward" and not means:
+            self._part = "rows" if kernel == "dq" else "columns"
         # The factors of the scores that the softmax gets, for results and in base 2: changed ones have them inside.
         self.softmax_scale, self.qk_scale = numbers.scale, numbers.scale * LOG2E.value
-        if changed is not None and changed.flags:
+        if changed is not None and changed.are_changed:
             self.softmax_scale, self.qk_scale = 1.0, LOG2E.value
         self._launches: dict[tuple[Tiling, bool], Launch] = {}  # not bound to work; there are few tilings
 
@@ -139,15 +140,13 @@ class KernelLayout:
             "GATHERED": choice.tiling.gathered, "HAS_LENGTHS": self.lengths, "DROPOUT": self.dropout,
             "KEEP": choice.arithmetic != "half", "TMA": choice.descriptors,
             "PRECISION": precision_of(choice.arithmetic, self.capability, in_pieces=choice.pieces),
-            "CHANGES": 0 if self._changed is None else self._changed.flags,
-            "OWN": None if self._changed is None else self._changed.function,
+            "CHANGES": None if self._changed is None else self._changed.constant(self._part),
         }  # fmt: skip
         own_constants: dict[str, dict[str, Any]] = {
             "forward": {"Q_IN_REGISTERS": config.q_in_registers},
-            "dk_dv": {"ROWS_TMA": choice.describes_rows, "OWN_SUMS": None},
-            "dq": {"DELTA": self._means, "OWN_SUMS": None, "OWN_STORES": None},
-        }
-        constants |= own_constants[self.kernel] | self._functions
+            "dk_dv": {"ROWS_TMA": choice.describes_rows}, "dq": {"DELTA": self._means},
+        }  # fmt: skip
+        constants |= own_constants[self.kernel]
         count = -(-(numbers.k_len if over_columns else numbers.q_len) // tile)
         numbers_by_name: dict[str, Any] = {
             "dropped": numbers.dropped, "amplification": amplification(numbers.dropped),
@@ -163,10 +162,9 @@ class KernelLayout:
         dropout = Dropout(SOME_SEED, numbers.dropped, **dict.fromkeys(self._coordinates, SOME_COORDINATES))
         examples |= of_call(SOME_LENGTHS if self.lengths else None, dropout if self.dropout else None)
         if self._changed is not None:
-            numbers_by_name |= self._changed.numbers
-            examples |= self._changed.examples
-        numbers_by_name |= self._more_numbers
-        examples |= self._more
+            numbers_by_name |= self._changed.numbers(self._part)
+            examples |= self._changed.examples | self._changed.learned(self._part)
+        examples |= self._sink
         return launch_of(
             FUNCTIONS[self.kernel], constants, numbers_by_name, examples, self.device, self._descriptors(choice),
             bound=("work_ptr", "index_ptr", "tile_ptr", "words_ptr"), num_warps=config.num_warps,
@@ -215,7 +213,7 @@ def launch_of(
     key = (
         function.__name__, device, tuple(options.values()), tuple(constants.values()), tuple(described),
         tuple((name, _dtypes(x)) for name, x in examples.items()),
-        tuple((name, x if isinstance(x, tuple) else x is None) for name, x in fixed.items()),  # strides are specialised
+        tuple((name, _specialised(x) if isinstance(x, tuple) else x is None) for name, x in fixed.items()),
     )  # fmt: skip
     variant: Variant | None = _variants.get(key)
     if variant is None:
@@ -228,6 +226,13 @@ def _dtypes(x: Any) -> Any:
     if isinstance(x, tuple):
         return tuple(map(_dtypes, x))
     return x.dtype if isinstance(x, Tensor) else None
+
+
+def _specialised(x: Any) -> Any:
+    """What Triton may specialise on in a tuple of numbers: whole ones, as strides."""
+    if isinstance(x, tuple):
+        return tuple(map(_specialised, x))
+    return float if isinstance(x, float) else x
 
 
 def strides_of(x: Tensor) -> tuple[int, ...]:

@@ -6,236 +6,128 @@ are no atomics, and the bits are the same every time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from sparseflash.backends.triton.alignment import aligned_start
-from sparseflash.backends.triton.portable.changed import Changed, strides_of_pairs
-from sparseflash.backends.triton.portable.launches import Bound, Numbers
-from sparseflash.backends.triton.portable.passes import like
-from sparseflash.backends.triton.schedule.tile_places import TilePlaces
 from sparseflash.backends.triton.schedule.work_item import ITEM_NUMBER
 from sparseflash.scores.change import Scores
 
-# What dq_kernel writes for changes of each kind.
-_PARTS = {"distance": "dslopes_ptr", "bias": "dbias_ptr", "tile_bias": "dtiles_ptr", "relative": "dtable_ptr"}
+if TYPE_CHECKING:
+    from sparseflash.backends.triton.changes.kinds import Changed
+    from sparseflash.backends.triton.portable.launches import Bound, Numbers
 
 
-class Learned:
-    """The gradients that kernels write for the tensors of changes, for tensors of one layout."""
-
-    def __init__(
-        self, changes: Scores, changed: Changed, wanted: Sequence[bool], numbers: Numbers, batch: int,
-        block: tuple[int, int] | None,
-    ) -> None:  # fmt: skip
-        """wanted: which tensors get a gradient. block: of the mask, or None if it has lengths."""
-        self.numbers, self.block = numbers, block
-        self.wants = {kind: any(each) for kind, each in changes.by_kind(wanted).items()}
-        self.of_queries: dict[str, Any] = {}  # examples of further arguments of dq_kernel
-        self.numbers_of_queries: dict[str, Any] = {}
-        self.of_keys: dict[str, Any] = {}  # of dk_dv_kernel
-        self.own = changed.own
-        self.wants_own = changes.by_kind(wanted).get("function", [])
-        self.loads = [] if self.own is None else self.own.loads
-        self.pairs = batch, numbers.heads, numbers.q_len, numbers.k_len
-        # Triton functions that the kernels call for them.
-        self.functions_of_queries: dict[str, Any] = {}
-        self.functions_of_keys: dict[str, Any] = {}
-        self.tiles: torch.Size | None = None  # the shape of a bias of live tiles that gets a gradient
-        some = torch.empty(16, dtype=torch.float32, device="meta")
-        if self.wants.get("distance"):
-            self.of_queries["dslopes_ptr"] = some
-        if self.wants.get("bias"):
-            self.of_queries["dbias_ptr"] = some.to(self._dtype_of_parts(changes.find("bias").values, self.pairs))
-        if self.wants.get("tile_bias"):
-            values = changes.find("tile_bias").values
-            self.tiles = values.shape
-            own = batch, numbers.heads, *self.tiles[2:]
-            self.of_queries["dtiles_ptr"] = some.to(self._dtype_of_parts(values, own))
-            self.of_queries["dtiles_starts_ptr"] = some.to(torch.int64)
-        if self.wants.get("relative"):
-            table = changes.find("relative")
-            self.of_queries |= {"dtable_ptr": some, "buckets_ptr": like(table.buckets)}
-            self.numbers_of_queries["table_size"] = table.table.shape[1]
-        if self.wants.get("key_bias"):
-            self.of_keys["dkey_ptr"] = some
-        if self.own is not None:
-            by_key = [load.way == "keys" for load in self.loads]
-            if not all(by_key):
-                self.of_queries["own_parts"] = (some,) * by_key.count(False)
-            if any(by_key):
-                self.of_keys["own_parts"] = (some,) * by_key.count(True)
-            self.functions_of_queries = {"OWN_SUMS": self.own.sums["queries"], "OWN_STORES": self.own.stores}
-            self.functions_of_keys = {"OWN_SUMS": self.own.sums["keys"]}
-        if self.wants.get("bias") or any(load.way == "pairs" for load in self.loads):
-            self.numbers_of_queries["pair_strides"] = strides_of_pairs(some.new_empty(self.pairs).stride())
-
-    def given_to_queries(self) -> dict[str, Any]:
-        """What the KernelLayout of dq_kernel gets for them."""
-        return {
-            "more": self.of_queries, "more_numbers": self.numbers_of_queries, "functions": self.functions_of_queries,
-        }  # fmt: skip
-
-    def given_to_keys(self) -> dict[str, Any]:
-        """And that of dk_dv_kernel."""
-        return {"more": self.of_keys, "functions": self.functions_of_keys}
-
-    @staticmethod
-    def _dtype_of_parts(values: Tensor, parts: Sequence[int]) -> torch.dtype:
-        """Of the written gradients of values, of the shape `parts`: that of the values, unless several are summed."""
-        return values.dtype if values.shape == tuple(parts) else torch.float32
-
-
-class Sums:
-    """The gradients of the tensors of changes in one call: memory for the parts, then their sums."""
+class Call:
+    """One call of a backward, as changes see it: memory for what the kernels write of gradients, and its sums."""
 
     def __init__(
-        self, learned: Learned, changes: Scores, queries: Bound, keys: Bound, places: TilePlaces | None, q: Tensor,
-        k: Tensor, *, all_live: bool,
+        self, numbers: Numbers, queries: Bound, keys: Bound, batch: int, device: torch.device
     ) -> None:  # fmt: skip
-        """places: where the gradients of a bias of live tiles are written. all_live: whether the kernels write the
-        gradients of all pairs of tokens."""
-        self._learned, self._changes, self._queries, self._keys = learned, changes, queries, keys
-        self._places = places
-        self._batch = q.shape[0]
-        programs = len(queries.work.work)
-        self._parts: dict[str, Tensor] = {}
+        self._numbers, self._queries, self._keys = numbers, queries, keys
+        self._batch, self.device = batch, device
+        # After the kernels have run: lse, and the gradient of the score of a key without a value, divided by its
+        # weight, both [B, Hq, Nq].
+        self.lse = self.drow = torch.empty(0)
 
-        def empty(*shape: int) -> Tensor:
-            return torch.empty(shape, dtype=torch.float32, device=q.device)
+    def empty_of_queries(self) -> Tensor:
+        """A number for each query of each program of dq_kernel, fp32 `[W, BLOCK_M]`."""
+        return self._empty(len(self._queries.work.work), self._queries.tile)
 
-        def of_pairs(dtype: torch.dtype) -> Tensor:
-            # Those of dead tiles are 0. Zeros took 0.6 of 3.9 ms of a forward and a backward (8,192 tokens, H200).
-            return (torch.empty if all_live else torch.zeros)(learned.pairs, dtype=dtype, device=q.device)
+    def empty_of_keys(self) -> Tensor:
+        """A number for each key of each list of dk_dv_kernel, fp32 `[W, group, BLOCK_N]`."""
+        group = self._numbers.heads // self._numbers.kv_heads
+        return self._empty(len(self._keys.work.work), group, self._keys.tile)
 
-        if "dslopes_ptr" in learned.of_queries:
-            self._parts["distance"] = empty(programs, queries.tile)
-        if "dbias_ptr" in learned.of_queries:
-            self._parts["bias"] = of_pairs(learned.of_queries["dbias_ptr"].dtype)
-        if places is not None and learned.tiles is not None:
-            dtype = learned.of_queries["dtiles_ptr"].dtype
-            self._parts["tile_bias"] = torch.zeros(places.copies, *learned.tiles, dtype=dtype, device=q.device)
-        if "dtable_ptr" in learned.of_queries:
-            self._parts["relative"] = empty(programs, learned.numbers_of_queries["table_size"]).zero_()
-        if "dkey_ptr" in learned.of_keys:
-            self._parts["key_bias"] = empty(len(keys.work.work), learned.numbers.heads // k.shape[1], keys.tile)
-        self._own: list[Tensor] = []  # by the loads of one's own function
-        for load in learned.loads:
-            if load.way == "queries":
-                self._own.append(empty(programs, queries.tile))
-            elif load.way == "keys":
-                self._own.append(empty(len(keys.work.work), learned.numbers.heads // k.shape[1], keys.tile))
-            elif load.way == "pairs":
-                self._own.append(of_pairs(torch.float32))
-            else:
-                tensor = changes.find("function").given[load.tensor]
-                self._own.append(empty(programs, load.entries(tensor)).zero_())
+    def zeros_of_programs(self, count: int) -> Tensor:
+        """So many zeros for each program of dq_kernel, fp32 `[W, count]`."""
+        return self._empty(len(self._queries.work.work), count).zero_()
 
-    def of_queries(self) -> dict[str, Any]:
-        """Further arguments of dq_kernel."""
-        found: dict[str, Any] = {name: self._parts[kind] for kind, name in _PARTS.items() if kind in self._parts}
-        if self._places is not None:
-            self._places.ready.wait()
-            found["dtiles_starts_ptr"] = self._places.starts
-        if "relative" in self._parts:
-            found["buckets_ptr"] = aligned_start(self._changes.find("relative").buckets.contiguous())
-        own = [part for load, part in zip(self._learned.loads, self._own) if load.way != "keys"]
-        return {**found, "own_parts": tuple(own)} if own else found
+    def empty_of_pairs(self, dtype: torch.dtype, *, all_live: bool) -> Tensor:
+        """A number for each score, `[B, Hq, Nq, Nk]`, 0 unless the kernels write all of them."""
+        # Those of dead tiles are 0. Zeros took 0.6 of 3.9 ms of a forward and a backward (8,192 tokens, H200).
+        numbers = self._numbers
+        shape = self._batch, numbers.heads, numbers.q_len, numbers.k_len
+        return (torch.empty if all_live else torch.zeros)(shape, dtype=dtype, device=self.device)
 
-    def of_keys(self) -> dict[str, Any]:
-        """Further arguments of dk_dv_kernel."""
-        found: dict[str, Any] = {"dkey_ptr": self._parts["key_bias"]} if "key_bias" in self._parts else {}
-        own = [part for load, part in zip(self._learned.loads, self._own) if load.way == "keys"]
-        return {**found, "own_parts": tuple(own)} if own else found
-
-    def gradients(self, lse: Tensor, drow: Tensor) -> list[Tensor | None]:
-        """The gradient of each tensor. drow: of the score of a key without a value, divided by its weight."""
-        summed = {
-            "distance": self._distance, "relative": self._sums_by_head, "bias": self._bias,
-            "tile_bias": self._tile_bias, "key_bias": self._key_bias,
-        }  # fmt: skip
-        of_kind = {kind: summed[kind](part) for kind, part in self._parts.items()}
-        if self._learned.wants.get("sink"):
-            of_kind["sink"] = sink_gradient(self._changes.find("sink").logits, lse, drow)
-        return in_order(self._changes, of_kind, self._function)
-
-    def _distance(self, part: Tensor) -> Tensor:
-        return self._sums_by_head(part.sum(1, keepdim=True)).squeeze(1)
-
-    def _bias(self, part: Tensor) -> Tensor:
-        return over_shared(part, self._changes.find("bias").values)
-
-    def _tile_bias(self, part: Tensor) -> Tensor:
-        return part[0] if len(part) == 1 else part.sum(0)
-
-    def _key_bias(self, part: Tensor) -> Tensor:
-        return over_shared(self._sums_by_key(part), self._changes.find("key_bias").values)
-
-    def _sums_by_head(self, part: Tensor) -> Tensor:
+    def sums_by_head(self, part: Tensor) -> Tensor:
         """The sums of the parts of all programs of each head, `[Hq, ...]`."""
-        tiles, heads = self._tiles(self._queries), self._learned.numbers.heads
+        tiles, heads = self._tiles(self._queries), self._numbers.heads
         head = _items(self._queries) // tiles % heads
         return sums_of_groups(part, head, heads, _unless_cut(self._queries, self._batch * tiles))
 
-    def _sums_by_batch_and_head(self, part: Tensor) -> Tensor:
+    def sums_by_batch_and_head(self, part: Tensor) -> Tensor:
         """The sums of the parts of all programs of each batch element and head, `[B, Hq, ...]`."""
-        tiles, heads = self._tiles(self._queries), self._learned.numbers.heads
+        tiles, heads = self._tiles(self._queries), self._numbers.heads
         number = _items(self._queries) // tiles
         sums = sums_of_groups(part, number, self._batch * heads, _unless_cut(self._queries, tiles))
         return sums.view(self._batch, heads, *part.shape[1:])
 
-    def _sums_by_query(self, part: Tensor) -> Tensor:
+    def sums_by_query(self, part: Tensor) -> Tensor:
         """The sums of the parts of all programs of each head and query, `[B, Hq, Nq]`."""
-        numbers = self._learned.numbers
+        numbers = self._numbers
         count = self._batch * numbers.heads * self._tiles(self._queries)
         sums = sums_of_groups(part, _items(self._queries), count, _unless_cut(self._queries, 1))
         return sums.view(self._batch, numbers.heads, -1)[:, :, : numbers.q_len]
 
-    def _sums_by_key(self, part: Tensor) -> Tensor:
+    def sums_by_key(self, part: Tensor) -> Tensor:
         """The sums of the parts of all programs of each query head and key, `[B, Hq, Nk]`."""
-        numbers, tiles = self._learned.numbers, self._tiles(self._keys)
+        numbers, tiles = self._numbers, self._tiles(self._keys)
         count = self._batch * numbers.kv_heads * tiles
         sums = sums_of_groups(part, _items(self._keys), count, _unless_cut(self._keys, 1))
         by_head = sums.view(self._batch, numbers.kv_heads, tiles, -1, self._keys.tile).transpose(2, 3)
         return by_head.reshape(self._batch, numbers.heads, -1)[:, :, : numbers.k_len]
 
+    def _empty(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=self.device)
+
     def _tiles(self, kernel: Bound) -> int:
         """The tiles of queries or of keys of one head, each of which is a work item unless it is cut."""
-        numbers = self._learned.numbers
+        numbers = self._numbers
         return -(-(numbers.k_len if kernel is self._keys else numbers.q_len) // kernel.tile)
 
-    def _function(self, tensors: Sequence[Tensor]) -> list[Tensor | None]:
-        """The gradients of the tensors of one's own function, each the sum of those of its reads."""
-        found: list[Tensor | None] = [None] * len(tensors)
-        for load, part in zip(self._learned.loads, self._own, strict=True):
-            sums = {
-                "queries": self._sums_by_query, "keys": self._sums_by_key, "pairs": lambda x: x,
-                "table": self._sums_by_batch_and_head,
-            }[load.way](part)  # fmt: skip
-            gradient, before = load.gradient(sums, tensors[load.tensor]), found[load.tensor]
-            found[load.tensor] = gradient if before is None else before + gradient
+
+class Sums:
+    """The gradients of the tensors of changes in one call."""
+
+    def __init__(self, changed: Changed, changes: Scores, call: Call, planned: Sequence[Any]) -> None:
+        """planned: what `Kind.planned` returned for each change."""
+        self._call = call
+        self._kinds = list(zip(changed.all, changes.changes, strict=True))
+        parts = [kind.memory(change, call, each) for (kind, change), each in zip(self._kinds, planned, strict=True)]
+        self._rows, self._columns = [rows for rows, _ in parts], [columns for _, columns in parts]
+        self._count = len(changed.applied)
+
+    def of_queries(self) -> dict[str, Any]:
+        """Further arguments of dq_kernel."""
+        return memory_argument(self._rows[: self._count])
+
+    def of_keys(self) -> dict[str, Any]:
+        """Further arguments of dk_dv_kernel."""
+        return memory_argument(self._columns[: self._count])
+
+    def gradients(self, lse: Tensor, drow: Tensor) -> list[Tensor | None]:
+        """The gradient of each tensor. drow: of the score of a key without a value, divided by its weight."""
+        self._call.lse, self._call.drow = lse, drow
         return [
-            torch.zeros(x.shape, device=x.device) if wants and each is None else each
-            for x, wants, each in zip(tensors, self._learned.wants_own, found, strict=True)
+            gradient
+            for (kind, change), rows, columns in zip(self._kinds, self._rows, self._columns, strict=True)
+            for gradient in kind.gradients(change, self._call, rows, columns)
         ]
 
 
-def in_order(
-    changes: Scores, of_kind: Mapping[str, Tensor | None], of_function: Callable[..., list[Tensor | None]] | None = None
-) -> list[Tensor | None]:
-    """The gradient of each tensor of the changes; of closed kinds, of which there is one each, only of the first.
+def memory_argument(parts: Sequence[tuple[Tensor, ...]]) -> dict[str, Any]:
+    """What a kernel writes of each change, as its argument, if it writes anything."""
+    return {"learned": tuple(parts)} if any(parts) else {}
 
-    of_function: the gradients of the tensors of one's own function.
-    """
+
+def in_order(changes: Scores, of_kind: Mapping[str, Tensor | None]) -> list[Tensor | None]:
+    """The gradient of each tensor of the changes: of each kind, only of the first tensor."""
     found: list[Tensor | None] = []
     for change in changes.changes:
-        tensors = change.tensors()
-        if change.kind == "function" and of_function is not None:
-            found += of_function(tensors)
-        elif tensors:
+        if tensors := change.tensors():
             found += [of_kind.get(change.kind), *[None] * (len(tensors) - 1)]
     return found
 

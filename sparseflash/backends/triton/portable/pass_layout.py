@@ -13,8 +13,9 @@ from torch import Tensor
 
 from sparseflash.backends.registration import empty_lse, empty_out
 from sparseflash.backends.triton.alignment import is_readable, readable, with_aligned_rows
+from sparseflash.backends.triton.changes.kind import Request
+from sparseflash.backends.triton.changes.kinds import Changed
 from sparseflash.backends.triton.family import Setting
-from sparseflash.backends.triton.portable.changed import Changed
 from sparseflash.backends.triton.portable.choice import wants_pieces
 from sparseflash.backends.triton.portable.fp32_split import PIECE_COUNT, PIECES_DTYPE, in_pieces
 from sparseflash.backends.triton.portable.launches import Numbers
@@ -33,7 +34,11 @@ class Layout:
         (heads, q_len), (kv_heads, k_len) = q.shape[1:3], k.shape[1:3]
         self.numbers = Numbers(heads, kv_heads, q_len, k_len, (q.shape[-1], v.shape[-1]), scale, dropped)
         self.keep = q.dtype == torch.float32  # keep maxima and inverse sums of rows for the backward
-        self.changed = None if changes is None else Changed(changes, self.numbers, q, wanted)
+        self.changed: Changed | None = None
+        if changes is not None:
+            block = None if setting.lengths else setting.block
+            request = Request(q.shape[0], heads, q_len, k_len, q.dtype, q.device, block)
+            self.changed = Changed(changes, request, wanted)
         self.sink = {} if self.changed is None else self.changed.sink
         self.pieces = wants_pieces(q, v, setting, heads // kv_heads)
         self._padded = padded_dims(*self.numbers.dims, setting.capability, itemsize=2)

@@ -14,18 +14,18 @@ LOWEST = tl.constexpr(-3e38)
 
 @triton.jit
 def softmax_step(
-    scores, live, m_i, l_i, qk_scale, KEEP: tl.constexpr, PRECISION: tl.constexpr, CHANGES: tl.constexpr
+    scores, live, m_i, l_i, qk_scale, KEEP: tl.constexpr, PRECISION: tl.constexpr, CHANGED: tl.constexpr
 ):  # fmt: skip
     """Adds a tile of keys, `scores [M, N]`: `(weights, factor for the earlier sums, new m_i, new l_i)`.
 
-    m_i is the maximum of the raw scores if KEEP or CHANGES, otherwise of the scaled ones. The scale is not negative, so
+    m_i is the maximum of the raw scores if KEEP or CHANGED, otherwise of the scaled ones. The scale is not negative, so
     if all scores are live the maximum may be taken before scaling.
 
     A changed score may be -inf, even in a tile that is all live, and then has no weight. It may also be finite and as
     low as the lowest number, and then has the weight that softmax gives it. So the maximum is subtracted before the
     scores are multiplied by qk_scale, which is positive here: the product could turn a low finite score into -inf.
     """
-    if CHANGES:
+    if CHANGED:
         if live is not None:
             scores = tl.where(live, scores, float("-inf"))
         m_new = tl.maximum(m_i, tl.max(scores, 1))
@@ -68,14 +68,14 @@ def finite_maximum(m_i):
 
 @triton.jit
 def recomputed_weights(
-    scores, live, lse2, inverse, qk_scale, KEEP: tl.constexpr, PRECISION: tl.constexpr, CHANGES: tl.constexpr
+    scores, live, lse2, inverse, qk_scale, KEEP: tl.constexpr, PRECISION: tl.constexpr, CHANGED: tl.constexpr
 ):  # fmt: skip
     """The weights of a tile in the backward: `(exponentials, weights)`, which are equal unless KEEP.
 
     If KEEP, `lse2` is the maximum of the raw scores and `inverse` the inverse sum of exponentials; otherwise `lse2` is
     the lse in base 2. Each has one number per query and broadcasts with `scores`.
     """
-    if CHANGES and not KEEP:
+    if CHANGED and not KEEP:
         # Weights are at most 1, but the difference of two very low numbers has a large rounding error. lse2 is never
         # -inf.
         exponent = scores * qk_scale - lse2

@@ -23,12 +23,12 @@ _FORMS = {
     "lt": "{} < {}", "le": "{} <= {}", "gt": "{} > {}", "ge": "{} >= {}", "eq": "{} == {}", "ne": "{} != {}",
     "and": "{} & {}", "or": "{} | {}", "xor": "{} ^ {}", "not": "{} == 0", "to_bool": "{} != 0",
     "detach": "{}", "where": "tl.where({}, {}, {})", "minimum": "tl.minimum({}, {})", "maximum": "tl.maximum({}, {})",
-    "tanh": "tanh({}, CHANGES)", "floor_divide": "floor_divide({}, {})",
+    "tanh": "tanh({}, HARDWARE_TANH)", "floor_divide": "floor_divide({}, {})",
     **{op: f"{op}({{}})" for op in ("sign", "sigmoid", "log1p")},
     **{op: f"tl.{op}({{}})" for op in ("abs", "floor", "ceil", "exp", "log", "sqrt", "sin", "cos")},
 }  # fmt: skip
 
-HEADER = "changed(score, b, h, q, k, pointers, numbers, CHANGES: tl.constexpr)"
+HEADER = "changed(score, b, h, q, k, pointers, numbers, HARDWARE_TANH: tl.constexpr)"
 _PAIRS = "pair_strides, batch, head, first_q, first_k, q_len, k_len, MASKED"
 
 

@@ -1,0 +1,80 @@
+"""A number for each key that is added to its scores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparseflash.backends.triton.changes.kind import Kind, Request
+from sparseflash.backends.triton.changes.pair_bias import readable, strides_where_shared
+from sparseflash.backends.triton.portable.learned import over_shared
+from sparseflash.backends.triton.portable.loads import along_keys, token_numbers
+
+if TYPE_CHECKING:
+    from sparseflash.backends.triton.portable.learned import Call
+
+
+@triton.jit
+def apply(
+    CHANGES: tl.constexpr, NUMBER: tl.constexpr, args, read, scores, at, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """Adds the numbers of the keys."""
+    strides = args.numbers[0]
+    k = token_numbers(at.first_k, TILE_N)
+    start = tl.cast(at.batch, tl.int64) * strides[0] + tl.cast(at.head, tl.int64) * strides[1]
+    values = tl.load(args.tensors[0] + start + k * strides[2], mask=k < at.k_len, other=0.0)
+    return scores + along_keys(values.to(tl.float32), TRANSPOSED), ()
+
+
+@triton.jit
+def start(CHANGES: tl.constexpr, NUMBER: tl.constexpr, TILE: tl.constexpr):
+    """The gradient of the number of each key."""
+    return tl.zeros([TILE], tl.float32)
+
+
+@triton.jit
+def gradient(
+    CHANGES: tl.constexpr, NUMBER: tl.constexpr, args, sums, ds, kept, at, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Adds to the gradients of the keys' numbers."""
+    sums += tl.sum(ds, 1)
+    return ds, sums
+
+
+@triton.jit
+def finish(
+    CHANGES: tl.constexpr, NUMBER: tl.constexpr, args, sums, place, first, length, TILE: tl.constexpr, CUT: tl.constexpr
+):  # fmt: skip
+    """Writes the gradients of the keys' numbers."""
+    if CUT:  # a tile may be cut by the length
+        sums = tl.where(first + tl.arange(0, TILE) < length, sums, 0.0)
+    tl.store(args.learned[0] + place * TILE + tl.arange(0, TILE), sums)
+
+
+class KeyBiasKind(Kind):
+    """A bias of keys. Each list of dk_dv_kernel writes the gradients of its keys."""
+
+    def __init__(self, change: Any, request: Request, wanted: Sequence[bool]) -> None:
+        super().__init__({"apply": apply})
+        self.numbers = (strides_where_shared(readable(change.values)),)
+        if any(wanted):
+            self.columns = {"start": start, "gradient": gradient, "finish": finish}
+            self.learned_columns = (torch.empty(16, dtype=torch.float32, device="meta"),)
+
+    def tensors(self, change: Any, device: torch.device) -> tuple[Tensor, ...]:
+        return (readable(change.values),)
+
+    def memory(self, change: Any, call: Call, planned: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        return (), ((call.empty_of_keys(),) if self.learned_columns else ())
+
+    def gradients(
+        self, change: Any, call: Call, rows: Sequence[Tensor], columns: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        return [over_shared(call.sums_by_key(columns[0]), change.values) if columns else None]

@@ -1,0 +1,80 @@
+"""Which file serves which kind of change, and all changes of a layout, as the portable kernels take them.
+
+A temperature divides the queries before any kernel runs, so it has no file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from sparseflash.backends.triton.changes.distance import DistanceKind
+from sparseflash.backends.triton.changes.key_bias import KeyBiasKind
+from sparseflash.backends.triton.changes.kind import WHOLE_NUMBERS, Changes, Kind, Part, Request
+from sparseflash.backends.triton.changes.own import OwnKind
+from sparseflash.backends.triton.changes.pair_bias import PairBiasKind
+from sparseflash.backends.triton.changes.sink import SinkKind
+from sparseflash.backends.triton.changes.softcap import SoftcapKind
+from sparseflash.backends.triton.changes.table import TableKind
+from sparseflash.backends.triton.changes.tile_bias import TileBiasKind
+from sparseflash.backends.triton.portable.learned import memory_argument
+from sparseflash.backends.triton.portable.passes import like
+from sparseflash.scores.change import Scores
+
+KINDS: dict[str, Any] = {
+    "softcap": SoftcapKind, "distance": DistanceKind, "relative": TableKind, "key_bias": KeyBiasKind,
+    "bias": PairBiasKind, "tile_bias": TileBiasKind, "function": OwnKind, "sink": SinkKind,
+}  # fmt: skip
+
+
+class Changed:
+    """The changes of scores of one layout, as the portable kernels take them."""
+
+    def __init__(self, changes: Scores, request: Request, wanted: Sequence[bool] = ()) -> None:
+        """wanted: which tensors get a gradient."""
+        by_kind = changes.by_kind(wanted)
+        self.all: list[Kind] = [
+            KINDS[change.kind](change, request, by_kind[change.kind]) for change in changes.changes
+        ]  # fmt: skip
+        # Those that change scores. A sink, which does not, is the last of all changes.
+        self.applied = [kind for kind in self.all if kind.applied]
+        self.has_sink = len(self.applied) < len(self.all)
+        # In full fp32 the maximum that a sink is compared with must be in its units, as that of changed scores is.
+        self.are_changed = bool(self.applied) or request.dtype == torch.float32
+        self.kinds = changes.kinds if self.are_changed else ()
+        examples = [
+            tuple(map(like, kind.tensors(change, request.device))) for kind, change in zip(self.all, changes.changes)
+        ]
+        self.sink = {"sink_ptr": examples.pop()[0]} if self.has_sink else {}
+        self.examples = {"changes": tuple(examples)} if examples else {}
+        whole = [number for kind in self.applied for number in kind.whole]
+        self._whole = dict(zip(WHOLE_NUMBERS, whole))
+
+    def constant(self, part: Part) -> Changes | None:
+        """What a kernel is compiled for; None if scores are only scaled and masked."""
+        return Changes([kind.functions(part) for kind in self.applied]) if self.are_changed else None
+
+    def numbers(self, part: Part) -> dict[str, Any]:
+        """The arguments of a kernel that no call changes."""
+        if not self.applied:
+            return {}
+        of_rows = part == "rows"
+        numbers = tuple(kind.numbers + (kind.numbers_of_rows if of_rows else ()) for kind in self.applied)
+        return {"change_numbers": numbers, **self._whole}
+
+    def learned(self, part: Part) -> dict[str, Any]:
+        """Examples of the memory for gradients."""
+        if part == "forward":
+            return {}
+        rows = part == "rows"
+        return memory_argument([kind.learned_rows if rows else kind.learned_columns for kind in self.applied])
+
+    def tensors(self, changes: Scores, device: torch.device) -> dict[str, Any]:
+        """The tensors of a call, by the names of the kernels' arguments."""
+        found = [kind.tensors(change, device) for kind, change in zip(self.all, changes.changes)]
+        given: dict[str, Any] = {"sink_ptr": found.pop()[0]} if self.has_sink else {}
+        if found:
+            given["changes"] = tuple(found)
+        return given

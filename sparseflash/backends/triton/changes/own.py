@@ -1,0 +1,253 @@
+"""One's own change of scores, `scores.function`, of which Triton functions are made.
+
+There are up to four: one computes the changed scores, their derivative and everything that the gradients need; one adds
+up gradients of what is indexed by queries, one of what is indexed by keys; one writes those of pairs and tables.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import linecache
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparseflash.backends.triton.alignment import aligned_start
+from sparseflash.backends.triton.changes.kind import Kind, Request
+from sparseflash.backends.triton.changes.own_source import HEADER, Load, Source
+from sparseflash.backends.triton.changes.pair_bias import are_all_live, store_pair_gradients, strides_of_all_pairs
+from sparseflash.backends.triton.changes.softcap import has_hardware_tanh, tanh
+from sparseflash.backends.triton.changes.table import add_table_gradients
+from sparseflash.backends.triton.portable import arithmetic
+from sparseflash.backends.triton.portable.arithmetic import product
+from sparseflash.backends.triton.portable.loads import along_keys, along_queries, token_numbers
+from sparseflash.blockmask.cache import BoundedDict
+from sparseflash.scores.function import Function
+
+if TYPE_CHECKING:
+    from sparseflash.backends.triton.portable.learned import Call
+    from sparseflash.backends.triton.schedule.plan import Plan
+
+
+@triton.jit
+def apply(
+    CHANGES: tl.constexpr, NUMBER: tl.constexpr, args, read, scores, at, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """Calls the function; keeps its slope, and what the gradients of its tensors need."""
+    q, k = token_numbers(at.first_q, TILE_M), token_numbers(at.first_k, TILE_N)
+    q, k = tl.minimum(q, at.q_len - 1), tl.minimum(k, at.k_len - 1)  # it must see no places past the ends
+    scores, slope, more = CHANGES.kinds[NUMBER].CHANGED(
+        scores, at.batch, at.head, along_queries(q, TRANSPOSED), along_keys(k, TRANSPOSED), args.tensors,
+        args.numbers[0], CHANGES.kinds[NUMBER].HARDWARE_TANH,
+    )  # fmt: skip
+    return scores, (slope, more)
+
+
+@triton.jit
+def start_rows(CHANGES: tl.constexpr, NUMBER: tl.constexpr, TILE: tl.constexpr):
+    """The sums of what queries index."""
+    return CHANGES.kinds[NUMBER].SUMS_OF_QUERIES(None, None, None, TILE)
+
+
+@triton.jit
+def start_columns(CHANGES: tl.constexpr, NUMBER: tl.constexpr, TILE: tl.constexpr):
+    """The sums of what keys index."""
+    return CHANGES.kinds[NUMBER].SUMS_OF_KEYS(None, None, None, TILE)
+
+
+@triton.jit
+def gradient_rows(
+    CHANGES: tl.constexpr, NUMBER: tl.constexpr, args, sums, ds, kept, at, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Multiplies by the slope; adds to the sums of queries, and writes what pairs and tables get."""
+    slope, more = kept
+    if CHANGES.kinds[NUMBER].SUMS_OF_QUERIES is not None:
+        sums = CHANGES.kinds[NUMBER].SUMS_OF_QUERIES(sums, ds, more, ds.shape[0])
+    if CHANGES.kinds[NUMBER].STORES is not None:
+        CHANGES.kinds[NUMBER].STORES(
+            ds, more, args.learned, args.numbers[0], args.numbers[1], at.batch, at.head, at.first_q, at.first_k,
+            at.q_len, at.k_len, MASKED,
+        )  # fmt: skip
+    return product(ds, slope), sums
+
+
+@triton.jit
+def gradient_columns(
+    CHANGES: tl.constexpr, NUMBER: tl.constexpr, args, sums, ds, kept, at, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Multiplies by the slope, and adds to the sums of keys."""
+    slope, more = kept
+    if CHANGES.kinds[NUMBER].SUMS_OF_KEYS is not None:
+        sums = CHANGES.kinds[NUMBER].SUMS_OF_KEYS(sums, ds, more, ds.shape[0])
+    return product(ds, slope), sums
+
+
+@triton.jit
+def finish(
+    CHANGES: tl.constexpr, NUMBER: tl.constexpr, args, sums, place, first, length, TILE: tl.constexpr, CUT: tl.constexpr
+):  # fmt: skip
+    """Writes the sums of a tile of tokens."""
+    at = tl.arange(0, TILE)
+    for number in tl.static_range(len(sums)):
+        found = sums[number]
+        if CUT:
+            found = tl.where(first + at < length, found, 0.0)
+        tl.store(args.learned[number] + place * TILE + at, found)
+
+
+_ARITHMETIC = {
+    each.__name__: each
+    for each in (arithmetic.floor_divide, arithmetic.log1p, arithmetic.product, arithmetic.sigmoid, arithmetic.sign)
+}
+
+
+class _Functions(BoundedDict):
+    """The functions of each text. The texts are in `linecache`, which nothing else removes them from."""
+
+    def clear(self) -> None:
+        """Forgets the functions; those still in use stay valid."""
+        for found in self.values():
+            linecache.cache.pop(found["__name__"], None)
+        super().clear()
+
+
+_made = _Functions(256)
+
+
+class Made:
+    """The Triton functions that are made of one's own change, and the numbers with which the kernels call them."""
+
+    def __init__(self, change: Function, sizes: dict[str, int], device: torch.device, wanted: Sequence[bool]) -> None:
+        """sizes: the attention's, of b, h, q and k. wanted: which of the function's tensors get a gradient."""
+        self.loads: list[Load] = []
+        if change.kernel is not None:
+            self._of_kernel(change, wanted)
+            return
+        found, slope = change.recorded(device)
+        source = Source(found.expression, found.tensors, sizes)
+        self.loads = source.written(found.output, slope, [at for at, wants in enumerate(wanted) if wants])
+        self._take(source.text, source.numbers, {})
+
+    def _of_kernel(self, change: Function, wanted: Sequence[bool]) -> None:
+        if any(wanted):
+            raise ValueError(
+                "scores.function must be without kernel= if its tensors are learned; got a kernel and tensor "
+                f"{list(wanted).index(True)}, which requires gradients."
+            )
+        pointers = "".join(f", pointers[{number}]" for number in range(len(change.given)))
+        slope = "1.0" if change.kernel_derivative is None else f"kernel_derivative(score, b, h, q, k{pointers})"
+        code = [getattr(each, "cache_key", "") for each in (change.kernel, change.kernel_derivative)]
+        text = (
+            f"# {' '.join(code)}\n@triton.jit\ndef {HEADER}:\n"
+            f"    return kernel(score, b, h, q, k{pointers}), {slope}, ()\n"
+        )
+        self._take(text, [], {"kernel": change.kernel, "kernel_derivative": change.kernel_derivative})
+
+    def _take(self, text: str, numbers: Sequence[int], others: dict[str, Any]) -> None:
+        made = _functions(text, others)
+        self.numbers = tuple(numbers)
+        self.changed = made["changed"]
+        self.sums = {way: made.get(f"sums_of_{way}") for way in ("queries", "keys")}
+        self.stores = made.get("stores")
+
+    @staticmethod
+    def tensors(change: Function, device: torch.device) -> tuple[Tensor, ...]:
+        """The tensors whose addresses the kernels take."""
+        if change.kernel is not None:
+            return tuple(x.contiguous() for x in change.given)
+        return change.recorded(device)[0].tensors
+
+
+class OwnKind(Kind):
+    """One's own change. Of each read that is learned one part is written: by dk_dv_kernel of what keys alone index."""
+
+    def __init__(self, change: Function, request: Request, wanted: Sequence[bool]) -> None:
+        super().__init__({"apply": apply})
+        self._wanted, self._block = list(wanted), request.block
+        made = Made(change, dict(zip("bhqk", request[:4])), _device_of(change, request.device), wanted)
+        self._loads = made.loads
+        self.numbers = (made.numbers,)
+        self.facts |= {
+            "CHANGED": made.changed, "HARDWARE_TANH": has_hardware_tanh(request), "STORES": made.stores,
+            "SUMS_OF_QUERIES": made.sums["queries"], "SUMS_OF_KEYS": made.sums["keys"],
+        }  # fmt: skip
+        self.rows, self.columns = {"gradient": gradient_rows}, {"gradient": gradient_columns}
+        if made.sums["queries"] is not None:
+            self.rows |= {"start": start_rows, "finish": finish}
+        if made.sums["keys"] is not None:
+            self.columns |= {"start": start_columns, "finish": finish}
+        of_keys = [load.way for load in self._loads].count("keys")
+        some = torch.empty(16, dtype=torch.float32, device="meta")
+        self.learned_rows, self.learned_columns = (some,) * (len(self._loads) - of_keys), (some,) * of_keys
+        self._has_pairs = any(load.way == "pairs" for load in self._loads)
+        self.numbers_of_rows = (strides_of_all_pairs(request) if self._has_pairs else (),)
+
+    def tensors(self, change: Function, device: torch.device) -> tuple[Tensor, ...]:
+        return tuple(map(aligned_start, Made.tensors(change, _device_of(change, device))))
+
+    def planned(self, plan: Plan) -> bool:
+        return are_all_live(plan, self._block) if self._has_pairs else False
+
+    def memory(self, change: Function, call: Call, planned: bool) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        make = {
+            "queries": lambda load: call.empty_of_queries(), "keys": lambda load: call.empty_of_keys(),
+            "pairs": lambda load: call.empty_of_pairs(torch.float32, all_live=planned),
+            "table": lambda load: call.zeros_of_programs(load.entries(change.given[load.tensor])),
+        }  # fmt: skip
+        rows = tuple(make[load.way](load) for load in self._loads if load.way != "keys")
+        return rows, tuple(make[load.way](load) for load in self._loads if load.way == "keys")
+
+    def gradients(
+        self, change: Any, call: Call, rows: Sequence[Tensor], columns: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        """Each the sum of those of its reads."""
+        sums = {
+            "queries": call.sums_by_query, "keys": call.sums_by_key, "pairs": lambda x: x,
+            "table": call.sums_by_batch_and_head,
+        }  # fmt: skip
+        found: list[Tensor | None] = [None] * len(change.given)
+        of_rows, of_columns = iter(rows), iter(columns)
+        for load in self._loads:
+            part = next(of_columns if load.way == "keys" else of_rows)
+            gradient = load.gradient(sums[load.way](part), change.given[load.tensor])
+            before = found[load.tensor]
+            found[load.tensor] = gradient if before is None else before + gradient
+        return [
+            torch.zeros(x.shape, device=x.device) if wants and each is None else each
+            for x, wants, each in zip(change.given, self._wanted, found, strict=True)
+        ]
+
+
+def _device_of(change: Function, device: torch.device) -> torch.device:
+    """Where a change is recorded: where its tensors are. Of q alone something may be asked on the meta device, where
+    nothing is recorded.
+    """
+    if change.given:
+        return change.given[0].device
+    return device if device.type != "meta" else torch.device("cpu")
+
+
+def _functions(text: str, others: dict[str, Any]) -> dict[str, Any]:
+    """The functions of a text, the same objects for the same text, which Triton compiles once."""
+    found: dict[str, Any] | None = _made.get(text)
+    if found is None:
+        # Triton reads the source, and its cache on disk tells functions apart by names too.
+        name = f"sparseflash_own_{hashlib.sha256(text.encode()).hexdigest()[:20]}"
+        linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
+        found = {
+            "__name__": name, "triton": triton, "tl": tl, "tanh": tanh, "store_pair_gradients": store_pair_gradients,
+            "add_table_gradients": add_table_gradients, **_ARITHMETIC, **others,
+        }  # fmt: skip
+        exec(compile(text, name, "exec"), found)
+        for each in list(found.values()):
+            if hasattr(each, "rewrite"):  # the interpreter reads the source at the first call, and it may be gone then
+                each.rewrite()
+        _made.put(text, found)
+    return found

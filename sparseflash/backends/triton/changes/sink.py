@@ -1,0 +1,57 @@
+"""A key without a value that joins the softmax with one score a head; it changes no score of another key."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparseflash.backends.triton.alignment import aligned_start
+from sparseflash.backends.triton.changes.kind import Kind, Request
+from sparseflash.backends.triton.portable.learned import sink_gradient
+from sparseflash.backends.triton.portable.softmax import LOG2E, exp2_rounded, finite_maximum
+
+if TYPE_CHECKING:
+    from sparseflash.backends.triton.portable.learned import Call
+
+
+@triton.jit
+def with_sink(m_i, l_i, sink_ptr, head, qk_scale, KEEP: tl.constexpr):
+    """`(new m_i, factor for the sums, new l_i)` when a key with the score of the sink has been added."""
+    sink = tl.load(sink_ptr + head).to(tl.float32)
+    if KEEP:
+        m_new = finite_maximum(tl.maximum(m_i, sink))
+        alpha = tl.exp2((m_i - m_new) * qk_scale)
+        return m_new, alpha, l_i * alpha + tl.exp2((sink - m_new) * qk_scale)
+    else:
+        m_new = finite_maximum(tl.maximum(m_i, sink * LOG2E))
+        alpha = tl.exp2(m_i - m_new)
+        return m_new, alpha, l_i * alpha + tl.exp2(sink * LOG2E - m_new)
+
+
+@triton.jit
+def means_of_sink(delta, weight, estimate, inverse, maximum, sink_ptr, head):
+    """`means_step` for the sink, a key whose weight has the gradient 0."""
+    exponent = (tl.load(sink_ptr + head).to(tl.float32) - maximum) * LOG2E
+    exps = exp2_rounded(tl.minimum(exponent, 0.0))  # only that of a query without keys is above 0, or NaN
+    return delta - exps * inverse * estimate, weight + exps
+
+
+class SinkKind(Kind):
+    """A sink. Its gradient follows from what the backward knows of each query, so no kernel writes it."""
+
+    def __init__(self, change: Any, request: Request, wanted: Sequence[bool]) -> None:
+        super().__init__({})
+        self._wanted = any(wanted)
+
+    def tensors(self, change: Any, device: torch.device) -> tuple[Tensor, ...]:
+        return (aligned_start(change.logits.contiguous()),)
+
+    def gradients(
+        self, change: Any, call: Call, rows: Sequence[Tensor], columns: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        return [sink_gradient(change.logits, call.lse, call.drow) if self._wanted else None]

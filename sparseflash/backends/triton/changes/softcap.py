@@ -1,0 +1,77 @@
+"""A cap of scores: `cap * tanh(score / cap)`."""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from sparseflash.backends.triton.availability import INTERPRETED
+from sparseflash.backends.triton.changes.kind import Kind, Request
+from sparseflash.backends.triton.portable.softmax import LOG2E
+
+
+@triton.jit
+def apply(
+    CHANGES: tl.constexpr, NUMBER: tl.constexpr, args, read, scores, at, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """Caps scores, and keeps the slope of the cap."""
+    cap, inverse_cap = args.numbers
+    ratio, slope = tanh_and_slope(scores * inverse_cap, CHANGES.kinds[NUMBER].HARDWARE_TANH)
+    return ratio * cap, slope
+
+
+@triton.jit
+def gradient(
+    CHANGES: tl.constexpr, NUMBER: tl.constexpr, args, sums, ds, kept, at, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Multiplies by the slope of the cap."""
+    return ds * kept, sums
+
+
+@triton.jit
+def tanh(x, HARDWARE_TANH: tl.constexpr):
+    """See `tanh_and_slope`."""
+    return tanh_and_slope(x, HARDWARE_TANH)[0]
+
+
+@triton.jit
+def tanh_and_slope(x, HARDWARE_TANH: tl.constexpr):
+    """`(tanh(x), its derivative)` to within a few ulps each; or as the hardware does it, with a relative error of
+    2^-11, no more than rounding to half precision makes.
+
+    Near 1 the derivative 1 - tanh^2 would have lost most of its digits; it is made of what is missing to 1.
+    """
+    if HARDWARE_TANH:
+        ratio = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+        return ratio, 1.0 - ratio * ratio
+    else:
+        missing = 2.0 / (tl.exp2(tl.abs(x) * (2.0 * LOG2E)) + 1.0)
+        far = tl.where(x < 0.0, missing - 1.0, 1.0 - missing)
+        square = x * x  # near 0 the difference would lose digits, and the Taylor series has few terms
+        series = -1.4558343870513183e-03
+        series = series * square + 3.5921280365724810e-03
+        series = series * square - 8.8632355299021966e-03
+        series = series * square + 2.1869488536155203e-02
+        series = series * square - 5.3968253968253968e-02
+        series = series * square + 1.3333333333333333e-01
+        series = series * square - 3.3333333333333333e-01
+        near = x + x * square * series
+        is_near = square < 0.25
+        return tl.where(is_near, near, far), tl.where(is_near, 1.0 - near * near, missing * (2.0 - missing))
+
+
+class SoftcapKind(Kind):
+    """A cap, which has no tensors."""
+
+    def __init__(self, change: Any, request: Request, wanted: object) -> None:
+        super().__init__({"apply": apply})
+        self.numbers = change.cap, 1.0 / change.cap
+        self.rows = self.columns = {"gradient": gradient}
+        self.facts["HARDWARE_TANH"] = has_hardware_tanh(request)
+
+
+def has_hardware_tanh(request: Request) -> bool:
+    """Whether tanh may be that of the hardware."""
+    return request.dtype.itemsize == 2 and not INTERPRETED

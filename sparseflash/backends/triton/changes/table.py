@@ -1,0 +1,278 @@
+"""A table of numbers for relative positions that are added to scores: which entries the scores of a tile read, and how
+their gradients are added to these.
+
+Every score has a code, every code a bucket, and a bucket an entry for each head. The kernels read the entries of codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparseflash.backends.triton.alignment import aligned_start
+from sparseflash.backends.triton.availability import INTERPRETED
+from sparseflash.backends.triton.changes.kind import Kind, Request
+from sparseflash.backends.triton.portable.loads import along_keys, along_queries, token_numbers
+
+if TYPE_CHECKING:
+    from sparseflash.backends.triton.portable.learned import Call
+
+# ---------------------------------------------------------------------- codes that follow from the tokens' numbers
+
+
+@triton.jit
+def begin_runs(CHANGES: tl.constexpr, NUMBER: tl.constexpr, args):
+    """`(last code with the bucket of the first one, first code with the bucket of the last one)`.
+
+    Far from the diagonal all scores have one of these buckets, and then a tile needs no load to know that.
+    """
+    until_ptr = args.tensors[1]
+    return tl.load(until_ptr), tl.load(until_ptr + args.whole[0])
+
+
+@triton.jit
+def apply_runs(
+    CHANGES: tl.constexpr, NUMBER: tl.constexpr, args, read, scores, at, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """Adds the entries of the codes; one number if all codes of the tile have one bucket."""
+    q, k = token_numbers(at.first_q, TILE_M), token_numbers(at.first_k, TILE_N)
+    values_ptr = args.tensors[0] + tl.cast(at.head, tl.int64) * args.whole[0]
+    smallest, largest = codes_of_tile(at, TILE_M, TILE_N)
+    code, is_shared = shared_bucket(args, smallest, largest)
+    if is_shared:
+        scores = scores + tl.load(values_ptr + code).to(tl.float32)
+    else:
+        codes = codes_of_places(q, k, at, TRANSPOSED)
+        scores = scores + entries_at(values_ptr, codes, CHANGES.kinds[NUMBER].COMPILED).to(tl.float32)
+    return scores, ()
+
+
+@triton.jit
+def start_runs(CHANGES: tl.constexpr, NUMBER: tl.constexpr, TILE: tl.constexpr):
+    """`(the gradients by query, [TILE], of the last tiles that have only one bucket, that bucket)`."""
+    return tl.zeros([TILE], tl.float32), 0
+
+
+@triton.jit
+def gradient_runs(
+    CHANGES: tl.constexpr, NUMBER: tl.constexpr, args, sums, ds, kept, at, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Adds the gradients of a tile to this program's own copy of the table, or to the sums.
+
+    These are added to the copy when another bucket follows, so most tiles need no sum over the queries, for which warps
+    wait.
+    """
+    TILE_M: tl.constexpr = ds.shape[0]
+    TILE_N: tl.constexpr = ds.shape[1]
+    q, k = token_numbers(at.first_q, TILE_M), token_numbers(at.first_k, TILE_N)
+    by_query, bucket = sums
+    dtable_ptr, buckets_ptr = own_table(args), args.learned[1]
+    smallest, largest = codes_of_tile(at, TILE_M, TILE_N)
+    code, is_shared = shared_bucket(args, smallest, largest)
+    if is_shared:
+        own = tl.load(buckets_ptr + code)
+        if own != bucket:
+            add_to_entry(dtable_ptr + bucket, by_query)
+            by_query = tl.zeros_like(by_query)
+        by_query += tl.sum(ds, 1)
+        bucket = own
+    else:
+        codes = codes_of_places(q, k, at, False)
+        add_gradients_of_runs(ds, dtable_ptr, buckets_ptr, args.tensors[1], codes, smallest, largest)
+    return ds, (by_query, bucket)
+
+
+@triton.jit
+def finish_runs(
+    CHANGES: tl.constexpr, NUMBER: tl.constexpr, args, sums, place, first, length, TILE: tl.constexpr, CUT: tl.constexpr
+):  # fmt: skip
+    """Adds the last sums to the copy."""
+    add_to_entry(own_table(args) + sums[1], sums[0])
+
+
+# ---------------------------------------------------------------------- codes of the tokens, read from memory
+
+
+@triton.jit
+def apply_codes(
+    CHANGES: tl.constexpr, NUMBER: tl.constexpr, args, read, scores, at, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """Adds the entries of the codes."""
+    values_ptr = args.tensors[0] + tl.cast(at.head, tl.int64) * args.whole[0]
+    codes = codes_of_tokens(args, at, TILE_M, TILE_N, TRANSPOSED)
+    return scores + entries_at(values_ptr, codes, CHANGES.kinds[NUMBER].COMPILED).to(tl.float32), ()
+
+
+@triton.jit
+def gradient_codes(
+    CHANGES: tl.constexpr, NUMBER: tl.constexpr, args, sums, ds, kept, at, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Adds the gradients of a tile to this program's own copy of the table."""
+    TILE_M: tl.constexpr = ds.shape[0]
+    TILE_N: tl.constexpr = ds.shape[1]
+    codes = codes_of_tokens(args, at, TILE_M, TILE_N, False)
+    add_table_gradients(ds, own_table(args), entries_at(args.learned[1], codes, CHANGES.kinds[NUMBER].COMPILED), None)
+    return ds, sums
+
+
+# ---------------------------------------------------------------------- both
+
+
+@triton.jit
+def codes_of_places(q, k, at, TRANSPOSED: tl.constexpr):
+    """The codes of the scores of queries and keys of these numbers, if they follow from these."""
+    q_codes, k_codes = tl.minimum(q, at.q_len - 1), tl.minimum(k, at.k_len - 1)
+    q_codes += at.k_len - 1
+    return along_queries(q_codes, TRANSPOSED) - along_keys(k_codes, TRANSPOSED)
+
+
+@triton.jit
+def codes_of_tokens(args, at, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """The codes of the scores of a tile, from a number for each query and one for each key."""
+    _, q_codes_ptr, k_codes_ptr = args.tensors[:3]
+    q, k = token_numbers(at.first_q, TILE_M), token_numbers(at.first_k, TILE_N)
+    q_codes, k_codes = tl.minimum(q, at.q_len - 1), tl.minimum(k, at.k_len - 1)
+    q_codes, k_codes = tl.load(q_codes_ptr + q_codes), tl.load(k_codes_ptr + k_codes)
+    return along_queries(q_codes, TRANSPOSED) - along_keys(k_codes, TRANSPOSED)
+
+
+@triton.jit
+def entries_at(table_ptr, at, COMPILED: tl.constexpr):
+    """`table[at]`, for one place a score.
+
+    As an instruction and not as `tl.load`, for which Triton wants neighbouring places in neighbouring threads: it would
+    pass all scores through shared memory, those of the tiles that load nothing, too.
+    """
+    DTYPE: tl.constexpr = table_ptr.dtype.element_ty
+    if COMPILED:
+        if DTYPE.primitive_bitwidth == 16:
+            bits = tl.inline_asm_elementwise(
+                "{ .reg .b64 a; mad.wide.s32 a, $2, 2, $1; ld.global.nc.b16 $0, [a]; }", "=h,l,r",
+                [table_ptr.to(tl.int64), at], tl.int16, True, 1,
+            )  # fmt: skip
+        else:
+            tl.static_assert(DTYPE.primitive_bitwidth == 32)
+            bits = tl.inline_asm_elementwise(
+                "{ .reg .b64 a; mad.wide.s32 a, $2, 4, $1; ld.global.nc.b32 $0, [a]; }", "=r,l,r",
+                [table_ptr.to(tl.int64), at], tl.int32, True, 1,
+            )  # fmt: skip
+        return bits.to(DTYPE, bitcast=True)
+    else:
+        return tl.load(table_ptr + at)
+
+
+@triton.jit
+def codes_of_tile(at, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """The smallest and the largest of the codes_of_places of a tile."""
+    least_q, most_q = least_and_most(at.first_q, at.q_len, TILE_M)
+    least_k, most_k = least_and_most(at.first_k, at.k_len, TILE_N)
+    return least_q + (at.k_len - 1) - most_k, most_q + (at.k_len - 1) - least_k
+
+
+@triton.jit
+def shared_bucket(args, smallest, largest):
+    """`(a code, whether all codes from the smallest to the largest have its bucket)`."""
+    first_end, last_start = args.begun
+    is_first, is_last = largest <= first_end, smallest >= last_start
+    code = tl.where(is_first, 0, tl.where(is_last, args.whole[0] - 1, smallest))
+    is_shared = is_first | is_last
+    if not is_shared:
+        is_shared = tl.load(args.tensors[1] + smallest) >= largest
+    return code, is_shared
+
+
+@triton.jit
+def least_and_most(first, length, TOKENS: tl.constexpr):
+    """The smallest and the largest number of the tokens of a tile, with the last token in place of any past the end."""
+    if first.type.is_block():
+        return tl.minimum(tl.min(first, 0), length - 1), tl.minimum(tl.max(first, 0), length - 1)
+    else:
+        return tl.minimum(first, length - 1), tl.minimum(first + TOKENS - 1, length - 1)
+
+
+@triton.jit
+def add_table_gradients(ds, dtable_ptr, bucket, entries):
+    """Adds the gradients of a tile to this program's own copy of the table, one bucket after another.
+
+    One thread reads and writes an entry, so no barrier is needed. entries: of the table, or None if every bucket lies
+    in it.
+    """
+    first, last = tl.min(tl.min(bucket, 1), 0), tl.max(tl.max(bucket, 1), 0)
+    if entries is not None:
+        first, last = tl.maximum(first, 0), tl.minimum(last, entries - 1)
+    for number in range(first, last + 1):
+        add_to_entry(dtable_ptr + number, tl.sum(tl.where(bucket == number, ds, 0.0), 1))
+
+
+@triton.jit
+def add_gradients_of_runs(ds, dtable_ptr, buckets_ptr, until_ptr, at, smallest, largest):
+    """The same, one run of codes with the same bucket after another. at: the codes of the scores."""
+    code = smallest
+    while code <= largest:
+        last = tl.minimum(tl.load(until_ptr + code), largest)
+        is_of_run = (at >= code) & (at <= last)
+        add_to_entry(dtable_ptr + tl.load(buckets_ptr + code), tl.sum(tl.where(is_of_run, ds, 0.0), 1))
+        code = last + 1
+
+
+@triton.jit
+def add_to_entry(entry_ptr, gradients):
+    """Adds the gradients of the queries, [TILE_M], to an entry of this program's own copy of a table."""
+    tl.store(entry_ptr, tl.load(entry_ptr) + tl.sum(gradients, 0))
+
+
+@triton.jit
+def own_table(args):
+    """This program's own copy of the gradients of the table."""
+    return args.learned[0] + tl.cast(tl.program_id(0), tl.int64) * args.whole[1]
+
+
+class TableKind(Kind):
+    """A table. Each program of dq_kernel adds to a copy of its own of the gradients of one head's entries."""
+
+    def __init__(self, change: Any, request: Request, wanted: Sequence[bool]) -> None:
+        self._has_runs, self._dtype = change.until.numel() > 0, request.dtype
+        super().__init__({"begin": begin_runs, "apply": apply_runs} if self._has_runs else {"apply": apply_codes})
+        self.whole = len(change.buckets), change.table.shape[1]
+        self.facts["COMPILED"] = not INTERPRETED  # so instructions may be written
+        if any(wanted):
+            self.rows = {"gradient": gradient_codes}
+            if self._has_runs:
+                self.rows = {"start": start_runs, "gradient": gradient_runs, "finish": finish_runs}
+            self.learned_rows = torch.empty(16, device="meta"), torch.empty(16, dtype=torch.int32, device="meta")
+
+    def tensors(self, change: Any, device: torch.device) -> tuple[Tensor, ...]:
+        """The entries `[Hq, C]` of codes; then int32 `[C + 1]`, the last code of the run of each, or the codes of
+        queries and keys. See `scores/relative.py`.
+        """
+        # In half precision two bytes each: the compiler would pass four through shared memory, one by one.
+        values = in_dtype(change.table, self._dtype).index_select(1, change.buckets)
+        codes = (change.until,) if self._has_runs else (change.q_codes, change.k_codes)
+        return values, *(aligned_start(x.contiguous()) for x in codes)
+
+    def memory(self, change: Any, call: Call, planned: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        if not self.learned_rows:
+            return (), ()
+        return (call.zeros_of_programs(self.whole[1]), aligned_start(change.buckets.contiguous())), ()
+
+    def gradients(
+        self, change: Any, call: Call, rows: Sequence[Tensor], columns: Sequence[Tensor]
+    ) -> list[Tensor | None]:
+        return [call.sums_by_head(rows[0]) if rows else None, None, None, None, None]
+
+
+def in_dtype(table: Tensor, dtype: torch.dtype) -> Tensor:
+    """A table in another dtype. Finite entries are clamped, because -inf would make their scores dead."""
+    lowest = torch.finfo(dtype).min
+    if torch.finfo(table.dtype).min < lowest:
+        table = table.clamp(min=lowest).masked_fill_(table == -torch.inf, -torch.inf)
+    return table.to(dtype)

@@ -1,0 +1,95 @@
+"""What kernels are compiled for if scores are changed: their code follows from the functions that they are given."""
+
+import pytest
+import torch
+
+from sparseflash import scores
+from sparseflash.backends.triton.changes.kind import WHOLE_NUMBERS, Changes, Functions, Request
+from sparseflash.backends.triton.changes.kinds import KINDS, Changed
+from sparseflash.scores.change import ORDER, Scores, Sizes
+from uninterpreted import python
+
+REQUEST = Request(1, 2, 40, 40, torch.float16, torch.device("cpu"), (16, 16))
+CHANGES = {
+    "softcap": scores.softcap(3.0),
+    "distance": scores.alibi(torch.ones(2)),
+    "relative": scores.relative(torch.ones(2, 8), scores.t5_buckets(8, 20)),
+    "key_bias": scores.key_bias(torch.ones(1, 2, 40)),
+    "bias": scores.bias(torch.ones(1, 2, 40, 40)),
+    "function": scores.function(lambda s, b, h, q, k, x: s * x[h, q] + x[h, k], torch.ones(2, 40)),
+    "sink": scores.sink(torch.ones(2)),
+}
+
+
+def changed(*kinds, learned=False):
+    changes = Scores(tuple(CHANGES[kind] for kind in kinds)).prepared(Sizes(1, 2, 40, 40, torch.device("cpu")))
+    return Changed(changes, REQUEST, [learned] * len(changes.tensors()))
+
+
+@pytest.mark.parametrize(("options", "same"), [([], "True False False"), (["--without-key"], "True True True")])
+def test_an_edited_device_function_and_another_fact_are_compiled_anew(options, same):
+    """Triton's cache on disk takes a constant without a cache_key by its text: then the old machine code comes back."""
+    done = python("-m", "tests.backends.triton.edited_change", *options)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == same
+
+
+@pytest.mark.parametrize("kind", sorted(CHANGES))
+def test_equal_changes_are_equal_constants_and_what_is_learned_differs_only_where_it_is_written(kind):
+    first, again = changed(kind), changed(kind)
+    if first.constant("forward") is None:
+        assert kind == "sink"
+        return
+    learned = changed(kind, learned=True)
+    for part in ("forward", "rows", "columns"):
+        assert first.constant(part) == again.constant(part)
+        assert hash(first.constant(part)) == hash(again.constant(part))
+        writes = bool(learned.learned(part))
+        assert (first.constant(part) != learned.constant(part)) == writes or kind == "function"
+    assert learned.constant("rows") != learned.constant("columns") or kind == "softcap"
+
+
+def test_every_pair_of_changes_is_another_constant():
+    kinds = [kind for kind in CHANGES if kind != "sink"]
+    pairs = [(a, b) for a in kinds for b in kinds if ORDER.index(a) < ORDER.index(b)]
+    found = [changed(*pair).constant("rows") for pair in pairs] + [changed(kind).constant("rows") for kind in kinds]
+    assert len(set(found)) == len(found)
+
+
+def test_every_change_has_a_file_unless_it_divides_the_queries():
+    assert set(ORDER) - {"temperature"} == KINDS.keys()
+
+
+def test_more_whole_numbers_than_the_kernels_take_are_refused():
+    Changes([Functions({}, {}, len(WHOLE_NUMBERS))])
+    with pytest.raises(RuntimeError, match="more whole numbers than the kernels have arguments"):
+        Changes([Functions({}, {}, len(WHOLE_NUMBERS)), Functions({}, {}, 1)])
+
+
+def test_a_device_function_that_no_kernel_calls_is_refused():
+    with pytest.raises(TypeError, match=r"device functions of a change must be from \('begin', .*; got \['applied'\]"):
+        Functions({"applied": None}, {}, 0)
+
+
+def test_kernels_that_change_scores_are_started_directly():
+    """Their arguments are tuples of tuples; without their parameters Triton's launcher would have to start them."""
+    source = (
+        "import torch\n"
+        "from experiments.benchmarks.compile import report\n"
+        "from experiments.benchmarks.compile.without_gpu import compiling_for\n"
+        "from sparseflash import scores\n"
+        "from sparseflash.backends.triton.direct_start import parameters_of_compiled\n"
+        "changes = scores.key_bias(torch.ones(1, 2, 1024)) + scores.softcap(3.0)\n"
+        "changes += scores.function(lambda s, b, h, q, k, x: s * x[h, q], torch.ones(2, 1024))\n"
+        "with compiling_for(90, assemble=False) as compiled:\n"
+        "    report.launch_all(90, 'float16', 64, 64, 64, lengths=False, dropout=False, changes=changes)\n"
+        "for name, kernel in compiled:\n"
+        "    names = kernel.src.fn.arg_names\n"
+        "    print(name, parameters_of_compiled(kernel, names) is not None)"
+    )
+    done = python("-c", source)
+    assert done.returncode == 0, done.stderr
+    found = dict(line.split() for line in done.stdout.splitlines())
+    assert {name: found.get(name) for name in ("forward_kernel", "dq_kernel", "dk_dv_kernel")} == dict.fromkeys(
+        ("forward_kernel", "dq_kernel", "dk_dv_kernel"), "True"
+    ), done.stdout
