@@ -2,5 +2,5 @@
 
     python -m experiments.lra table --help
 
-May import the rest of `lra`, `training` and benchmarks.timing.
+May import the rest of `lra`, `training`, `measurements` and benchmarks.timing.
 """
