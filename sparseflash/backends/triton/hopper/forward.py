@@ -745,7 +745,7 @@ def forward_kernel(
     # dimensions, or of the pattern.
     has_batches, has_heads,
     tile_numbers_ptr, tile_pattern_ptr,  # of the tiles that are stored, see `StoredTiles`; or None
-    tiles_of_batch, tiles_of_head, tile_rows, tile_words,  # as in `portable/biases.py`
+    tiles_of_batch, tiles_of_head, tile_rows, tile_words,  # as in `changes/tile_bias.py`
     BLOCK_N: gl.constexpr,  # keys of a tile of the lists, whose queries are GROUPS * ROWS
     D: gl.constexpr,
     GROUPS: gl.constexpr, STREAMS: gl.constexpr,  # warpgroups that share an item, and how many run items of their own
