@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sparseflash.scaled_dot_product import sdpa as sdpa
     from sparseflash.varlen import attention_varlen as attention_varlen
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = ["BlockMask", "PerformanceWarning", "attention", "attention_varlen", "clear_caches", "explain", "sdpa"]
 _MODULES = (
     "analysis",
