@@ -23,7 +23,8 @@ def forward(
     changes: Scores | None = None,
 ) -> Forward:  # fmt: skip
     """The forward of a plan for tensors like these. key: everything that the layout depends on, and the device."""
-    programs, config = programs_of(setting.plan.device), config_for(q.shape[-1], tile_for(setting.block))
+    dims = q.shape[-1], v.shape[-1]
+    programs, config = programs_of(setting.plan.device), config_for(dims[0], tile_for(setting.block, dims), dims[1])
     work = planned_forward(setting.plan, config.tile, programs * config.streams)
     size = len(work.work), work.merged is not None
     layout: ForwardLayout | None = _layouts.get(("forward", key, size))

@@ -56,10 +56,12 @@ def interpreted(
         asked = asked._replace(lengths=lengths)
     counter = torch.zeros(1, dtype=torch.int32)
 
-    def changed_config(dim, tile):
-        return config_for(dim, tile)._replace(**config)
+    def changed_config(*of):
+        return config_for(*of)._replace(**config)
 
-    backward_config = backward_config_for(q.shape[-1])._replace(**(backward or {}))
+    def changed_backward_config(*of):
+        return backward_config_for(*of)._replace(**(backward or {}))
+
     replaced = [
         (plan, "RULE", rule),
         (cuts, "RULE", cut),
@@ -67,7 +69,7 @@ def interpreted(
         (passes, "config_for", changed_config),
         (forward_pass, "counter", lambda device: counter),
         (backward_pass, "backward_kernel", Interpreted(backward_module, "backward_kernel", seed, change_backward)),
-        (backward_pass, "backward_config_for", lambda dim: backward_config),
+        (backward_pass, "backward_config_for", changed_backward_config),
         (passes, "programs_of", lambda device: programs),
     ]
     clear_caches()
@@ -117,7 +119,8 @@ def of_hopper(problem):
     layout = "tokens first" if problem.layout == "sliced" else problem.layout
     scale = None if problem.scale is None else abs(problem.scale)
     recipe = problem.recipe or Recipe("dense", {"q_len": problem.q_len, "k_len": problem.k_len, "block": (128, 128)})
-    return replace(problem, layout=layout, scale=scale, recipe=recipe, v_dim=problem.dim)
+    v_dim = problem.dim if problem.dim in HEAD_DIMS else problem.v_dim
+    return replace(problem, layout=layout, scale=scale, recipe=recipe, v_dim=v_dim)
 
 
 def drawn(**more):
