@@ -115,7 +115,7 @@ def fault(kind: Kind, examples: Sequence[Example]) -> str:
     tile = tile_for(SMALL if kind.small else BLOCK, dims)
     expected = {"forward_kernel": config_for(dims[0], tile, dims[1]).start_registers}
     if kind.backward:
-        expected["backward_kernel"] = backward_config_for(kind.dim).start_registers
+        expected["backward_kernel"] = backward_config_for(*dims).start_registers
     wrong = ", ".join(f"{name} {ratio:.3g}" for name, ratio in ratios if not ratio <= 1)
     if wrong:
         return f"their results are wrong; errors as multiples of the allowed error: {wrong}"

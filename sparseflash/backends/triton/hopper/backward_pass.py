@@ -59,7 +59,8 @@ class BackwardLayout:
         """merges: whether some items are parts, whose dk and dv are merged. wanted: which tensors of the changes get a
         gradient.
         """
-        device, config = setting.plan.device, backward_config_for(q.shape[-1])
+        device, v_dim = setting.plan.device, v.shape[-1]
+        config = backward_config_for(q.shape[-1], v_dim)
         pairs = pairs_of(changes, (config.rows, BLOCK[1]))
         config = config if pairs is None else config.with_pairs()
         (batch, heads, q_len, dim), kv_heads = q.shape, k.shape[1]
@@ -85,17 +86,17 @@ class BackwardLayout:
             "heads": heads, "kv_heads": kv_heads, "q_len": q_len, "row_tiles": row_tiles, "lengths_stride": 0,
             "out_strides": strides_of(out), "dout_strides": strides_of(read_as(dout)), "dq_strides": strides_of(dq),
         }  # fmt: skip
-        sizes = {"D": dim, "PADDED_D": config.dim, "ROWS": config.rows}
+        sizes = {"PADDED_D": config.dim, "ROWS": config.rows}
         examples: dict[str, Any] = {"out_ptr": out, "dout_ptr": read_as(dout), "lse_ptr": lse}
         if dlse:
             examples["dlse_ptr"] = lse
         examples |= {"rows_ptr": rows, "counter_ptr": counted, **lengths}
         self.begin = launch_of(
-            begin_kernel, sizes, numbers, examples, device, {}, bound=(), num_warps=4, num_stages=1
+            begin_kernel, {**sizes, "D": v_dim}, numbers, examples, device, {}, bound=(), num_warps=4, num_stages=1
         ).bind(self.pieces)
         self.finish = launch_of(
-            finish_kernel, sizes, numbers, {"acc_ptr": acc, "dq_ptr": dq}, device, {}, bound=("chain_ptr",),
-            num_warps=4, num_stages=2,
+            finish_kernel, {**sizes, "D": dim}, numbers, {"acc_ptr": acc, "dq_ptr": dq}, device, {},
+            bound=("chain_ptr",), num_warps=4, num_stages=2,
         )  # fmt: skip
 
         tiles = {"q_desc": read_as(q), "k_desc": read_as(k), "v_desc": read_as(v), "dout_desc": read_as(dout)}
@@ -154,7 +155,7 @@ class BackwardLayout:
     def _combining(self, setting: Setting, numbers: Mapping[str, Any], padded: int, dk: Tensor, dv: Tensor) -> Launch:
         dim, k_len = dk.shape[-1], dk.shape[2]
         constants = {
-            "D": dim, "DV": dim, "PADDED_D": padded, "PADDED_DV": padded, "BLOCK": BLOCK[1],
+            "D": dim, "DV": dv.shape[-1], "PADDED_D": padded, "PADDED_DV": padded, "BLOCK": BLOCK[1],
             "TOKENS": TOKENS_TO_COMBINE, "DROPOUT": False,
         }  # fmt: skip
         by_name = {

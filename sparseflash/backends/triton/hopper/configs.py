@@ -16,7 +16,7 @@ HEAD_DIMS = (64, 96, 128)  # with a configuration of their own, D = Dv
 MEASURED_DIMS = frozenset((dim, dim) for dim in HEAD_DIMS)
 WIDEST = 256
 SHARED_MEMORY = 227 * 1024  # bytes that a program may have
-_SMALL_THINGS = 1024  # bytes for barriers and numbers, and for places at multiples of 1,024
+_SMALL_THINGS = 2048  # bytes for barriers and numbers, and for places at multiples of 1,024
 # Scores of -inf times a scale that is 0 in fp32 would be NaN. For smaller scales this is as good: 2 to the power of a
 # score of 1e9 times it is 1. (`attention` gives its kernels none below 1e-20.)
 SMALLEST_SCALE = 1e-30

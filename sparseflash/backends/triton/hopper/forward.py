@@ -443,11 +443,11 @@ def finished(acc, factors, IS_NAN: gl.constexpr):
 
 
 @gluon.jit
-def store_part(part_ptr, out, first_row, FIRST: gl.constexpr, PADDED_DV: gl.constexpr, ARE_WIDE: gl.constexpr):
-    """Writes channels from FIRST on to a chunk [., PADDED_DV]. ARE_WIDE: whether tiles leave no registers for
+def store_part(part_ptr, out, first_row, FIRST: gl.constexpr, PADDED_DV: gl.constexpr, SAVES: gl.constexpr):
+    """Writes channels from FIRST on to a chunk [., PADDED_DV]. SAVES: whether tiles leave no registers for
     addresses, which the compiler would otherwise compute before the loop."""
     row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, out.type.layout))
-    if ARE_WIDE:
+    if SAVES:
         row = opaque(row)
     column = gl.arange(0, out.shape[1], layout=gl.SliceLayout(0, out.type.layout))
     if FIRST > 0:
@@ -767,15 +767,16 @@ def consumer(
             rest = out
             if DV_REST > 0:
                 rest = finished(acc_rest, gl.convert_layout(alpha, R_ROWS)[:, None], IS_NAN)
-            ARE_WIDE: gl.constexpr = D + D_REST + DV + DV_REST > 256
-            if ARE_WIDE:
+            # Registers. Other tiles are as they were measured.
+            SAVES: gl.constexpr = D != DV or D_REST > 0 or DV > 128
+            if SAVES:
                 acc = out  # in the same registers: the next product is not added to it
             part = field(record_s, ended, PART)
             if HAS_PARTS and part > 0:
                 part_ptr = parts_ptr + gl.cast(part - 1, gl.int64) * PART_SIZE
-                store_part(part_ptr, out, C * ROWS, 0, PADDED_DV, ARE_WIDE)
+                store_part(part_ptr, out, C * ROWS, 0, PADDED_DV, SAVES)
                 if DV_REST > 0:
-                    store_part(part_ptr, rest, C * ROWS, DV, PADDED_DV, ARE_WIDE)
+                    store_part(part_ptr, rest, C * ROWS, DV, PADDED_DV, SAVES)
             else:
                 batch, head = field(record_s, ended, BATCH), field(record_s, ended, HEAD)
                 first_q = field(record_s, ended, FIRST_Q) + C * ROWS

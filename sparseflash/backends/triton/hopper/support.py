@@ -7,7 +7,15 @@ import torch
 from sparseflash.backends.triton.family import Request
 from sparseflash.backends.triton.hopper.backward_plan import ENTRY, MOST_ENTRIES_LISTED
 from sparseflash.backends.triton.hopper.changed import KINDS, LEARNED
-from sparseflash.backends.triton.hopper.configs import BLOCK, LIMITS, MEASURED_DIMS, SMALL, WIDEST, tile_for
+from sparseflash.backends.triton.hopper.configs import (
+    BLOCK,
+    LIMITS,
+    MEASURED_DIMS,
+    SMALL,
+    WIDEST,
+    WIDEST_BACKWARD,
+    tile_for,
+)
 from sparseflash.backends.triton.schedule.costs import SPLITS
 from sparseflash.scores.change import PAIRS
 
@@ -33,8 +41,8 @@ def refuses(request: Request) -> str | None:
     dim, v_dim = request.dims
     if not _takes(request.dims):
         return f"they take head dims that are multiples of 8 up to {WIDEST}; got D = {dim} and Dv = {v_dim}"
-    if request.backward and request.dims not in MEASURED_DIMS:
-        return f"their backward takes head dims 64, 96 and 128, D = Dv; got D = {dim} and Dv = {v_dim}"
+    if request.backward and max(request.dims) > WIDEST_BACKWARD:
+        return f"their backward takes head dims up to {WIDEST_BACKWARD}; got D = {dim} and Dv = {v_dim}"
     if request.dropout:
         return "they know no dropout"
     if unknown := [kind for kind in request.changes if kind not in KINDS]:

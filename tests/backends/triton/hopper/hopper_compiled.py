@@ -3,7 +3,7 @@
     python -m tests.backends.triton.hopper.hopper_compiled DIM DTYPE [FEATURE...]
 
 DIM: of all tensors, or D/Dv, as 192/128. Features: those of experiments.benchmarks.compile.hopper. For dims that have
-no backward yet the forward alone is compiled.
+no backward the forward alone is compiled.
 
 Needs a process in which Triton compiles. With another Triton first in PYTHONPATH it says what that makes of them.
 """
@@ -26,21 +26,28 @@ from experiments.benchmarks.compile.report import has_two_layouts
 from experiments.benchmarks.compile.resources import disassembled
 from sparseflash.backends.triton.direct_start import parameters_of_compiled
 from sparseflash.backends.triton.hopper import passes
-from sparseflash.backends.triton.hopper.configs import MEASURED_DIMS
+from sparseflash.backends.triton.hopper.configs import MEASURED_DIMS, WIDEST_BACKWARD
 
 
 def compiled_for(dims, dtype, features):
     """`compiled`, with values of a dim of their own."""
-    forward, v_dim = passes.forward, dims[1]
+    forward, backward = passes.forward, passes.backward
+
+    def of_values(x):
+        return x.new_empty(*x.shape[:3], dims[1])
 
     def with_values(setting, key, q, k, v, *more):
-        return forward(setting, key, q, k, v.new_empty(*v.shape[:3], v_dim), *more)
+        return forward(setting, key, q, k, of_values(v), *more)
+
+    def gradients(setting, key, q, k, v, out, dout, *more, **how):
+        if max(dims) > WIDEST_BACKWARD:
+            return SimpleNamespace(launches=lambda: [])
+        return backward(setting, key, q, k, *map(of_values, (v, out, dout)), *more, **how)
 
     with ExitStack() as stack:
         if dims not in MEASURED_DIMS:
             stack.enter_context(mock.patch.object(passes, "forward", with_values))
-            nothing = SimpleNamespace(launches=lambda: [])
-            stack.enter_context(mock.patch.object(passes, "backward", lambda *more, **how: nothing))
+            stack.enter_context(mock.patch.object(passes, "backward", gradients))
         return compiled(dims[0], dtype, features)
 
 

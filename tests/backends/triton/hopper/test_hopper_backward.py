@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from hopper_problems import PARTS, assert_exact, drawn, interpreted, run, some_problem
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from missing_lines import assert_noticed, synchronising_lines, without
 
@@ -28,6 +28,17 @@ RULES = st.sampled_from([cuts.RULE, PARTS, PARTS._replace(shortest=3)])
 @settings(max_examples=settings().max_examples // 2)
 @given(drawn(most_tokens=300), SEEDS, st.integers(1, 5), RULES)
 def test_exact_whatever_the_mask_the_cuts_and_the_interleaving(problem, seed, programs, cut):
+    assert_exact(problem, run(problem, gradients=True, programs=programs, seed=seed, cut=cut))
+
+
+@settings(max_examples=settings().max_examples // 3)
+@given(
+    drawn(most_tokens=260, head_dims=(16, 32, 40, 80, 104), value_dims=(16, 32, 72, 128)), SEEDS, st.integers(1, 5),
+    RULES,
+)  # fmt: skip
+@example(some_problem(dim=32, v_dim=32), 0, 3, PARTS)
+@example(some_problem(dim=40, v_dim=72), 1, 3, cuts.RULE)
+def test_exact_at_any_head_dims(problem, seed, programs, cut):
     assert_exact(problem, run(problem, gradients=True, programs=programs, seed=seed, cut=cut))
 
 

@@ -10,6 +10,7 @@ from sparseflash.backends.triton.hopper.configs import (
     HEAD_DIMS,
     SHARED_MEMORY,
     SMALL,
+    WIDEST_BACKWARD,
     backward_config_for,
     config_for,
     tile_for,
@@ -90,16 +91,28 @@ def test_and_in_tiles_of_64(dims):
 
 
 def check_forward(dims, features):
-    found = compiled_by_another("/".join(map(str, dims)), "bfloat16", features)["forward_kernel"]
+    reports = compiled_by_another("/".join(map(str, dims)), "bfloat16", features)
+    assert ("backward_kernel" in reports) == (max(dims) <= WIDEST_BACKWARD)
+    if "backward_kernel" in reports:
+        check_backward(reports["backward_kernel"], backward_config_for(*dims))
+    found = reports["forward_kernel"]
     config = config_for(dims[0], tile_for(SMALL if "small" in features else BLOCK, dims), dims[1])
-    # With Triton 3.9 up to 5 numbers, addresses and counts, for a part of a row. A piece of a tile would be 8 or more.
-    assert found["spilled"] == 0 and found["spilled_in_loop"] <= (6 if "parts" in features else 0), found
+    # With Triton 3.9 nothing; with 3.6 up to 4 counts and addresses at D = 256.
+    assert found["spilled"] <= 32 and found["spilled_in_loop"] <= (7 if config.v_dims[0] == 256 else 0), found
     assert found["warnings"] == [] and found["shared"] <= SHARED_MEMORY and config.shared_memory >= found["shared"]
     assert found["direct"] and not found["two_layouts"]
     values = sum(piece > 0 for piece in config.v_dims)
     assert found["products"] == GROUPS * (config.dim // 16 + values * config.keys // 16)
     assert len(found["exponentials"]) == GROUPS and min(found["exponentials"]) >= config.keys // 2, found
     assert found["predicated"] == 0 and found["kept_predicates"] < 80, found
+
+
+def check_backward(found, config):
+    assert found["warnings"] == [] and found["shared"] <= SHARED_MEMORY and found["spilled_in_loop"] == 0, found
+    assert found["direct"] and found["resident"] and not found["two_layouts"]
+    dim, rows = config.dim, config.rows
+    assert found["products"] == 2 * (dim // 16) + 2 * (rows // 16) + 128 // 16
+    assert sum(found["exponentials"]) >= 128 * rows // 256, found
 
 
 def compiled_by_another(dim, dtype, features):
