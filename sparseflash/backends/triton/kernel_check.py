@@ -23,7 +23,14 @@ from torch import Tensor
 from sparseflash import scores, testing
 from sparseflash.attention import attention
 from sparseflash.backends.triton.gate import TRYING, Kind, opened
-from sparseflash.backends.triton.hopper.configs import BLOCK, SMALL, backward_config_for, config_for, tile_for
+from sparseflash.backends.triton.hopper.configs import (
+    BLOCK,
+    SMALL,
+    backward_config_for,
+    config_for,
+    tile_for,
+    wide_config_for,
+)
 from sparseflash.blockmask import BlockMask
 from sparseflash.scores.change import PAIRS, Scores
 
@@ -115,7 +122,11 @@ def fault(kind: Kind, examples: Sequence[Example]) -> str:
     tile = tile_for(SMALL if kind.small else BLOCK, dims)
     expected = {"forward_kernel": config_for(dims[0], tile, dims[1]).start_registers}
     if kind.backward:
-        expected["backward_kernel"] = backward_config_for(*dims).start_registers
+        wide = wide_config_for(*dims)
+        if wide is not None:
+            expected["wide_backward_kernel"] = wide.start_registers
+        else:
+            expected["backward_kernel"] = backward_config_for(*dims).start_registers
     wrong = ", ".join(f"{name} {ratio:.3g}" for name, ratio in ratios if not ratio <= 1)
     if wrong:
         return f"their results are wrong; errors as multiples of the allowed error: {wrong}"

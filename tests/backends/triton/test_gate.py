@@ -311,6 +311,17 @@ def test_the_inputs_are_served_by_kernels_of_that_kind(changes, backward, cut, m
     assert gate.kind_of(Request.of(setting, q, v, prepared, wanted, backward=backward)) == kind
 
 
+@pytest.mark.parametrize("cut", [False, True], ids=["whole rows", "rows that are cut"])
+@pytest.mark.parametrize("kind", [PLAIN._replace(dim=80), PLAIN._replace(dim=192, v_dim=128, backward=True)], ids=str)
+def test_other_head_dims_are_tried_with_values_of_their_own(kind, cut, monkeypatch):
+    monkeypatch.setattr(support, "is_interpreted", lambda: False)
+    q, k, v, mask, _ = kernel_check.example(kind, torch.device("cpu"), cut=cut)
+    found = explain(q, k, v, mask, capability=(9, 0), backend="hopper")
+    assert (found.forward.family, found.backward.family) == ("hopper", "hopper")
+    setting = setting_of(q, k, Problem.of(mask, scale=1.0, batch=len(q), kernels="hopper"), (9, 0))
+    assert gate.kind_of(Request.of(setting, q, v, backward=kind.backward)) == kind
+
+
 @pytest.mark.parametrize("dim", [64, 96, 128])
 def test_small_blocks_are_tried_as_they_are(dim, monkeypatch):
     monkeypatch.setattr(support, "is_interpreted", lambda: False)

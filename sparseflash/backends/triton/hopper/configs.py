@@ -91,6 +91,18 @@ class BackwardConfig(NamedTuple):
         return self._replace(q_stages=2)
 
 
+class WideConfig(NamedTuple):
+    """What the backward kernel for wide heads takes besides its arguments."""
+
+    dim: int  # of tiles of queries and keys, and of values
+    v_dim: int
+    q_stages: int = 2
+    chunks: int = 2  # in which dq leaves, by channels, 2 or 4
+    registers: int = 24
+    start_registers: int = 168
+    rows: int = 64
+
+
 class Limits(NamedTuple):
     """Where these kernels are faster than the portable ones. Of one head, so that no row's bits depend on its batch;
     but for `most_room`, as gradients depend on it in any case.
@@ -177,7 +189,20 @@ _MEASURED = {
 _BACKWARD = {
     32: BackwardConfig(32, 128, 2, 2), 64: BackwardConfig(64, 128, 2, 2), 128: BackwardConfig(128, 64, 3, 2),
 }  # fmt: skip
-WIDEST_BACKWARD = 128
+WIDEST_BACKWARD = 128  # of the kernel with tiles of 128 keys
+WIDE_KEYS = 64  # of an item of the kernel for wider heads
+
+
+def wide_config_for(head_dim: int, value_dim: int) -> WideConfig | None:
+    """The configuration of the backward for wide heads; None for others.
+
+    >>> wide_config_for(192, 128)[:2], wide_config_for(128, 128)
+    ((256, 128), None)
+    """
+    if max(head_dim, value_dim) <= WIDEST_BACKWARD:
+        return None
+    dims = max(64, padded(head_dim)), max(64, padded(value_dim))
+    return WideConfig(*dims, chunks=4 if min(dims) == 256 else 2)
 
 
 @lru_cache(256)

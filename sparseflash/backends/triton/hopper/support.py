@@ -41,8 +41,6 @@ def refuses(request: Request) -> str | None:
     dim, v_dim = request.dims
     if not _takes(request.dims):
         return f"they take head dims that are multiples of 8 up to {WIDEST}; got D = {dim} and Dv = {v_dim}"
-    if request.backward and max(request.dims) > WIDEST_BACKWARD:
-        return f"their backward takes head dims up to {WIDEST_BACKWARD}; got D = {dim} and Dv = {v_dim}"
     if request.dropout:
         return "they know no dropout"
     if unknown := [kind for kind in request.changes if kind not in KINDS]:
@@ -52,6 +50,17 @@ def refuses(request: Request) -> str | None:
             f"at other head dims than 64, 96 and 128, D = Dv, they know {', '.join(_AT_ALL_DIMS)} of changes of "
             f"scores; got {', '.join(others)} at D = {dim} and Dv = {v_dim}"
         )
+    if request.backward and max(request.dims) > WIDEST_BACKWARD:
+        if others := [kind for kind in request.changes if kind != "sink"]:
+            return (
+                f"their backward of head dims above {WIDEST_BACKWARD} knows a sink alone; got {', '.join(others)} at "
+                f"D = {dim} and Dv = {v_dim}"
+            )
+        if request.dynamic:
+            return (
+                f"their backward of head dims above {WIDEST_BACKWARD} takes no mask that is made at every step; got "
+                f"D = {dim} and Dv = {v_dim}"
+            )
     if unknown := [kind for kind in request.learned if kind not in LEARNED]:
         return f"of changes of scores they give gradients to {', '.join(LEARNED)}; got {', '.join(unknown)}"
     if "distance" in request.learned and ("softcap" in request.changes or request.logarithmic):

@@ -13,8 +13,9 @@ from sparseflash.backends.problem import Problem as Asked
 from sparseflash.backends.saved import Saved
 from sparseflash.backends.triton import api
 from sparseflash.backends.triton.hopper import backward as backward_module
-from sparseflash.backends.triton.hopper import backward_pass, cuts, forward_pass, passes, plan
+from sparseflash.backends.triton.hopper import backward_pass, cuts, forward_pass, passes, plan, wide_backward_pass
 from sparseflash.backends.triton.hopper import forward as forward_module
+from sparseflash.backends.triton.hopper import wide_backward as wide_backward_module
 from sparseflash.backends.triton.hopper.configs import HEAD_DIMS, backward_config_for, config_for
 from sparseflash.blockmask.cache import clear_caches
 from sparseflash.testing.comparison import compare_with_draws
@@ -44,7 +45,7 @@ def as_it_is(source):
 
 def interpreted(
     mask, q, k, v, scale, dout=None, dlse=None, *, lengths=None, programs=3, seed=0, rule=plan.RULE, cut=cuts.RULE,
-    change=as_it_is, change_backward=as_it_is, backward=None, changes=None, **config,
+    change=as_it_is, change_backward=as_it_is, change_wide=as_it_is, backward=None, changes=None, **config,
 ):  # fmt: skip
     """`(out, lse)` of the kernels, and the gradients if there is a `dout`.
 
@@ -69,6 +70,11 @@ def interpreted(
         (passes, "config_for", changed_config),
         (forward_pass, "counter", lambda device: counter),
         (backward_pass, "backward_kernel", Interpreted(backward_module, "backward_kernel", seed, change_backward)),
+        (
+            wide_backward_pass,
+            "wide_backward_kernel",
+            Interpreted(wide_backward_module, "wide_backward_kernel", seed, change_wide),
+        ),
         (backward_pass, "backward_config_for", changed_backward_config),
         (passes, "programs_of", lambda device: programs),
     ]

@@ -10,10 +10,10 @@ from sparseflash.backends.triton.hopper.configs import (
     HEAD_DIMS,
     SHARED_MEMORY,
     SMALL,
-    WIDEST_BACKWARD,
     backward_config_for,
     config_for,
     tile_for,
+    wide_config_for,
 )
 from uninterpreted import python
 
@@ -92,9 +92,7 @@ def test_and_in_tiles_of_64(dims):
 
 def check_forward(dims, features):
     reports = compiled_by_another("/".join(map(str, dims)), "bfloat16", features)
-    assert ("backward_kernel" in reports) == (max(dims) <= WIDEST_BACKWARD)
-    if "backward_kernel" in reports:
-        check_backward(reports["backward_kernel"], backward_config_for(*dims))
+    check_backward(reports, dims, features)
     found = reports["forward_kernel"]
     config = config_for(dims[0], tile_for(SMALL if "small" in features else BLOCK, dims), dims[1])
     # With Triton 3.9 nothing; with 3.6 up to 4 counts and addresses at D = 256.
@@ -104,15 +102,29 @@ def check_forward(dims, features):
     values = sum(piece > 0 for piece in config.v_dims)
     assert found["products"] == GROUPS * (config.dim // 16 + values * config.keys // 16)
     assert len(found["exponentials"]) == GROUPS and min(found["exponentials"]) >= config.keys // 2, found
-    assert found["predicated"] == 0 and found["kept_predicates"] < 80, found
+    # Sums of few values are multiplied under a predicate instead of behind a branch.
+    assert found["predicated"] <= (32 if sum(config.v_dims) < 64 else 0) and found["kept_predicates"] < 80, found
 
 
-def check_backward(found, config):
-    assert found["warnings"] == [] and found["shared"] <= SHARED_MEMORY and found["spilled_in_loop"] == 0, found
+def check_backward(reports, dims, features):
+    wide, is_changed = wide_config_for(*dims), not {"softcap", "alibi"}.isdisjoint(features)
+    if wide is None:
+        found, config = reports["backward_kernel"], backward_config_for(*dims)
+        assert found["products"] == 2 * (config.dim // 16) + 2 * (config.rows // 16) + 128 // 16
+        assert sum(found["exponentials"]) >= 128 * config.rows // 256, found
+        assert found["spilled_in_loop"] <= (4 if "softcap" in features else 0), found
+    else:
+        assert ("wide_backward_kernel" in reports) is not is_changed
+        if is_changed:
+            return
+        found = reports["wide_backward_kernel"]
+        # S and dP; dV, dQ and dK.
+        assert found["products"] == (wide.dim + wide.v_dim) // 16 + 3 * 64 // 16
+        assert sum(found["exponentials"]) >= 64 * 64 // 256, found
+        # With Triton 3.9 one; with 3.6 up to 45 addresses and descriptors of products at D = 256, and 6 at 192 and 128.
+        assert found["spilled_in_loop"] <= (45 if wide.v_dim == 256 else 6), found
+    assert found["warnings"] == [] and found["shared"] <= SHARED_MEMORY, found
     assert found["direct"] and found["resident"] and not found["two_layouts"]
-    dim, rows = config.dim, config.rows
-    assert found["products"] == 2 * (dim // 16) + 2 * (rows // 16) + 128 // 16
-    assert sum(found["exponentials"]) >= 128 * rows // 256, found
 
 
 def compiled_by_another(dim, dtype, features):
