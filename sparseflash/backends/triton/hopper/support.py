@@ -9,6 +9,7 @@ from sparseflash.backends.triton.hopper.backward_plan import ENTRY, MOST_ENTRIES
 from sparseflash.backends.triton.hopper.changed import KINDS, LEARNED
 from sparseflash.backends.triton.hopper.configs import (
     BLOCK,
+    HEAD_DIMS,
     LIMITS,
     MEASURED_DIMS,
     SMALL,
@@ -45,7 +46,8 @@ def refuses(request: Request) -> str | None:
         return "they know no dropout"
     if unknown := [kind for kind in request.changes if kind not in KINDS]:
         return f"of changes of scores they know {', '.join(KINDS)}; got {', '.join(unknown)}"
-    if request.dims not in MEASURED_DIMS and (others := [kind for kind in request.changes if kind not in _AT_ALL_DIMS]):
+    has_room = dim == v_dim and dim in HEAD_DIMS
+    if not has_room and (others := [kind for kind in request.changes if kind not in _AT_ALL_DIMS]):
         return (
             f"at other head dims than 64, 96 and 128, D = Dv, they know {', '.join(_AT_ALL_DIMS)} of changes of "
             f"scores; got {', '.join(others)} at D = {dim} and Dv = {v_dim}"
