@@ -35,7 +35,7 @@ def said_by(call):
     return [str(each.message) for each in given if each.category is sparseflash.PerformanceWarning]
 
 
-def inputs(dim=80, tokens=70, **more):
+def inputs(dim=20, tokens=70, **more):
     return [torch.randn(1, 1, tokens, dim, **more).half().detach() for _ in range(3)]
 
 
@@ -43,15 +43,15 @@ def test_a_head_dim_that_the_kernels_for_hopper_do_not_take():
     (said,) = said_by(lambda: attention(*inputs()))
     assert said == (
         "sparseflash runs its portable kernels for this call and not its faster ones for Hopper: they take head dims "
-        "64, 96 and 128, D = Dv; got D = 80 and Dv = 80. It may take up to twice as long. Results are as exact. "
-        "`sparseflash.explain` has the full answer for a call; warnings.filterwarnings('ignore', "
+        "that are multiples of 8 up to 256; got D = 20 and Dv = 20. It may take up to twice as long. Results are as "
+        "exact. `sparseflash.explain` has the full answer for a call; warnings.filterwarnings('ignore', "
         "category=sparseflash.PerformanceWarning) silences this."
     )
 
 
 def test_each_kind_of_reason_once():
     q, k, v = inputs()
-    assert len(said_by(lambda: (attention(q, k, v), attention(*inputs(tokens=71)), attention(*inputs(dim=48))))) == 1
+    assert len(said_by(lambda: (attention(q, k, v), attention(*inputs(tokens=71)), attention(*inputs(dim=36))))) == 1
     (said,) = said_by(lambda: attention(*inputs(dim=128), dropout_p=0.5))
     assert "they know no dropout" in said
     own = scores.function(lambda score, b, h, q, k: score * 2)

@@ -55,6 +55,7 @@ class Kind(NamedTuple):
     changes: tuple[str, ...]  # names of functions of `scores`
     learned: tuple[str, ...]  # the changes whose tensors get gradients
     backward: bool
+    v_dim: int = 0  # if it is not `dim`
 
 
 class Verdict(NamedTuple):
@@ -115,7 +116,7 @@ def kind_of(request: Request) -> Kind:
     small = request.block == (64, 64) and not request.backward
     return Kind(
         str(request.dtype).removeprefix("torch."), request.dims[0], small, request.lengths, changes, learned,
-        request.backward,
+        request.backward, request.dims[1] if request.dims[1] != request.dims[0] else 0,
     )  # fmt: skip
 
 

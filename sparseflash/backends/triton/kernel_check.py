@@ -23,7 +23,14 @@ from torch import Tensor
 from sparseflash import scores, testing
 from sparseflash.attention import attention
 from sparseflash.backends.triton.gate import TRYING, Kind, opened
-from sparseflash.backends.triton.hopper.configs import BLOCK, SMALL, backward_config_for, config_for
+from sparseflash.backends.triton.hopper.configs import (
+    BLOCK,
+    SMALL,
+    backward_config_for,
+    config_for,
+    tile_for,
+    wide_config_for,
+)
 from sparseflash.blockmask import BlockMask
 from sparseflash.scores.change import PAIRS, Scores
 
@@ -66,7 +73,8 @@ def example(kind: Kind, device: torch.device, *, cut: bool) -> Example:
         return torch.randn(shape, generator=generator)
 
     dtype = getattr(torch, kind.dtype)
-    q, k, v = (drawn(batch, each, tokens, kind.dim).to(device, dtype) for each in (heads, kv_heads, kv_heads))
+    sizes = (heads, kind.dim), (kv_heads, kind.dim), (kv_heads, kind.v_dim or kind.dim)
+    q, k, v = (drawn(batch, each, tokens, dim).to(device, dtype) for each, dim in sizes)
     pairs = (batch, heads, *((len(mask.indices), block, block) if "tile_bias" in kind.changes else (tokens, tokens)))
     shapes = {
         "alibi": (heads,), "log_decay": (heads,), "sink": (heads,), "relative": (heads, 32),
@@ -110,9 +118,15 @@ def fault(kind: Kind, examples: Sequence[Example]) -> str:
                 partial(_ours, each), *each[:4], scores=each.changes, gradients=kind.backward, every_draw=False
             )
             ratios += found.ratios.items()
-    expected = {"forward_kernel": config_for(kind.dim, SMALL if kind.small else BLOCK).start_registers}
+    dims = kind.dim, kind.v_dim or kind.dim
+    tile = tile_for(SMALL if kind.small else BLOCK, dims)
+    expected = {"forward_kernel": config_for(dims[0], tile, dims[1]).start_registers}
     if kind.backward:
-        expected["backward_kernel"] = backward_config_for(kind.dim).start_registers
+        wide = wide_config_for(*dims)
+        if wide is not None:
+            expected["wide_backward_kernel"] = wide.start_registers
+        else:
+            expected["backward_kernel"] = backward_config_for(*dims).start_registers
     wrong = ", ".join(f"{name} {ratio:.3g}" for name, ratio in ratios if not ratio <= 1)
     if wrong:
         return f"their results are wrong; errors as multiples of the allowed error: {wrong}"
@@ -148,8 +162,8 @@ def fault_in(report: str, expected: Mapping[str, int]) -> str:
 
 def main(kind: str, device: str) -> None:
     """Prints what is wrong with the kernels, as JSON."""
-    dtype, dim, small, lengths, changes, learned, backward = json.loads(kind)
-    asked, gpu = Kind(dtype, dim, small, lengths, tuple(changes), tuple(learned), backward), torch.device(device)
+    dtype, dim, small, lengths, changes, learned, *rest = json.loads(kind)
+    asked, gpu = Kind(dtype, dim, small, lengths, tuple(changes), tuple(learned), *rest), torch.device(device)
     torch.cuda.set_device(gpu)
     examples = [example(asked, gpu, cut=cut) for cut in (False, True)]
     print(TRYING, flush=True)

@@ -152,8 +152,8 @@ def test_what_could_not_be_tried_is_not_kept(hopper, new_version):
 
 def test_kernels_that_would_not_serve_are_not_tried(hopper):
     tried, *_ = hopper
-    assert support.refuses(HALF._replace(dims=(80, 80))) and support.yields(HALF._replace(block=(64, 128)))
-    decide(HALF._replace(dims=(80, 80))), decide(HALF._replace(block=(64, 128), backward=True))
+    assert support.refuses(HALF._replace(dims=(20, 20))) and support.yields(HALF._replace(block=(64, 128)))
+    decide(HALF._replace(dims=(20, 20))), decide(HALF._replace(block=(64, 128), backward=True))
     assert not tried
 
 
@@ -312,6 +312,17 @@ def test_the_inputs_are_served_by_kernels_of_that_kind(changes, backward, cut, m
     prepared = None if change is None else change.prepared(Sizes(*q.shape[:3], k.shape[2], q.device, mask))
     wanted = [] if prepared is None else [x.requires_grad for x in prepared.tensors()]
     assert gate.kind_of(Request.of(setting, q, v, prepared, wanted, backward=backward)) == kind
+
+
+@pytest.mark.parametrize("cut", [False, True], ids=["whole rows", "rows that are cut"])
+@pytest.mark.parametrize("kind", [PLAIN._replace(dim=80), PLAIN._replace(dim=192, v_dim=128, backward=True)], ids=str)
+def test_other_head_dims_are_tried_with_values_of_their_own(kind, cut, monkeypatch):
+    monkeypatch.setattr(support, "is_interpreted", lambda: False)
+    q, k, v, mask, _ = kernel_check.example(kind, torch.device("cpu"), cut=cut)
+    found = explain(q, k, v, mask, capability=(9, 0), backend="hopper")
+    assert (found.forward.family, found.backward.family) == ("hopper", "hopper")
+    setting = setting_of(q, k, Problem.of(mask, scale=1.0, batch=len(q), kernels="hopper"), (9, 0))
+    assert gate.kind_of(Request.of(setting, q, v, backward=kind.backward)) == kind
 
 
 @pytest.mark.parametrize("dim", [64, 96, 128])

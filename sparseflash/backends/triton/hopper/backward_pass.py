@@ -52,6 +52,9 @@ from sparseflash.scores.change import Scores
 class BackwardLayout:
     """A backward for tensors of one layout and for all plans with as many chains."""
 
+    keys = BLOCK[1]  # of an item
+    dpairs: PairGradients | StoredPairGradients | None
+
     def __init__(
         self, setting: Setting, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, scale: float, chains: int,
         *, dlse: bool, merges: bool, changes: Scores | None = None, wanted: Sequence[bool] = (),
@@ -59,7 +62,8 @@ class BackwardLayout:
         """merges: whether some items are parts, whose dk and dv are merged. wanted: which tensors of the changes get a
         gradient.
         """
-        device, config = setting.plan.device, backward_config_for(q.shape[-1])
+        device, v_dim = setting.plan.device, v.shape[-1]
+        config = backward_config_for(q.shape[-1], v_dim)
         pairs = pairs_of(changes, (config.rows, BLOCK[1]))
         config = config if pairs is None else config.with_pairs()
         (batch, heads, q_len, dim), kv_heads = q.shape, k.shape[1]
@@ -85,17 +89,17 @@ class BackwardLayout:
             "heads": heads, "kv_heads": kv_heads, "q_len": q_len, "row_tiles": row_tiles, "lengths_stride": 0,
             "out_strides": strides_of(out), "dout_strides": strides_of(read_as(dout)), "dq_strides": strides_of(dq),
         }  # fmt: skip
-        sizes = {"D": dim, "PADDED_D": config.dim, "ROWS": config.rows}
+        sizes = {"PADDED_D": config.dim, "ROWS": config.rows}
         examples: dict[str, Any] = {"out_ptr": out, "dout_ptr": read_as(dout), "lse_ptr": lse}
         if dlse:
             examples["dlse_ptr"] = lse
         examples |= {"rows_ptr": rows, "counter_ptr": counted, **lengths}
         self.begin = launch_of(
-            begin_kernel, sizes, numbers, examples, device, {}, bound=(), num_warps=4, num_stages=1
+            begin_kernel, {**sizes, "D": v_dim}, numbers, examples, device, {}, bound=(), num_warps=4, num_stages=1
         ).bind(self.pieces)
         self.finish = launch_of(
-            finish_kernel, sizes, numbers, {"acc_ptr": acc, "dq_ptr": dq}, device, {}, bound=("chain_ptr",),
-            num_warps=4, num_stages=2,
+            finish_kernel, {**sizes, "D": dim}, numbers, {"acc_ptr": acc, "dq_ptr": dq}, device, {},
+            bound=("chain_ptr",), num_warps=4, num_stages=2,
         )  # fmt: skip
 
         tiles = {"q_desc": read_as(q), "k_desc": read_as(k), "v_desc": read_as(v), "dout_desc": read_as(dout)}
@@ -129,7 +133,7 @@ class BackwardLayout:
             if any(wanted_by_kind["key_bias"]):
                 self.sums["dkey_ptr"] = (BLOCK[1],)
         self.pairs = pairs
-        self.dpairs: PairGradients | StoredPairGradients | None = None
+        self.dpairs = None
         if pairs is not None:
             more |= pairs.examples
             described["pairs_desc"] = pairs.described
@@ -149,16 +153,19 @@ class BackwardLayout:
             registers=config.start_registers, resident=True,
         )  # fmt: skip
         self.part = BLOCK[1] * 2 * config.dim
-        self.combine = self._combining(setting, numbers, config.dim, dk, dv) if merges else None
+        padded = config.dim, config.dim
+        self.combine = self._combining(setting, numbers, padded, dk, dv) if merges else None
 
-    def _combining(self, setting: Setting, numbers: Mapping[str, Any], padded: int, dk: Tensor, dv: Tensor) -> Launch:
+    def _combining(
+        self, setting: Setting, numbers: Mapping[str, Any], padded: tuple[int, int], dk: Tensor, dv: Tensor
+    ) -> Launch:
         dim, k_len = dk.shape[-1], dk.shape[2]
         constants = {
-            "D": dim, "DV": dim, "PADDED_D": padded, "PADDED_DV": padded, "BLOCK": BLOCK[1],
+            "D": dim, "DV": dv.shape[-1], "PADDED_D": padded[0], "PADDED_DV": padded[1], "BLOCK": self.keys,
             "TOKENS": TOKENS_TO_COMBINE, "DROPOUT": False,
         }  # fmt: skip
         by_name = {
-            **numbers, "heads": numbers["kv_heads"], "tokens": k_len, "tiles": -(-k_len // BLOCK[1]),
+            **numbers, "heads": numbers["kv_heads"], "tokens": k_len, "tiles": -(-k_len // self.keys),
             "amplification": 1.0, "lengths_offset": 0, "x_strides": strides_of(dk), "y_strides": strides_of(dv),
         }  # fmt: skip
         # Weights of keys past their number are 0, so lengths make no difference.
@@ -184,7 +191,7 @@ class Backward:
         )
         self._combine: BoundLaunch | None = None
         if layout.combine is not None:
-            self._combine = bind_merge(layout.combine, plan.merged, BLOCK[1])
+            self._combine = bind_merge(layout.combine, plan.merged, layout.keys)
 
     def __call__(
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None, dropout: Dropout | None
@@ -255,8 +262,8 @@ class Backward:
         given: dict[str, Any] = {
             "out_ptr": out, "dout_ptr": dout, "lse_ptr": lse, "dlse_ptr": dlse, "rows_ptr": rows,
             "q_desc": q, "k_desc": k, "v_desc": v, "dout_desc": dout, "rows_desc": rows, "acc_desc": acc,
-            "dk_desc": dk, "dv_desc": dv, "counter_ptr": counters, "acc_ptr": acc, "dq_ptr": dq, "x_ptr": dk,
-            "y_ptr": dv, **of_call(lengths), **_of_kernel(tensors_of(changes, q)),
+            "dk_desc": dk, "dv_desc": dv, "dk_ptr": dk, "dv_ptr": dv, "counter_ptr": counters, "acc_ptr": acc,
+            "dq_ptr": dq, "x_ptr": dk, "y_ptr": dv, **of_call(lengths), **_of_kernel(tensors_of(changes, q)),
         }  # fmt: skip
         given |= written or {}
         if changes is not None:
@@ -287,7 +294,7 @@ class Backward:
         self.plan.ready.wait()
         counts = self.plan.work[:, ITEM_COUNT.value]
         loads = torch.stack([each.sum() for each in counts.tensor_split(self.plan.start[1:-1].tolist())])
-        block = self.layout.rows, BLOCK[1]
+        block = self.layout.rows, self.layout.keys
         stages, parts = self.layout.stages, self.plan.parts
         return [described_choice("dk, dv and dq", block, 11, stages, self._launch, loads, parts)]
 

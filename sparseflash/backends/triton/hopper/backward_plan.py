@@ -167,7 +167,7 @@ def backward_plan(
     entries = torch.stack(Entry(row, lists.tile[source], chain, rank), dim=1)
     parts_cut = int(merged[:, CUT_PARTS.value].sum())
     most = int(chains[-1]) if may_wait else tiles
-    return BackwardPlan(start, work.int(), entries.int(), chains.int(), _by_key(lists), most, merged, parts_cut)
+    return BackwardPlan(start, work.int(), entries.int(), chains.int(), bits_by_key(lists), most, merged, parts_cut)
 
 
 def check_entries(lists: TileLists, pattern: Tensor, q_len: int, k_len: int) -> None:
@@ -318,7 +318,7 @@ def chained(
     return first_chain[row] + number % several, number // several, first_chain
 
 
-def _by_key(lists: TileLists) -> Tensor:
+def bits_by_key(lists: TileLists) -> Tensor:
     """The bits of tiles with keys as rows; those of a list have queries as rows."""
     keys, queries = lists.tiling.held, lists.tiling.streamed
     return transposed(lists.words.view(-1, queries, words_per_row(keys)), keys).flatten()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 ROWS = 64  # queries of a warpgroup in the forward, which is what a matrix instruction takes
@@ -9,7 +11,12 @@ GROUPS = 2  # warpgroups that multiply
 CHANNELS = 16  # of queries and keys that a matrix instruction takes
 BLOCK = (GROUPS * ROWS, 128)  # queries and keys of a tile
 SMALL = (ROWS, 64)  # of masks in such blocks, in the forward
-HEAD_DIMS = (64, 96, 128)
+HEAD_DIMS = (64, 96, 128)  # with a configuration of their own, D = Dv
+# D and Dv for which these kernels are chosen where they are faster. Others are served where they are asked for.
+MEASURED_DIMS = frozenset((dim, dim) for dim in HEAD_DIMS)
+WIDEST = 256
+SHARED_MEMORY = 227 * 1024  # bytes that a program may have
+_SMALL_THINGS = 2048  # bytes for barriers and numbers, and for places at multiples of 1,024
 # Scores of -inf times a scale that is 0 in fp32 would be NaN. For smaller scales this is as good: 2 to the power of a
 # score of 1e9 times it is 1. (`attention` gives its kernels none below 1e-20.)
 SMALLEST_SCALE = 1e-30
@@ -20,8 +27,10 @@ COARSE = 2.0**26
 class Config(NamedTuple):
     """What the forward kernel takes besides its arguments."""
 
-    dim: int  # of the tiles; what a head has less is zeros
-    stages: int  # of keys and values of a stream, 2 * tile[1] * dim numbers each
+    # Channels of queries and keys, and of values, in one or two pieces; what a head has less is zeros.
+    dims: tuple[int, int]
+    v_dims: tuple[int, int]
+    stages: int  # of keys and values of a stream, `keys` times all of these channels
     tile: tuple[int, int] = BLOCK
     streams: int = 1  # of items, each with its own warpgroups
     q_buffers: int = 2  # of a stream
@@ -29,11 +38,38 @@ class Config(NamedTuple):
     loader_registers: int = 24
     # What each thread has when the kernel starts: 384 threads of 168 are all that there are.
     start_registers: int = 168
+    split: int = 1  # steps of a tile
+    out_pieces: int = 1  # in which the first channels of out are written, through a buffer for one of them
+    kept: int = 0  # pieces of queries in registers
+    in_turns: bool = False  # whether the warpgroups begin their softmaxes by turns
+
+    @property
+    def dim(self) -> int:
+        """All channels of queries and keys."""
+        return sum(self.dims)
+
+    @property
+    def keys(self) -> int:
+        """Keys of a step."""
+        return self.tile[1] // self.split
+
+    @property
+    def padded_v_dim(self) -> int:
+        """The channels of a chunk, which `combine_rows_kernel` reads: a power of 2."""
+        return padded(sum(self.v_dims))
 
     @property
     def groups(self) -> int:
         """The warpgroups that share an item."""
         return self.tile[0] // ROWS
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes."""
+        of_queries = self.q_buffers * self.tile[0] * self.dim
+        of_keys = self.stages * self.keys * (self.dim + sum(self.v_dims))
+        of_out = self.tile[0] * (self.v_dims[0] // self.out_pieces + self.v_dims[1])
+        return self.streams * 2 * (of_queries + of_keys + of_out) + _SMALL_THINGS
 
     def with_biases(self) -> Config:
         """The same where biases, of keys or of pairs, take the place of queries that are loaded ahead."""
@@ -43,7 +79,7 @@ class Config(NamedTuple):
 class BackwardConfig(NamedTuple):
     """What the backward kernel takes besides its arguments."""
 
-    dim: int
+    dim: int  # of all tiles; what a head has less is zeros
     rows: int  # queries of a step
     q_stages: int  # of queries, rows * dim numbers each
     dout_stages: int
@@ -53,6 +89,18 @@ class BackwardConfig(NamedTuple):
     def with_pairs(self) -> BackwardConfig:
         """The same where a bias of pairs takes the place of queries that are loaded ahead."""
         return self._replace(q_stages=2)
+
+
+class WideConfig(NamedTuple):
+    """What the backward kernel for wide heads takes besides its arguments."""
+
+    dim: int  # of tiles of queries and keys, and of values
+    v_dim: int
+    q_stages: int = 2
+    chunks: int = 2  # in which dq leaves, by channels, 2 or 4
+    registers: int = 24
+    start_registers: int = 168
+    rows: int = 64
 
 
 class Limits(NamedTuple):
@@ -107,31 +155,97 @@ class Limits(NamedTuple):
 
 LIMITS = Limits()
 
-_CONFIGS = {
-    BLOCK: {64: Config(64, 4), 96: Config(128, 2), 128: Config(128, 2)},
-    SMALL: {64: Config(64, 4, SMALL, 2), 96: Config(128, 2, SMALL, 2), 128: Config(128, 2, SMALL, 2)},
-}
-_BACKWARD = {64: BackwardConfig(64, 128, 2, 2), 96: BackwardConfig(128, 64, 3, 2), 128: BackwardConfig(128, 64, 3, 2)}
 
+def padded(dim: int) -> int:
+    """The next power of 2.
 
-def config_for(head_dim: int, tile: tuple[int, int]) -> Config:
-    """The configuration of the forward for one of HEAD_DIMS, in the tiles that `tile_for` says.
-
-    >>> config_for(96, BLOCK).dim
-    128
+    >>> padded(80), padded(128)
+    (128, 128)
     """
-    return _CONFIGS[tile][head_dim]
+    return 1 << (dim - 1).bit_length()
 
 
-def tile_for(block: tuple[int, int]) -> tuple[int, int]:
-    """The tiles that the forward walks of a mask in such blocks.
+def pieces_of(dim: int) -> tuple[int, int]:
+    """The fewest channels, at least `dim`, that are a power of 2 from 16 on, or the sum of two; the second may be 0.
 
-    >>> tile_for((64, 64)), tile_for((32, 128))
-    ((64, 64), (128, 128))
+    >>> [pieces_of(dim) for dim in (8, 24, 72, 80, 96, 104, 192, 200)]
+    [(16, 0), (32, 0), (64, 16), (64, 16), (64, 32), (128, 0), (128, 64), (256, 0)]
     """
-    return SMALL if block == SMALL else BLOCK
+    powers = [1 << i for i in range(4, 9)]
+    sums = [(a + b, b > 0, a, b) for a in powers for b in (0, *powers) if b < a and a + b >= dim]
+    return min(sums)[2:]
 
 
-def backward_config_for(head_dim: int) -> BackwardConfig:
-    """The configuration of the backward for one of HEAD_DIMS."""
-    return _BACKWARD[head_dim]
+_MEASURED = {
+    BLOCK: {
+        64: Config((64, 0), (64, 0), 4, in_turns=True), 96: Config((128, 0), (128, 0), 2),
+        128: Config((128, 0), (128, 0), 2),
+    },
+    SMALL: {
+        64: Config((64, 0), (64, 0), 4, SMALL, 2, kept=1), 96: Config((128, 0), (128, 0), 2, SMALL, 2, kept=1),
+        128: Config((128, 0), (128, 0), 2, SMALL, 2, kept=1),
+    },
+}  # fmt: skip
+_BACKWARD = {
+    32: BackwardConfig(32, 128, 2, 2), 64: BackwardConfig(64, 128, 2, 2), 128: BackwardConfig(128, 64, 3, 2),
+}  # fmt: skip
+WIDEST_BACKWARD = 128  # of the kernel with tiles of 128 keys
+WIDE_KEYS = 64  # of an item of the kernel for wider heads
+
+
+def wide_config_for(head_dim: int, value_dim: int) -> WideConfig | None:
+    """The configuration of the backward for wide heads; None for others.
+
+    >>> wide_config_for(192, 128)[:2], wide_config_for(128, 128)
+    ((256, 128), None)
+    """
+    if max(head_dim, value_dim) <= WIDEST_BACKWARD:
+        return None
+    dims = max(64, padded(head_dim)), max(64, padded(value_dim))
+    return WideConfig(*dims, chunks=4 if min(dims) == 256 else 2)
+
+
+@lru_cache(256)
+def config_for(head_dim: int, tile: tuple[int, int], value_dim: int | None = None) -> Config:
+    """The configuration of the forward for head dims up to WIDEST, in the tiles that `tile_for` says.
+
+    >>> config_for(96, BLOCK).dims, config_for(80, BLOCK).dims, config_for(192, BLOCK, 128).v_dims
+    ((128, 0), (64, 16), (128, 0))
+    """
+    if value_dim in (None, head_dim) and head_dim in HEAD_DIMS:
+        return _MEASURED[tile][head_dim]
+    return next(each for each in _tried(head_dim, value_dim or head_dim, tile) if each.shared_memory <= SHARED_MEMORY)
+
+
+def _tried(head_dim: int, value_dim: int, tile: tuple[int, int]) -> Iterator[Config]:
+    """Configurations for any head dims, not measured on a GPU, the most wanted first: many keys, and queries ahead."""
+    dims, v_dims = pieces_of(head_dim), pieces_of(value_dim)
+    if tile == SMALL:
+        base = Config(dims, v_dims, 0, SMALL, 2, kept=2 if dims[1] else 1)
+    else:
+        base = Config(dims, v_dims, 0, in_turns=max(sum(dims), sum(v_dims)) <= 64)
+    # Sums of values, scores and weights share the registers: 128 + 64 + 32 of a thread would be too many.
+    splits = (1, 2) if sum(v_dims) <= 192 and tile == BLOCK else (2,) if tile == BLOCK else (1,)
+    for split in splits:
+        for q_buffers, out_pieces in ((2, 1), (1, 1), (1, 2)):
+            for stages in (4, 3, 2):
+                yield base._replace(split=split, q_buffers=q_buffers, out_pieces=out_pieces, stages=stages)
+
+
+def tile_for(block: tuple[int, int], dims: tuple[int, int] = (64, 64)) -> tuple[int, int]:
+    """The tiles that the forward walks of a mask in such blocks. dims: D and Dv, of which wide ones leave no room for
+    two streams.
+
+    >>> tile_for((64, 64)), tile_for((32, 128)), tile_for((64, 64), (192, 128))
+    ((64, 64), (128, 128), (128, 128))
+    """
+    return SMALL if block == SMALL and max(dims) <= 128 else BLOCK
+
+
+def backward_config_for(head_dim: int, value_dim: int = 0) -> BackwardConfig:
+    """The configuration of the backward for head dims up to WIDEST_BACKWARD.
+
+    >>> backward_config_for(96).dim, backward_config_for(16, 48).dim
+    (128, 64)
+    """
+    return _BACKWARD[max(32, padded(max(head_dim, value_dim)))]

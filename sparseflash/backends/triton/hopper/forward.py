@@ -20,6 +20,11 @@ The stream goes on for two steps after the last item, which load nothing, so tha
 
 Of a mask in blocks of 64 x 64 an item is a tile of 64 queries, and a program runs two streams, each with a warp that
 loads and one warpgroup: neighbouring rows of blocks see other keys, so there is nothing for two warpgroups to share.
+
+Channels that are no power of 2 are two pieces that are, in buffers and with descriptors of their own: the rest has 16
+to 64 channels. Both pieces of a product with keys are added to the same scores; each piece of values has sums of its
+own. The copy engine fills up with zeros what a head has less than its pieces. Where wide heads leave no room for
+128 keys, a tile of the lists is SPLIT steps of BLOCK_N keys.
 """
 
 from triton.experimental import gluon
@@ -113,6 +118,16 @@ def next_item(counter_ptr, items, streams):
 
 
 @gluon.jit
+def block_at(index_ptr, place, SPLIT: gl.constexpr):
+    """Which BLOCK_N keys the step at `place` has: a tile of the list is SPLIT steps."""
+    if SPLIT == 1:
+        block = gl.load(index_ptr + place)
+    else:
+        block = gl.load(index_ptr + place // SPLIT) * SPLIT + place % SPLIT
+    return block
+
+
+@gluon.jit
 def count_below(index_ptr, start, stop, limit):
     """How many of the increasing numbers index[start : stop] are below `limit`."""
     CHUNK: gl.constexpr = 128
@@ -122,6 +137,12 @@ def count_below(index_ptr, start, stop, limit):
         block = gl.load(index_ptr + at, mask=at < stop, other=2147483647)
         count += gl.sum((block < limit).to(gl.int32), 0)
     return count
+
+
+@gluon.constexpr_function
+def bytes_of(desc, rest_desc):
+    """Of a box, with that of the rest of its channels, if there is one."""
+    return desc.block_type.nbytes + (0 if rest_desc is None else rest_desc.block_type.nbytes)
 
 
 @gluon.jit
@@ -146,20 +167,24 @@ def cut_at_lengths(index_ptr, start, full, count, first_q, q_limit, k_limit, BLO
 
 @gluon.jit
 def loader(
-    own, loads, stream, BLOCK_N: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, Q_BUFFERS: gl.constexpr,
-    HAS_LENGTHS: gl.constexpr,
+    own, loads, stream, BLOCK_N: gl.constexpr, SPLIT: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    GROUPS: gl.constexpr, STAGES: gl.constexpr, Q_BUFFERS: gl.constexpr, HAS_LENGTHS: gl.constexpr,
 ):  # fmt: skip
     """Finds items, tells the others of them, and loads what they want: keys of a step, values of the step before."""
-    buffers_s, bias_s, pairs_s = own
+    buffers_s, rests_s, bias_s, pairs_s = own
     tiles_s, _, record_s, bars = buffers_s
+    q_rest_s, k_rest_s, v_rest_s, _ = rests_s
     descriptors, work_ptr, lists, lengths, counter_ptr, sizes, streams, bias, pairs, entries_ptr = loads
     bias_desc, bias_of_batch, bias_of_head = bias
     pairs_desc, stored = pairs
     if pairs_desc is not None:
         pair_s, pair_full, pair_empty = pairs_s
     index_ptr, tile_ptr = lists
-    q_desc, k_desc, v_desc = descriptors
+    q_desc, k_desc, v_desc, q_rest_desc, k_rest_desc, v_rest_desc = descriptors
     q_s, k_s, v_s = tiles_s
+    Q_BYTES: gl.constexpr = bytes_of(q_desc, q_rest_desc)
+    K_BYTES: gl.constexpr = bytes_of(k_desc, k_rest_desc)
+    V_BYTES: gl.constexpr = bytes_of(v_desc, v_rest_desc)
     q_full, q_empty, k_full, v_full, kv_empty = bars
     items, heads, group, q_len, k_len, row_tiles = sizes
     number = gl.arange(0, RECORD, layout=LANES)
@@ -188,10 +213,15 @@ def loader(
             q_limit = gl.minimum(gl.load(lengths_ptr + batch), q_len)
             k_limit = gl.minimum(gl.load(lengths_ptr + (lengths_stride + batch)), k_len)
             first, full, count, k_limit, jump_left, jump = cut_at_lengths(
-                index_ptr, start, full, count, first_q, q_limit, k_limit, BLOCK_N
+                index_ptr, start, full, count, first_q, q_limit, k_limit, BLOCK_N * SPLIT
             )
             if first > start:
                 start, block, tile = first, gl.load(index_ptr + first), gl.load(tile_ptr + first)
+        if SPLIT > 1:  # from here on in steps
+            # A row without tiles has one, of which the first step says that it is dead.
+            count = gl.where(tile < 0, 1, count * SPLIT)
+            start, full, block = start * SPLIT, full * SPLIT, block * SPLIT
+            jump_left, jump = jump_left * SPLIT, jump * SPLIT
         steps = gl.where(is_item, count, 2)
 
         slot = turn & (Q_BUFFERS - 1)
@@ -221,8 +251,12 @@ def loader(
             bar = q_full.index(slot * GROUPS + c)
             mbarrier.arrive(bar, count=1)  # for the record
             if is_item:
-                mbarrier.expect(bar, q_desc.block_type.nbytes)
+                mbarrier.expect(bar, Q_BYTES)
                 async_load(q_desc, [batch, head, first_q + c * ROWS, 0], bar, q_s.index(slot * GROUPS + c))
+                if q_rest_desc is not None:
+                    async_load(
+                        q_rest_desc, [batch, head, first_q + c * ROWS, D], bar, q_rest_s.index(slot * GROUPS + c)
+                    )
             else:
                 mbarrier.arrive(bar, count=1)
         turn += 1
@@ -234,23 +268,27 @@ def loader(
             place += gl.where(is_item, 1, 0)
             if HAS_LENGTHS and (is_item & (count - i - 1 == jump_left)):
                 place += jump
-            block = gl.load(index_ptr + place)
+            block = block_at(index_ptr, place, SPLIT)
             mbarrier.wait(kv_empty.index(stage), ((step // STAGES) & 1) ^ 1)
             if is_item:
                 if bias_desc is None:
-                    mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes)
+                    mbarrier.expect(k_full.index(stage), K_BYTES)
                 else:
-                    mbarrier.expect(k_full.index(stage), k_desc.block_type.nbytes + bias_desc.block_type.nbytes)
+                    mbarrier.expect(k_full.index(stage), K_BYTES + bias_desc.block_type.nbytes)
                     bias_row = batch * bias_of_batch + head * bias_of_head
                     async_load(bias_desc, [bias_row, 0, first_k], k_full.index(stage), bias_s.index(stage))
                 async_load(k_desc, [batch, kv_head, first_k, 0], k_full.index(stage), k_s.index(stage))
+                if k_rest_desc is not None:
+                    async_load(k_rest_desc, [batch, kv_head, first_k, D], k_full.index(stage), k_rest_s.index(stage))
             else:
                 mbarrier.arrive(k_full.index(stage), count=1)
             if step == 0:
                 mbarrier.arrive(v_full.index(stage), count=1)
             elif is_item | (i == 0):
-                mbarrier.expect(v_full.index(stage), v_desc.block_type.nbytes)
+                mbarrier.expect(v_full.index(stage), V_BYTES)
                 async_load(v_desc, [v_batch, v_head, v_first, 0], v_full.index(stage), v_s.index(stage))
+                if v_rest_desc is not None:
+                    async_load(v_rest_desc, [v_batch, v_head, v_first, DV], v_full.index(stage), v_rest_s.index(stage))
             if pairs_desc is not None:
                 # Last, as its only buffer is the last to become free.
                 at = place_of_pairs(stored, batch, head, first_q, first_k, GROUPS * ROWS, BLOCK_N)
@@ -362,16 +400,18 @@ def at_turn_of(C: gl.constexpr, OPERATION: gl.constexpr):
 
 @gluon.jit
 def live_words(
-    words_ptr, tile, first_row, k_left,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, HAS_LENGTHS: gl.constexpr, MAY_BE_FULL: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    words_ptr, tile, first_row, place, k_left,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SPLIT: gl.constexpr, HAS_LENGTHS: gl.constexpr,
+    MAY_BE_FULL: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """The bits of a tile, one a score, [ROWS, BLOCK_N // 32]: none if `tile` is -1, and, if MAY_BE_FULL or HAS_LENGTHS,
-    all if it is 0. If HAS_LENGTHS, only those of its first `k_left` keys."""
-    WORDS: gl.constexpr = BLOCK_N // 32
+    """The bits of the step at `place`, one a score, [ROWS, BLOCK_N // 32]: none if `tile` is -1, and, if MAY_BE_FULL or
+    HAS_LENGTHS, all if it is 0. If HAS_LENGTHS, only those of its first `k_left` keys."""
+    WORDS: gl.constexpr = BLOCK_N // 32 * SPLIT
     row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    word = gl.arange(0, WORDS, layout=gl.SliceLayout(0, LAYOUT))
+    word = gl.arange(0, BLOCK_N // 32, layout=gl.SliceLayout(0, LAYOUT))
     at = row[:, None] * WORDS + word[None, :]
+    if SPLIT > 1:
+        at += place % SPLIT * (BLOCK_N // 32)
     is_stored = (at >= 0) & (tile > 0)
     tile_ptr = words_ptr + gl.cast(tile - 1, gl.int64) * (BLOCK_M * WORDS)
     words = gl.load(tile_ptr + at, mask=is_stored, other=0)
@@ -394,16 +434,59 @@ def masked(s, words, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def finished(acc, factors, IS_NAN: gl.constexpr):
+    """acc times one factor a row, [ROWS, 1]; if IS_NAN, sums of which the factor is 0 may be NaN."""
+    out = acc * factors
+    if IS_NAN:
+        out = gl.where(factors == 0.0, 0.0, out)
+    return out
+
+
+@gluon.jit
+def store_part(part_ptr, out, first_row, FIRST: gl.constexpr, PADDED_DV: gl.constexpr, SAVES: gl.constexpr):
+    """Writes channels from FIRST on to a chunk [., PADDED_DV]. SAVES: whether tiles leave no registers for
+    addresses, which the compiler would otherwise compute before the loop."""
+    row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, out.type.layout))
+    if SAVES:
+        row = opaque(row)
+    column = gl.arange(0, out.shape[1], layout=gl.SliceLayout(0, out.type.layout))
+    if FIRST > 0:
+        column += FIRST
+    gl.store(part_ptr + (row[:, None] * PADDED_DV + column[None, :]), out)
+
+
+@gluon.jit
+def send(
+    out, rest, out_descs, out_s, C: gl.constexpr, batch, head, first_q, FIRST: gl.constexpr, DV: gl.constexpr,
+    DV_REST: gl.constexpr,
+):  # fmt: skip
+    """Writes channels from FIRST on, and the rest from DV on if DV_REST is not 0, by way of the buffers of this
+    warpgroup."""
+    o_desc, o_rest_desc = out_descs
+    o_s, o_rest_s = out_s
+    tma.store_wait(0)  # until the last tile has been read
+    o_s.index(C).store(out.to(o_s.dtype))
+    if DV_REST > 0:
+        o_rest_s.index(C).store(rest.to(o_s.dtype))
+    fence_async_shared()
+    async_store(o_desc, [batch, head, first_q, FIRST], o_s.index(C))
+    if DV_REST > 0:
+        async_store(o_rest_desc, [batch, head, first_q, DV], o_rest_s.index(C))
+
+
+@gluon.jit
 def consumer(
     own, reads,
     C: gl.constexpr,  # which of the warpgroups
-    BLOCK_N: gl.constexpr, D: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, Q_BUFFERS: gl.constexpr,
-    HAS_LENGTHS: gl.constexpr, HAS_PARTS: gl.constexpr, CHANGES: gl.constexpr,
+    BLOCK_N: gl.constexpr, SPLIT: gl.constexpr,
+    D: gl.constexpr, D_REST: gl.constexpr, DV: gl.constexpr, DV_REST: gl.constexpr, PADDED_DV: gl.constexpr,
+    OUT: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, Q_BUFFERS: gl.constexpr, KEPT: gl.constexpr,
+    IN_TURNS: gl.constexpr, HAS_LENGTHS: gl.constexpr, HAS_PARTS: gl.constexpr, CHANGES: gl.constexpr,
 ):  # fmt: skip
     """out and lse of ROWS queries of every item."""
-    buffers_s, bias_s, pairs_s = own
+    buffers_s, rests_s, bias_s, pairs_s = own
     tiles_s, o_s, record_s, bars = buffers_s
-    lists, words_ptr, o_desc, lse_ptr, parts_ptr, qk_scale, q_len, changes = reads
+    lists, words_ptr, out_descs, lse_ptr, parts_ptr, qk_scale, q_len, changes = reads
     cap_scale, inverse_unit, slopes_ptr, offset, sink_ptr, entries_ptr, until_ptr, pairs_desc = changes
     if pairs_desc is not None:
         pair_s, pair_full, pair_empty = pairs_s
@@ -415,11 +498,13 @@ def consumer(
     KEEPS: gl.constexpr = pairs_desc is not None or (HAS_KEY_BIAS and slopes_ptr is not None)
     HAS_DISTANCES: gl.constexpr = slopes_ptr is not None or HAS_TABLE
     q_s, k_s, v_s = tiles_s
+    q_rest_s, k_rest_s, v_rest_s, o_rest_s = rests_s
+    out_s = (o_s, o_rest_s)
     q_full, q_empty, k_full, v_full, kv_empty = bars
     index_ptr, tile_ptr = lists
     dtype: gl.constexpr = q_s.dtype
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, BLOCK_N, 16])
-    A: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    A: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DV, 16])
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=A, k_width=2)
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S)
     A_ROWS: gl.constexpr = gl.SliceLayout(1, A)
@@ -433,14 +518,14 @@ def consumer(
     )
     WORDS: gl.constexpr = gl.SliceLayout(2, BITS)
     BLOCK_M: gl.constexpr = GROUPS * ROWS
-    PART_SIZE: gl.constexpr = BLOCK_M * (D + 2)  # as `combine_rows_kernel` wants it
-    # At D = 64 the exponentials take as long as the products. Left alone, both warpgroups compute theirs at the same
-    # time, and then both multiply. So they begin their softmaxes by turns, which keeps them apart. To wait until the
-    # other has computed its exponentials, too, takes 1.11 of the time.
-    IN_TURNS: gl.constexpr = D == 64 and GROUPS == 2
+    PART_SIZE: gl.constexpr = BLOCK_M * (PADDED_DV + 2)  # as `combine_rows_kernel` wants it
+    # IN_TURNS: at D = 64 the exponentials take as long as the products. Left alone, both warpgroups compute theirs at
+    # the same time, and then both multiply. So they begin their softmaxes by turns, which keeps them apart. To wait
+    # until the other has computed its exponentials, too, takes 1.11 of the time.
     # A product with few keys takes as long as to read both of its factors from shared memory, which values and what is
-    # loaded want, too. So queries are kept in registers.
-    KEEPS_Q: gl.constexpr = BLOCK_N == 64
+    # loaded want, too. So KEPT of the two pieces of queries, or the only one, are kept in registers.
+    PIECES: gl.constexpr = 1 if D_REST == 0 else 2
+    KEEPS_Q: gl.constexpr = KEPT == PIECES
     Q: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S, k_width=2)
 
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=S)
@@ -450,9 +535,15 @@ def consumer(
     SUM_ROWS: gl.constexpr = gl.SliceLayout(1, SUMS)
     m_i, l_i = no_maximum, no_sum  # l_i is spread over the four threads of a row
     alpha = gl.zeros([ROWS], gl.float32, layout=S_ROWS)
-    acc = gl.zeros([ROWS, D], gl.float32, layout=A)
+    acc = gl.zeros([ROWS, DV], gl.float32, layout=A)
+    if DV_REST > 0:
+        R: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DV_REST, 16])
+        R_ROWS: gl.constexpr = gl.SliceLayout(1, R)
+        acc_rest = gl.zeros([ROWS, DV_REST], gl.float32, layout=R)
     p = zero.to(dtype)
     kept_q = gl.zeros([ROWS, D], dtype, layout=Q)
+    if KEPT == 2:
+        kept_rest = gl.zeros([ROWS, D_REST], dtype, layout=Q)
     ones = gl.full([ROWS, CHANNELS], 1.0, gl.bfloat16, layout=Q)
     goes_on = False  # whether the product of the next step is added to acc; else it is an item's first
     step = 0
@@ -487,9 +578,11 @@ def consumer(
             if HAS_DISTANCES:
                 next_block = field(record_s, turn, BLOCK)
             running = left > 0
-            if KEEPS_Q:
+            if KEPT > 0:
                 kept_q = q_s.index((turn & (Q_BUFFERS - 1)) * GROUPS + C).load(Q)
-                if Q_BUFFERS == 1:
+                if KEPT == 2:
+                    kept_rest = q_rest_s.index((turn & (Q_BUFFERS - 1)) * GROUPS + C).load(Q)
+                if Q_BUFFERS == 1 and KEEPS_Q:
                     async_copy.mbarrier_arrive(q_empty.index(C), increment_count=False)
         is_mixed = left <= partial_left
         entry, is_shared = 0.0, True
@@ -510,28 +603,40 @@ def consumer(
         if is_mixed:
             k_left = BLOCK_N
             if HAS_LENGTHS:
-                k_left = k_limit - gl.load(index_ptr + place) * BLOCK_N
-            words = live_words(words_ptr, tile, C * ROWS, k_left, BLOCK_M, BLOCK_N, HAS_LENGTHS, HAS_DISTANCES, WORDS)
+                k_left = k_limit - block_at(index_ptr, place, SPLIT) * BLOCK_N
+            words = live_words(
+                words_ptr, tile, C * ROWS, place, k_left, BLOCK_M, BLOCK_N, SPLIT, HAS_LENGTHS, HAS_DISTANCES, WORDS
+            )  # fmt: skip
         left -= 1
         place += 1
         if HAS_LENGTHS and left == jump_left:
             place += field(record_s, turn, JUMP)
-        tile = gl.load(tile_ptr + place)  # of the next step: a load whose address waits for a load would hold it up
+        # Of the next step: a load whose address waits for a load would hold it up.
+        tile = gl.load(tile_ptr + (place if SPLIT == 1 else place // SPLIT))
         if HAS_DISTANCES:
             table_block = next_block
-            next_block = gl.load(index_ptr + place)
+            next_block = block_at(index_ptr, place, SPLIT)
 
         stage, phase = step % STAGES, (step // STAGES) & 1
         factors = gl.convert_layout(alpha, A_ROWS)[:, None]
         acc = acc * factors if IN_TURNS else rescaled(acc, factors)
-        q = kept_q if KEEPS_Q else q_s.index((turn & (Q_BUFFERS - 1)) * GROUPS + C)
+        if DV_REST > 0:
+            factors = gl.convert_layout(alpha, R_ROWS)[:, None]
+            acc_rest = acc_rest * factors if IN_TURNS else rescaled(acc_rest, factors)
+        q = kept_q if KEPT > 0 else q_s.index((turn & (Q_BUFFERS - 1)) * GROUPS + C)
         s = warpgroup_mma(q, k_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+        if D_REST > 0:
+            q = kept_rest if KEPT == 2 else q_rest_s.index((turn & (Q_BUFFERS - 1)) * GROUPS + C)
+            s = warpgroup_mma(q, k_rest_s.index(stage).permute((1, 0)), accumulator(s), is_async=True)
         if HAS_KEY_BIAS:
             s = warpgroup_mma(ones, bias_s.index(stage), accumulator(s), is_async=True)
         mbarrier.wait(v_full.index(stage), phase)
         weights = gl.convert_layout(p, P)
         acc = warpgroup_mma(weights, v_s.index(stage), acc, use_acc=goes_on, is_async=True)
-        s = warpgroup_mma_wait(1, deps=(s,))
+        if DV_REST > 0:
+            weights = gl.convert_layout(p, gl.DotOperandLayout(operand_index=0, parent=R, k_width=2))
+            acc_rest = warpgroup_mma(weights, v_rest_s.index(stage), acc_rest, use_acc=goes_on, is_async=True)
+        s = warpgroup_mma_wait(1 if DV_REST == 0 else 2, deps=(s,))
         if Q_BUFFERS == 1 and not KEEPS_Q and left == 0:
             # Before the wait for the next keys, which are the next item's and come after its queries.
             async_copy.mbarrier_arrive(q_empty.index(C), increment_count=False)
@@ -590,8 +695,8 @@ def consumer(
                         total = gl.where(is_past, 0.0, total)
                         inverse = gl.where(is_past, 0.0, 1.0)
                     part_ptr = parts_ptr + gl.cast(part - 1, gl.int64) * PART_SIZE
-                    gl.store(part_ptr + BLOCK_M * D + row, maximum)
-                    gl.store(part_ptr + BLOCK_M * (D + 1) + row, total)
+                    gl.store(part_ptr + BLOCK_M * PADDED_DV + row, maximum)
+                    gl.store(part_ptr + BLOCK_M * (PADDED_DV + 1) + row, total)
                 else:
                     q_row = field(record_s, ended, FIRST_Q) + row
                     is_empty = total == 0.0
@@ -651,42 +756,58 @@ def consumer(
         step += 1
         mbarrier.wait(k_full.index(step % STAGES), (step // STAGES) & 1)
         acc = warpgroup_mma_wait(0, deps=(acc,))
+        if DV_REST > 0:
+            acc_rest = warpgroup_mma_wait(0, deps=(acc_rest,))
         # Each thread says so for itself, without waiting for the others.
         async_copy.mbarrier_arrive(kv_empty.index(stage), increment_count=False)
         goes_on = not begins
         if begins and turn > 0:
-            out = acc * gl.convert_layout(alpha, A_ROWS)[:, None]
-            if HAS_LENGTHS and pairs_desc is not None:  # and so may be what such queries have summed
-                out = gl.where(gl.convert_layout(alpha, A_ROWS)[:, None] == 0.0, 0.0, out)
+            IS_NAN: gl.constexpr = HAS_LENGTHS and pairs_desc is not None  # so may be what such queries have summed
+            out = finished(acc, gl.convert_layout(alpha, A_ROWS)[:, None], IS_NAN)
+            rest = out
+            if DV_REST > 0:
+                rest = finished(acc_rest, gl.convert_layout(alpha, R_ROWS)[:, None], IS_NAN)
+            # Registers. Other tiles are as they were measured.
+            SAVES: gl.constexpr = D != DV or D_REST > 0 or DV > 128
+            if SAVES:
+                acc = out  # in the same registers: the next product is not added to it
             part = field(record_s, ended, PART)
             if HAS_PARTS and part > 0:
-                row = C * ROWS + gl.arange(0, ROWS, layout=A_ROWS)
-                column = gl.arange(0, D, layout=gl.SliceLayout(0, A))
                 part_ptr = parts_ptr + gl.cast(part - 1, gl.int64) * PART_SIZE
-                gl.store(part_ptr + (row[:, None] * D + column[None, :]), out)
+                store_part(part_ptr, out, C * ROWS, 0, PADDED_DV, SAVES)
+                if DV_REST > 0:
+                    store_part(part_ptr, rest, C * ROWS, DV, PADDED_DV, SAVES)
             else:
                 batch, head = field(record_s, ended, BATCH), field(record_s, ended, HEAD)
                 first_q = field(record_s, ended, FIRST_Q) + C * ROWS
-                tma.store_wait(0)  # until the last tile has been read
-                o_s.index(C).store(out.to(dtype))
-                fence_async_shared()
-                async_store(o_desc, [batch, head, first_q, 0], o_s.index(C))
+                if OUT == DV:
+                    send(out, rest, out_descs, out_s, C, batch, head, first_q, 0, DV, DV_REST)
+                else:
+                    halves = gl.split(out.reshape([ROWS, 2, OUT]).permute((0, 2, 1)))
+                    send(halves[0], rest, out_descs, out_s, C, batch, head, first_q, 0, DV, DV_REST)
+                    send(halves[1], rest, out_descs, out_s, C, batch, head, first_q, OUT, DV, 0)
     if IN_TURNS and C == 0:
         at_turn_of(0, "sync")  # the last time that the other arrives
     tma.store_wait(0)
 
 
 @gluon.jit
+def tiles_of(dtype: gl.constexpr, COUNT: gl.constexpr, TOKENS: gl.constexpr, CHANNELS: gl.constexpr):
+    """Buffers for tiles of so many tokens."""
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TOKENS, CHANNELS], dtype)
+    return gl.allocate_shared_memory(dtype, [COUNT, TOKENS, CHANNELS], LAYOUT)
+
+
+@gluon.jit
 def buffers(
-    dtype: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr,
-    Q_BUFFERS: gl.constexpr,
+    dtype: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, OUT: gl.constexpr,
+    GROUPS: gl.constexpr, STAGES: gl.constexpr, Q_BUFFERS: gl.constexpr,
 ):  # fmt: skip
     """The shared memory of a stream: queries, keys and values; outputs; records; and their barriers."""
-    TILE_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
-    q_s = gl.allocate_shared_memory(dtype, [Q_BUFFERS * GROUPS, ROWS, D], TILE_LAYOUT)
-    o_s = gl.allocate_shared_memory(dtype, [GROUPS, ROWS, D], TILE_LAYOUT)
-    k_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], TILE_LAYOUT)
-    v_s = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], TILE_LAYOUT)
+    q_s = tiles_of(dtype, Q_BUFFERS * GROUPS, ROWS, D)
+    o_s = tiles_of(dtype, GROUPS, ROWS, OUT)
+    k_s = tiles_of(dtype, STAGES, BLOCK_N, D)
+    v_s = tiles_of(dtype, STAGES, BLOCK_N, DV)
     record_s = gl.allocate_shared_memory(gl.int32, [RECORDS, RECORD], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [Q_BUFFERS * GROUPS, 1], BAR)
@@ -723,9 +844,12 @@ def bias_buffers(bias_desc, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
 )  # fmt: skip
 def forward_kernel(
     q_desc, k_desc, v_desc, o_desc,  # [B, Hq, Nq, .], [B, Hkv, Nk, .], [B, Hkv, Nk, .], [B, Hq, Nq, .] in boxes of
-    # [1, 1, ROWS or BLOCK_N, D]: what is past the ends of a tensor is read as zeros and not written
+    # [1, 1, ROWS or BLOCK_N, D, DV or OUT]: what is past the ends of a tensor is read as zeros and not written
+    # The same in boxes of D_REST and DV_REST channels, or None.
+    q_rest_desc, k_rest_desc, v_rest_desc, o_rest_desc,
     lse_ptr,  # fp32 [B, Hq, Nq] contiguous
-    parts_ptr,  # fp32 [parts, GROUPS * ROWS * (D + 2)], written: acc, m_i, l_i of chunks; None if no item is one
+    # fp32 [parts, GROUPS * ROWS * (PADDED_DV + 2)], written: acc, m_i, l_i of chunks; None if no item is one
+    parts_ptr,
     work_ptr,  # int32 [items, ITEM]: see plan.py
     index_ptr, tile_ptr, words_ptr,  # the tile lists, one more entry than needed, and the bits: see worklists.py
     lengths_ptr, lengths_stride,  # int32 [2, B], of queries and of keys, or None
@@ -746,10 +870,13 @@ def forward_kernel(
     has_batches, has_heads,
     tile_numbers_ptr, tile_pattern_ptr,  # of the tiles that are stored, see `StoredTiles`; or None
     tiles_of_batch, tiles_of_head, tile_rows, tile_words,  # as in `changes/tile_bias.py`
-    BLOCK_N: gl.constexpr,  # keys of a tile of the lists, whose queries are GROUPS * ROWS
-    D: gl.constexpr,
+    BLOCK_N: gl.constexpr, SPLIT: gl.constexpr,  # keys of a step; steps of a tile, whose queries are GROUPS * ROWS
+    # Channels of queries and keys, and of values, in two pieces, the second 0 if there is one; those of a chunk.
+    D: gl.constexpr, D_REST: gl.constexpr, DV: gl.constexpr, DV_REST: gl.constexpr, PADDED_DV: gl.constexpr,
+    OUT: gl.constexpr,  # channels of out, of the first DV, that are written at a time: all or half
     GROUPS: gl.constexpr, STREAMS: gl.constexpr,  # warpgroups that share an item, and how many run items of their own
     STAGES: gl.constexpr, Q_BUFFERS: gl.constexpr,  # of keys and values; of queries, 1 or 2
+    KEPT: gl.constexpr, IN_TURNS: gl.constexpr,  # see `consumer`
     REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr, CHANGES: gl.constexpr,
 ):  # fmt: skip
     """out and lse of all items."""
@@ -769,38 +896,67 @@ def forward_kernel(
         has_batches, has_heads, tile_numbers_ptr, tile_pattern_ptr, tiles_of_batch, tiles_of_head, tile_rows, tile_words
     )  # fmt: skip
     pairs = (pairs_desc, stored)
-    loads = ((q_desc, k_desc, v_desc), work_ptr, lists, lengths, counter_ptr, sizes, streams, bias, pairs, entries_ptr)
-    reads = (lists, words_ptr, o_desc, lse_ptr, parts_ptr, qk_scale, q_len, changes)
+    descriptors = (q_desc, k_desc, v_desc, q_rest_desc, k_rest_desc, v_rest_desc)
+    loads = (descriptors, work_ptr, lists, lengths, counter_ptr, sizes, streams, bias, pairs, entries_ptr)
+    reads = (lists, words_ptr, (o_desc, o_rest_desc), lse_ptr, parts_ptr, qk_scale, q_len, changes)
     # In a tuple Gluon allows None only as an argument of the kernel, so that stands for the missing buffers.
+    q_rest_s, k_rest_s, v_rest_s, o_rest_s = q_rest_desc, k_rest_desc, v_rest_desc, o_rest_desc
+    if D_REST > 0:
+        q_rest_s, k_rest_s = tiles_of(dtype, Q_BUFFERS * GROUPS, ROWS, D_REST), tiles_of(dtype, STAGES, BLOCK_N, D_REST)
+    if DV_REST > 0:
+        v_rest_s, o_rest_s = tiles_of(dtype, STAGES, BLOCK_N, DV_REST), tiles_of(dtype, GROUPS, ROWS, DV_REST)
+    rests_s = (q_rest_s, k_rest_s, v_rest_s, o_rest_s)
     bias_s, pairs_s = bias_desc, pairs_desc
     if bias_desc is not None:
         bias_s = bias_buffers(bias_desc, BLOCK_N, STAGES)
     if pairs_desc is not None:
         pairs_s = pair_buffers(pairs_desc, GROUPS, ROWS, BLOCK_N, 128)
-    own = (buffers(dtype, BLOCK_N, D, GROUPS, STAGES, Q_BUFFERS), bias_s, pairs_s)
+    own = (buffers(dtype, BLOCK_N, D, DV, OUT, GROUPS, STAGES, Q_BUFFERS), rests_s, bias_s, pairs_s)
     if STREAMS == 1:
         gl.warp_specialize(
             [
-                (consumer, (own, reads, 0, BLOCK_N, D, GROUPS, STAGES, Q_BUFFERS, HAS_LENGTHS, HAS_PARTS, CHANGES)),
-                (consumer, (own, reads, 1, BLOCK_N, D, GROUPS, STAGES, Q_BUFFERS, HAS_LENGTHS, HAS_PARTS, CHANGES)),
-                (loader, (own, loads, stream, BLOCK_N, GROUPS, STAGES, Q_BUFFERS, HAS_LENGTHS)),
+                (
+                    consumer,
+                    (own, reads, 0, BLOCK_N, SPLIT, D, D_REST, DV, DV_REST, PADDED_DV, OUT, GROUPS, STAGES, Q_BUFFERS,
+                     KEPT, IN_TURNS, HAS_LENGTHS, HAS_PARTS, CHANGES),
+                ),
+                (
+                    consumer,
+                    (own, reads, 1, BLOCK_N, SPLIT, D, D_REST, DV, DV_REST, PADDED_DV, OUT, GROUPS, STAGES, Q_BUFFERS,
+                     KEPT, IN_TURNS, HAS_LENGTHS, HAS_PARTS, CHANGES),
+                ),
+                (loader, (own, loads, stream, BLOCK_N, SPLIT, D, DV, GROUPS, STAGES, Q_BUFFERS, HAS_LENGTHS)),
             ],
             [4, 1],
             [REGISTERS, LOADER_REGISTERS],
-        )
+        )  # fmt: skip
     else:
+        if D_REST > 0:
+            q_rest_s = tiles_of(dtype, Q_BUFFERS * GROUPS, ROWS, D_REST)
+            k_rest_s = tiles_of(dtype, STAGES, BLOCK_N, D_REST)
+        if DV_REST > 0:
+            v_rest_s, o_rest_s = tiles_of(dtype, STAGES, BLOCK_N, DV_REST), tiles_of(dtype, GROUPS, ROWS, DV_REST)
+        rests_s = (q_rest_s, k_rest_s, v_rest_s, o_rest_s)
         if bias_desc is not None:
             bias_s = bias_buffers(bias_desc, BLOCK_N, STAGES)
         if pairs_desc is not None:
             pairs_s = pair_buffers(pairs_desc, GROUPS, ROWS, BLOCK_N, 128)
-        other = (buffers(dtype, BLOCK_N, D, GROUPS, STAGES, Q_BUFFERS), bias_s, pairs_s)
+        other = (buffers(dtype, BLOCK_N, D, DV, OUT, GROUPS, STAGES, Q_BUFFERS), rests_s, bias_s, pairs_s)
         gl.warp_specialize(
             [
-                (consumer, (own, reads, 0, BLOCK_N, D, GROUPS, STAGES, Q_BUFFERS, HAS_LENGTHS, HAS_PARTS, CHANGES)),
-                (consumer, (other, reads, 0, BLOCK_N, D, GROUPS, STAGES, Q_BUFFERS, HAS_LENGTHS, HAS_PARTS, CHANGES)),
-                (loader, (own, loads, stream, BLOCK_N, GROUPS, STAGES, Q_BUFFERS, HAS_LENGTHS)),
-                (loader, (other, loads, stream + 1, BLOCK_N, GROUPS, STAGES, Q_BUFFERS, HAS_LENGTHS)),
+                (
+                    consumer,
+                    (own, reads, 0, BLOCK_N, SPLIT, D, D_REST, DV, DV_REST, PADDED_DV, OUT, GROUPS, STAGES, Q_BUFFERS,
+                     KEPT, IN_TURNS, HAS_LENGTHS, HAS_PARTS, CHANGES),
+                ),
+                (
+                    consumer,
+                    (other, reads, 0, BLOCK_N, SPLIT, D, D_REST, DV, DV_REST, PADDED_DV, OUT, GROUPS, STAGES, Q_BUFFERS,
+                     KEPT, IN_TURNS, HAS_LENGTHS, HAS_PARTS, CHANGES),
+                ),
+                (loader, (own, loads, stream, BLOCK_N, SPLIT, D, DV, GROUPS, STAGES, Q_BUFFERS, HAS_LENGTHS)),
+                (loader, (other, loads, stream + 1, BLOCK_N, SPLIT, D, DV, GROUPS, STAGES, Q_BUFFERS, HAS_LENGTHS)),
             ],
             [4, 1, 1],
             [REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS],
-        )
+        )  # fmt: skip

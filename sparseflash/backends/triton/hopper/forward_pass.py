@@ -21,7 +21,7 @@ from sparseflash.backends.triton.hopper.forward import forward_kernel
 from sparseflash.backends.triton.hopper.pairs import pairs_of
 from sparseflash.backends.triton.hopper.plan import ITEM_COUNT, forward_plan
 from sparseflash.backends.triton.hopper.tables import entries_of
-from sparseflash.backends.triton.launcher import BoundLaunch, Launch
+from sparseflash.backends.triton.launcher import BoundLaunch, Describe, Launch
 from sparseflash.backends.triton.portable.combine import TOKENS_TO_COMBINE, combine_rows_kernel
 from sparseflash.backends.triton.portable.launches import SOME_LENGTHS, SOME_PARTS, launch_of, of_call, strides_of
 from sparseflash.backends.triton.portable.merging import bind_merge, merge_launch
@@ -58,18 +58,22 @@ class ForwardLayout:
         biases = biases_of(changes, k_len, units["inverse_unit"], device, in_pieces=True)
         self.prepared = [each for each in (entries, biases) if each is not None]  # each by a kernel of its own
         config = config if pairs is None and biases is None else config.with_biases()
-        self.config, (queries, keys) = config, config.tile
-        self.part = queries * (config.dim + 2)
+        self.config, queries, keys = config, config.tile[0], config.keys
+        self.part = queries * (config.padded_v_dim + 2)
         numbers: dict[str, Any] = {
             **units, "items": items, "heads": heads, "group": heads // kv_heads,
             "q_len": q_len, "k_len": k_len, "row_tiles": -(-q_len // queries), "lengths_stride": 0,
         }  # fmt: skip
         constants = {
-            "BLOCK_N": keys, "D": config.dim, "GROUPS": config.groups, "STREAMS": config.streams,
-            "STAGES": config.stages, "Q_BUFFERS": config.q_buffers, "REGISTERS": config.registers,
-            "LOADER_REGISTERS": config.loader_registers, "CHANGES": flags_of(changes),
+            "BLOCK_N": keys, "SPLIT": config.split, "D": config.dims[0], "D_REST": config.dims[1],
+            "DV": config.v_dims[0], "DV_REST": config.v_dims[1], "PADDED_DV": config.padded_v_dim,
+            "OUT": config.v_dims[0] // config.out_pieces, "GROUPS": config.groups, "STREAMS": config.streams,
+            "STAGES": config.stages, "Q_BUFFERS": config.q_buffers, "KEPT": config.kept, "IN_TURNS": config.in_turns,
+            "REGISTERS": config.registers, "LOADER_REGISTERS": config.loader_registers, "CHANGES": flags_of(changes),
         }  # fmt: skip
-        tiles = {"q_desc": read_as(q), "k_desc": read_as(k), "v_desc": read_as(v), "o_desc": out}
+        tiles = {"q": read_as(q), "k": read_as(k), "v": read_as(v), "o": out}
+        described = _described(tiles, config)
+        tiles = {name: tiles[name[0]] for name in described}
         examples: dict[str, Any] = {**tiles, "lse_ptr": lse, "counter_ptr": _SOME_COUNTERS[:1]}
         changed = examples_of(changes, q)
         examples |= changed
@@ -81,8 +85,6 @@ class ForwardLayout:
         examples |= of_call(SOME_LENGTHS if setting.lengths else None)
         if merges:
             examples["parts_ptr"] = SOME_PARTS
-        tokens = {"q_desc": ROWS, "k_desc": keys, "v_desc": keys, "o_desc": ROWS}
-        described = {name: described_as(x, tokens[name], config.dim) for name, x in tiles.items()}
         if biases is not None:
             described["bias_desc"] = described_channels(biases.example, keys)
         if pairs is not None:
@@ -106,7 +108,7 @@ class ForwardLayout:
     ) -> Launch:
         out = examples["out_ptr"]
         constants = {
-            "DV": out.shape[-1], "PADDED_DV": self.config.dim, "BLOCK_M": self.config.tile[0],
+            "DV": out.shape[-1], "PADDED_DV": self.config.padded_v_dim, "BLOCK_M": self.config.tile[0],
             "TOKENS": TOKENS_TO_COMBINE, "DROPOUT": False, "KEEP": False,
         }  # fmt: skip
         by_name = {
@@ -142,8 +144,9 @@ class Forward:
             q, k, v = as_read(q), as_read(k), as_read(v)
         self.plan.ready.wait()
         given: dict[str, Any] = {
-            "q_desc": q, "k_desc": k, "v_desc": v, "o_desc": out, "out_ptr": out, "lse_ptr": lse,
-            "counter_ptr": counter(q.device), **of_call(lengths), **tensors_of(changes, q),
+            "q_desc": q, "k_desc": k, "v_desc": v, "o_desc": out, "q_rest_desc": q, "k_rest_desc": k, "v_rest_desc": v,
+            "o_rest_desc": out, "out_ptr": out, "lse_ptr": lse, "counter_ptr": counter(q.device), **of_call(lengths),
+            **tensors_of(changes, q),
         }  # fmt: skip
         if changes is not None:
             for each in layout.prepared:
@@ -151,7 +154,9 @@ class Forward:
             if layout.pairs is not None:
                 given |= layout.pairs(changes)
         if self._combine is not None:
-            given["parts_ptr"] = torch.empty(self.plan.parts, layout.part, dtype=torch.float32, device=q.device)
+            # Channels between the pieces of values and the next power of 2 are read, too, but written by nobody.
+            make = torch.empty if layout.config.padded_v_dim == sum(layout.config.v_dims) else torch.zeros
+            given["parts_ptr"] = make(self.plan.parts, layout.part, dtype=torch.float32, device=q.device)
         self._launch(given)
         if self._combine is not None:
             self._combine(given)
@@ -170,9 +175,27 @@ class Forward:
         warps = 8 + config.streams  # those that multiply and those that load
         return [
             described_choice(
-                "forward", config.tile, warps, config.stages, self._launch, counts, self.plan.parts, walked=config.tile
+                "forward",
+                (config.tile[0], config.keys),
+                warps,
+                config.stages,
+                self._launch,
+                counts,
+                self.plan.parts,
+                walked=config.tile,
             )
         ]
+
+
+def _described(tiles: Mapping[str, Tensor], config: Config) -> dict[str, Describe]:
+    """The descriptors of q, k, v and o, and those of the rest of their channels."""
+    tokens = {"q": ROWS, "k": config.keys, "v": config.keys, "o": ROWS}
+    (dim, rest), (v_dim, v_rest) = config.dims, config.v_dims
+    first = {"q": dim, "k": dim, "v": v_dim, "o": v_dim // config.out_pieces}
+    rests = {"q": rest, "k": rest, "v": v_rest, "o": v_rest}
+    found = {f"{name}_desc": described_as(x, tokens[name], first[name]) for name, x in tiles.items()}
+    more = {name: x for name, x in tiles.items() if rests[name]}
+    return found | {f"{name}_rest_desc": described_as(x, tokens[name], rests[name]) for name, x in more.items()}
 
 
 def planned_forward(plan: Plan, tile: tuple[int, int], programs: int) -> Worklist:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from sparseflash.backends.triton.family import Setting
 from sparseflash.backends.triton.hopper.backward_pass import Backward, BackwardLayout, planned_backward
-from sparseflash.backends.triton.hopper.configs import config_for, tile_for
+from sparseflash.backends.triton.hopper.configs import config_for, tile_for, wide_config_for
 from sparseflash.backends.triton.hopper.forward_pass import Forward, ForwardLayout, planned_forward
 from sparseflash.backends.triton.hopper.plan import programs_of
+from sparseflash.backends.triton.hopper.wide_backward_pass import WideBackwardLayout, planned_wide_backward
 from sparseflash.blockmask.cache import BoundedDict
 from sparseflash.scores.change import Scores
 
@@ -23,7 +25,8 @@ def forward(
     changes: Scores | None = None,
 ) -> Forward:  # fmt: skip
     """The forward of a plan for tensors like these. key: everything that the layout depends on, and the device."""
-    programs, config = programs_of(setting.plan.device), config_for(q.shape[-1], tile_for(setting.block))
+    dims = q.shape[-1], v.shape[-1]
+    programs, config = programs_of(setting.plan.device), config_for(dims[0], tile_for(setting.block, dims), dims[1])
     work = planned_forward(setting.plan, config.tile, programs * config.streams)
     size = len(work.work), work.merged is not None
     layout: ForwardLayout | None = _layouts.get(("forward", key, size))
@@ -40,12 +43,15 @@ def backward(
     """The backward of a plan for tensors like these. dlse: whether a gradient comes through lse. wanted: which tensors
     of the changes get a gradient.
     """
-    plan = planned_backward(setting.plan, programs_of(setting.plan.device))
+    programs, wide = programs_of(setting.plan.device), wide_config_for(q.shape[-1], v.shape[-1])
+    plan = (planned_backward if wide is None else planned_wide_backward)(setting.plan, programs)
     size = plan.chains, plan.parts > 0
     layout: BackwardLayout | None = _layouts.get(("backward", dlse, key, size))
     if layout is None:
-        made = BackwardLayout(
-            setting, q, k, v, out, dout, scale, size[0], dlse=dlse, merges=size[1], changes=changes, wanted=wanted
-        )
+        make = BackwardLayout if wide is None else partial(WideBackwardLayout, config=wide)
+        made = make(
+            setting, q=q, k=k, v=v, out=out, dout=dout, scale=scale, chains=size[0], dlse=dlse, merges=size[1],
+            changes=changes, wanted=wanted,
+        )  # fmt: skip
         layout = _layouts.put(("backward", dlse, key, size), made)
     return Backward(layout, plan, setting)

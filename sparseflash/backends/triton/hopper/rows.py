@@ -27,7 +27,7 @@ def finite_product(x, factor):
     do_not_specialize_on_alignment=["lengths_ptr"],
 )
 def begin_kernel(
-    out_ptr, dout_ptr, lse_ptr, dlse_ptr,  # [B, Hq, Nq, D] both; fp32 [B, Hq, Nq] contiguous, the last or None
+    out_ptr, dout_ptr, lse_ptr, dlse_ptr,  # [B, Hq, Nq, Dv] both; fp32 [B, Hq, Nq] contiguous, the last or None
     # fp32 [B * Hq * row_tiles * TILE_ROWS // ROWS, 2, ROWS], written: -lse in the units of scores.py, and -delta
     rows_ptr,
     counter_ptr, counters,  # int32 [counters], zeroed

@@ -7,7 +7,16 @@ import torch
 from sparseflash.backends.triton.family import Request
 from sparseflash.backends.triton.hopper.backward_plan import ENTRY, MOST_ENTRIES_LISTED
 from sparseflash.backends.triton.hopper.changed import KINDS, LEARNED
-from sparseflash.backends.triton.hopper.configs import BLOCK, HEAD_DIMS, LIMITS, SMALL, tile_for
+from sparseflash.backends.triton.hopper.configs import (
+    BLOCK,
+    HEAD_DIMS,
+    LIMITS,
+    MEASURED_DIMS,
+    SMALL,
+    WIDEST,
+    WIDEST_BACKWARD,
+    tile_for,
+)
 from sparseflash.backends.triton.schedule.costs import SPLITS
 from sparseflash.scores.change import PAIRS
 
@@ -16,25 +25,44 @@ _DTYPES = (torch.float16, torch.bfloat16)
 # each part of one that is cut: together at most 64 KB, as the fp32 sums of dq of a tile and head at D = 128.
 MOST_ENTRIES = 256
 _NOT_WITH_A_TABLE = ("softcap", "distance", "key_bias")
+# Those that take no shared memory and few registers, for which the kernels of all head dims have room.
+_AT_ALL_DIMS = ("softcap", "distance", "sink")
 
 
 def refuses(request: Request) -> str | None:
     """Why the kernels for Hopper cannot serve a request; None if they can.
 
-    >>> refuses(Request((9, 0), torch.bfloat16, (80, 80), (128, 128), False, False, False, (4096, 4096), 4096.0, False))
-    'they take head dims 64, 96 and 128, D = Dv; got D = 80 and Dv = 80'
+    >>> refuses(Request((9, 0), torch.bfloat16, (20, 64), (128, 128), False, False, False, (4096, 4096), 4096.0, False))
+    'they take head dims that are multiples of 8 up to 256; got D = 20 and Dv = 64'
     """
     if request.capability[0] != 9:
         return f"they run on compute capability 9.0; got {request.capability[0]}.{request.capability[1]}"
     if request.dtype not in _DTYPES:
         return f"they take fp16 and bf16; got {request.dtype}"
     dim, v_dim = request.dims
-    if dim not in HEAD_DIMS or v_dim != dim:
-        return f"they take head dims 64, 96 and 128, D = Dv; got D = {dim} and Dv = {v_dim}"
+    if not _takes(request.dims):
+        return f"they take head dims that are multiples of 8 up to {WIDEST}; got D = {dim} and Dv = {v_dim}"
     if request.dropout:
         return "they know no dropout"
     if unknown := [kind for kind in request.changes if kind not in KINDS]:
         return f"of changes of scores they know {', '.join(KINDS)}; got {', '.join(unknown)}"
+    has_room = dim == v_dim and dim in HEAD_DIMS
+    if not has_room and (others := [kind for kind in request.changes if kind not in _AT_ALL_DIMS]):
+        return (
+            f"at other head dims than 64, 96 and 128, D = Dv, they know {', '.join(_AT_ALL_DIMS)} of changes of "
+            f"scores; got {', '.join(others)} at D = {dim} and Dv = {v_dim}"
+        )
+    if request.backward and max(request.dims) > WIDEST_BACKWARD:
+        if others := [kind for kind in request.changes if kind != "sink"]:
+            return (
+                f"their backward of head dims above {WIDEST_BACKWARD} knows a sink alone; got {', '.join(others)} at "
+                f"D = {dim} and Dv = {v_dim}"
+            )
+        if request.dynamic:
+            return (
+                f"their backward of head dims above {WIDEST_BACKWARD} takes no mask that is made at every step; got "
+                f"D = {dim} and Dv = {v_dim}"
+            )
     if unknown := [kind for kind in request.learned if kind not in LEARNED]:
         return f"of changes of scores they give gradients to {', '.join(LEARNED)}; got {', '.join(unknown)}"
     if "distance" in request.learned and ("softcap" in request.changes or request.logarithmic):
@@ -56,7 +84,7 @@ def refuses(request: Request) -> str | None:
             "of tables of relative positions they know those whose buckets follow from the distance and are mostly the "
             "same from one distance to the next"
         )
-    tile = BLOCK if request.backward else tile_for(request.block)
+    tile = BLOCK if request.backward else tile_for(request.block, request.dims)
     if request.dynamic and request.block != tile:
         return "of a mask that is made at every step they take blocks of {} x {}; got {} x {}".format(
             *tile, *request.block
@@ -64,6 +92,11 @@ def refuses(request: Request) -> str | None:
     if is_interpreted():
         return "they are written in Gluon, which Triton's interpreter cannot run"
     return None
+
+
+def _takes(dims: tuple[int, int]) -> bool:
+    """Whether the kernels have tiles for D and Dv, which the copy engine can read."""
+    return all(dim % 8 == 0 and dim <= WIDEST for dim in dims)
 
 
 def _refuses_pairs(request: Request) -> str | None:
@@ -91,7 +124,9 @@ def yields(request: Request) -> str | None:
     """Why the portable kernels are as fast or faster, or need far less memory; None if these are to run. See `LIMITS`
     for the measurement.
     """
-    (q_len, k_len), backward, dim = request.tokens, request.backward, request.dims[0]
+    (q_len, k_len), backward, (dim, v_dim) = request.tokens, request.backward, request.dims
+    if _takes(request.dims) and request.dims not in MEASURED_DIMS:
+        return f"they have not been measured at D = {dim} and Dv = {v_dim}; backend='hopper' asks for them"
     if min(request.block) < min(BLOCK) and (backward or dim == 64 or request.block != SMALL):
         return "the portable kernels read less, in blocks of {} x {}".format(*request.block)
     if request.lengths and backward:

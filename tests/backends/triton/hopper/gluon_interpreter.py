@@ -295,6 +295,7 @@ class _World:
     def __init__(self, draw, threads):
         self.draw, self.actors, self.copies, self.ended, self.error, self.stopped = draw, [], [], _passed(), None, False
         self.threads = threads  # of a partition that multiplies
+        self.fenced = []  # what _Shared calls unfenced, of every allocation, whichever module makes or fences it
 
     def add(self, run, program, programs):
         actor = _Actor(self, run, program, programs)
@@ -450,7 +451,7 @@ def _replacements(world):
 
         return apply
 
-    fenced = []  # what _Shared calls unfenced, of every allocation
+    fenced = world.fenced
 
     def allocate(dtype, shape, layout):
         if layout == "barrier":

@@ -13,8 +13,9 @@ from sparseflash.backends.problem import Problem as Asked
 from sparseflash.backends.saved import Saved
 from sparseflash.backends.triton import api
 from sparseflash.backends.triton.hopper import backward as backward_module
-from sparseflash.backends.triton.hopper import backward_pass, cuts, forward_pass, passes, plan
+from sparseflash.backends.triton.hopper import backward_pass, cuts, forward_pass, passes, plan, wide_backward_pass
 from sparseflash.backends.triton.hopper import forward as forward_module
+from sparseflash.backends.triton.hopper import wide_backward as wide_backward_module
 from sparseflash.backends.triton.hopper.configs import HEAD_DIMS, backward_config_for, config_for
 from sparseflash.blockmask.cache import clear_caches
 from sparseflash.testing.comparison import compare_with_draws
@@ -44,7 +45,7 @@ def as_it_is(source):
 
 def interpreted(
     mask, q, k, v, scale, dout=None, dlse=None, *, lengths=None, programs=3, seed=0, rule=plan.RULE, cut=cuts.RULE,
-    change=as_it_is, change_backward=as_it_is, backward=None, changes=None, **config,
+    change=as_it_is, change_backward=as_it_is, change_wide=as_it_is, backward=None, changes=None, **config,
 ):  # fmt: skip
     """`(out, lse)` of the kernels, and the gradients if there is a `dout`.
 
@@ -56,10 +57,12 @@ def interpreted(
         asked = asked._replace(lengths=lengths)
     counter = torch.zeros(1, dtype=torch.int32)
 
-    def changed_config(dim, tile):
-        return config_for(dim, tile)._replace(**config)
+    def changed_config(*of):
+        return config_for(*of)._replace(**config)
 
-    backward_config = backward_config_for(q.shape[-1])._replace(**(backward or {}))
+    def changed_backward_config(*of):
+        return backward_config_for(*of)._replace(**(backward or {}))
+
     replaced = [
         (plan, "RULE", rule),
         (cuts, "RULE", cut),
@@ -67,7 +70,12 @@ def interpreted(
         (passes, "config_for", changed_config),
         (forward_pass, "counter", lambda device: counter),
         (backward_pass, "backward_kernel", Interpreted(backward_module, "backward_kernel", seed, change_backward)),
-        (backward_pass, "backward_config_for", lambda dim: backward_config),
+        (
+            wide_backward_pass,
+            "wide_backward_kernel",
+            Interpreted(wide_backward_module, "wide_backward_kernel", seed, change_wide),
+        ),
+        (backward_pass, "backward_config_for", changed_backward_config),
         (passes, "programs_of", lambda device: programs),
     ]
     clear_caches()
@@ -117,7 +125,8 @@ def of_hopper(problem):
     layout = "tokens first" if problem.layout == "sliced" else problem.layout
     scale = None if problem.scale is None else abs(problem.scale)
     recipe = problem.recipe or Recipe("dense", {"q_len": problem.q_len, "k_len": problem.k_len, "block": (128, 128)})
-    return replace(problem, layout=layout, scale=scale, recipe=recipe, v_dim=problem.dim)
+    v_dim = problem.dim if problem.dim in HEAD_DIMS else problem.v_dim
+    return replace(problem, layout=layout, scale=scale, recipe=recipe, v_dim=v_dim)
 
 
 def drawn(**more):

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from hopper_problems import PARTS, assert_exact, drawn, interpreted, run, some_problem
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from missing_lines import assert_noticed, synchronising_lines, without
 
@@ -17,6 +17,7 @@ from exactness import LARGE_SCORES, check_weights_of_one
 from sparseflash import scores
 from sparseflash.backends.triton.hopper import backward as backward_module
 from sparseflash.backends.triton.hopper import backward_plan, cuts
+from sparseflash.backends.triton.hopper import wide_backward as wide_backward_module
 from sparseflash.backends.triton.launcher import Launch
 from sparseflash.scores.change import Scores
 from strategies import Problem, Recipe
@@ -28,6 +29,19 @@ RULES = st.sampled_from([cuts.RULE, PARTS, PARTS._replace(shortest=3)])
 @settings(max_examples=settings().max_examples // 2)
 @given(drawn(most_tokens=300), SEEDS, st.integers(1, 5), RULES)
 def test_exact_whatever_the_mask_the_cuts_and_the_interleaving(problem, seed, programs, cut):
+    assert_exact(problem, run(problem, gradients=True, programs=programs, seed=seed, cut=cut))
+
+
+@settings(max_examples=settings().max_examples // 3)
+@given(
+    drawn(most_tokens=260, head_dims=(16, 40, 80, 104, 192, 256), value_dims=(16, 72, 128, 256)), SEEDS,
+    st.integers(1, 5), RULES,
+)  # fmt: skip
+@example(some_problem(dim=192, v_dim=128), 0, 3, PARTS)
+@example(some_problem(dim=256, v_dim=256, k_len=440, recipe=None), 2, 4, cuts.RULE)
+@example(some_problem(dim=32, v_dim=32), 0, 3, PARTS)
+@example(some_problem(dim=40, v_dim=72), 1, 3, cuts.RULE)
+def test_exact_at_any_head_dims(problem, seed, programs, cut):
     assert_exact(problem, run(problem, gradients=True, programs=programs, seed=seed, cut=cut))
 
 
@@ -140,6 +154,20 @@ CASES = [{}, {"changes": Scores((scores.bias(PAIRS),))}]
 @pytest.fixture(scope="module")
 def right():
     return [run(some_problem(), **HOW, **case) for case in CASES]
+
+
+WIDE = partial(run, some_problem(dim=192, v_dim=16), gradients=True, programs=4)
+
+
+@pytest.fixture(scope="module")
+def right_of_wide():
+    return WIDE()
+
+
+@pytest.mark.parametrize("line", synchronising_lines(wide_backward_module))
+def test_the_interpreter_notices_a_missing_one_of_the_kernel_for_wide_heads(line, right_of_wide):
+    changed = partial(WIDE, change_wide=without(line))
+    assert_noticed([(changed, right_of_wide)], [{"seed": seed} for seed in range(20)])
 
 
 @pytest.mark.parametrize("line", synchronising_lines(backward_module))

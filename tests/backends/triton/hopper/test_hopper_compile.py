@@ -4,10 +4,19 @@ import json
 
 import pytest
 
-from sparseflash.backends.triton.hopper.configs import BLOCK, GROUPS, HEAD_DIMS, SMALL, backward_config_for, config_for
+from sparseflash.backends.triton.hopper.configs import (
+    BLOCK,
+    GROUPS,
+    HEAD_DIMS,
+    SHARED_MEMORY,
+    SMALL,
+    backward_config_for,
+    config_for,
+    tile_for,
+    wide_config_for,
+)
 from uninterpreted import python
 
-SHARED_MEMORY = 227 * 1024  # bytes that a program may have
 # Each with "learned" is a backward of its own; a sink and lengths take registers, too.
 TABLES = [["table"], ["table", "learned", "parts"], ["table", "sink", "learned", "lengths"]]
 BIASES = [["key_bias"], ["key_bias", "learned"], ["key_bias", "sink", "lengths", "learned"],
@@ -65,10 +74,68 @@ def test_fp16_compiles_as_bf16_does(features):
     check(64, "float16", features)
 
 
-def check(dim, dtype, features):
-    done = python("-m", "tests.backends.triton.hopper.hopper_compiled", str(dim), dtype, *features)
+@pytest.mark.parametrize("features", [[], ["lengths", "parts"], ["softcap"], ["alibi", "sink"]], ids="+".join)
+@pytest.mark.parametrize("dims", [(16, 16), (32, 32), (80, 80), (192, 128), (256, 256)], ids=str)
+def test_so_does_the_forward_of_other_head_dims(dims, features):
+    check_forward(dims, features)
+
+
+@pytest.mark.parametrize("dims", [(96, 48), (64, 128), (128, 256), (136, 192), (192, 192)], ids=str)
+def test_and_of_values_with_a_dim_of_their_own(dims):
+    check_forward(dims, ["lengths", "parts"])
+
+
+@pytest.mark.parametrize("dims", [(32, 32), (80, 80), (48, 96)], ids=str)
+def test_and_in_tiles_of_64(dims):
+    check_forward(dims, ["small", "lengths", "parts"])
+
+
+def check_forward(dims, features):
+    reports = compiled_by_another("/".join(map(str, dims)), "bfloat16", features)
+    check_backward(reports, dims, features)
+    found = reports["forward_kernel"]
+    config = config_for(dims[0], tile_for(SMALL if "small" in features else BLOCK, dims), dims[1])
+    # With Triton 3.9 nothing; with 3.6 up to 4 counts and addresses at D = 256.
+    assert found["spilled"] <= 32 and found["spilled_in_loop"] <= (7 if config.v_dims[0] == 256 else 0), found
+    assert found["warnings"] == [] and found["shared"] <= SHARED_MEMORY and config.shared_memory >= found["shared"]
+    assert found["direct"] and not found["two_layouts"]
+    values = sum(piece > 0 for piece in config.v_dims)
+    assert found["products"] == GROUPS * (config.dim // 16 + values * config.keys // 16)
+    assert len(found["exponentials"]) == GROUPS and min(found["exponentials"]) >= config.keys // 2, found
+    # Sums of few values are multiplied under a predicate instead of behind a branch.
+    assert found["predicated"] <= (32 if sum(config.v_dims) < 64 else 0) and found["kept_predicates"] < 80, found
+
+
+def check_backward(reports, dims, features):
+    wide, is_changed = wide_config_for(*dims), not {"softcap", "alibi"}.isdisjoint(features)
+    if wide is None:
+        found, config = reports["backward_kernel"], backward_config_for(*dims)
+        assert found["products"] == 2 * (config.dim // 16) + 2 * (config.rows // 16) + 128 // 16
+        assert sum(found["exponentials"]) >= 128 * config.rows // 256, found
+        assert found["spilled_in_loop"] <= (4 if "softcap" in features else 0), found
+    else:
+        assert ("wide_backward_kernel" in reports) is not is_changed
+        if is_changed:
+            return
+        found = reports["wide_backward_kernel"]
+        # S and dP; dV, dQ and dK.
+        assert found["products"] == (wide.dim + wide.v_dim) // 16 + 3 * 64 // 16
+        assert sum(found["exponentials"]) >= 64 * 64 // 256, found
+        # With Triton 3.9 one; with 3.6 up to 45 addresses and descriptors of products at D = 256, and 6 at 192 and 128.
+        assert found["spilled_in_loop"] <= (45 if wide.v_dim == 256 else 6), found
+    assert found["warnings"] == [] and found["shared"] <= SHARED_MEMORY, found
+    assert found["direct"] and found["resident"] and not found["two_layouts"]
+
+
+def compiled_by_another(dim, dtype, features):
+    """The reports of `hopper_compiled`."""
+    done = python("-m", "tests.backends.triton.hopper.hopper_compiled", dim, dtype, *features)
     assert done.returncode == 0, done.stderr[-2000:]
-    reports = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def check(dim, dtype, features):
+    reports = compiled_by_another(str(dim), dtype, features)
     preparing = {kernel for change, kernel in PREPARING.items() if change in features}
     if "tile_bias" in features:  # whose dead tiles are not stored
         preparing -= {"clear_kernel"}

@@ -9,7 +9,7 @@ import hopper_problems
 import pytest
 import torch
 from hopper_problems import CUT, assert_exact, drawn, inputs, interpreted, run, some_problem
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from missing_lines import assert_noticed, synchronising_lines, without
 
@@ -34,6 +34,19 @@ def test_exact_in_tiles_of_64(problem, seed, programs, rule):
 def test_exact_whatever_the_mask_and_the_interleaving(problem, seed, programs, rule):
     got = run(problem, programs=programs, seed=seed, rule=rule)
     assert_exact(problem, got)
+
+
+@settings(max_examples=settings().max_examples // 2)
+@given(
+    drawn(head_dims=(16, 32, 80, 104, 192, 256), value_dims=(16, 48, 80, 128, 256), most_tokens=300), SEEDS,
+    st.integers(1, 4), RULES,
+)  # fmt: skip
+@example(some_problem(dim=80, v_dim=80), 0, 3, CUT)
+@example(some_problem(dim=192, v_dim=128), 0, 3, CUT)
+@example(some_problem(dim=256, v_dim=256), 0, 3, plan.RULE)
+def test_exact_at_any_head_dims(problem, seed, programs, rule):
+    """Two pieces of channels; two steps of a tile, of which the empty row of the last example has one."""
+    assert_exact(problem, run(problem, programs=programs, seed=seed, rule=rule))
 
 
 @given(st.one_of(drawn(blocks=(128,)), drawn(blocks=(64,))), SEEDS, SEEDS, st.integers(1, 4))
@@ -150,7 +163,12 @@ def with_pairs(block):
     return partial(run, problem, changes=Scores((scores.bias(values),)))
 
 
-CASES = {"plain": partial(run, some_problem()), "128": with_pairs((128, 128)), "64": with_pairs((64, 64))}
+CASES = {
+    "plain": partial(run, some_problem()),
+    "128": with_pairs((128, 128)),
+    "64": with_pairs((64, 64)),
+    "256": partial(run, some_problem(dim=256, v_dim=256)),
+}
 
 
 @pytest.fixture(scope="module")

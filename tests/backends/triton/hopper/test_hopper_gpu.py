@@ -45,6 +45,42 @@ def test_exact_on_the_gpu(dim, dtype, data):
     check(data.draw(drawn), "hopper", "cuda")
 
 
+OTHER_DIMS = [(16, 16), (32, 32), (40, 72), (80, 80), (64, 128), (192, 128), (192, 192), (256, 256)]
+
+
+@drawn_for_long
+@pytest.mark.parametrize("dims", OTHER_DIMS, ids=str)
+@settings(max_examples=max(1, settings().max_examples // 3))
+@given(data=st.data())
+def test_other_head_dims_are_exact_on_the_gpu(dims, data):
+    drawn = problems(
+        most_tokens=1500, most_batch=3, head_dims=dims[:1], value_dims=dims[1:], blocks=(128, 128, 64, 32), dtypes=HALF
+    )
+    check(data.draw(drawn), "hopper", "cuda")
+
+
+@pytest.mark.parametrize("dims", OTHER_DIMS, ids=str)
+def test_so_are_rows_and_columns_in_parts_with_the_same_bits_every_time(dims):
+    tokens = 12_800
+    g = torch.Generator(device="cuda").manual_seed(0)
+    q, k, v = (
+        torch.randn(1, 1, tokens, dim, generator=g, device="cuda", dtype=torch.bfloat16) for dim in (*dims[:1], *dims)
+    )
+    mask = masks.streaming(tokens, window=128, sink=128, block=128).to("cuda")
+
+    def ours(q, k, v):
+        return attention(q, k, v, mask, return_lse=True, backend="hopper")
+
+    found = testing.compare(ours, q, k, v, mask)
+    assert found.exact, found
+    repeats = []
+    for _ in range(20):
+        given = [x.detach().requires_grad_() for x in (q, k, v)]
+        out, lse = ours(*given)
+        repeats.append((out, lse, *torch.autograd.grad(out, given, torch.ones_like(out))))
+    assert all(torch.equal(x, y) for each in repeats for x, y in zip(each, repeats[0], strict=True))
+
+
 @pytest.mark.parametrize("backend", ["hopper", "triton"])
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 @pytest.mark.parametrize("largest", LARGE_SCORES)

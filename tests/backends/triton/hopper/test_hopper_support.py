@@ -34,8 +34,14 @@ def test_half_precision_of_three_head_dims_is_taken(dim, dtype):
     [
         ("they run on compute capability 9.0; got 10.0", {"capability": (10, 0)}),
         ("they take fp16 and bf16; got torch.float32", {"dtype": torch.float32}),
-        ("they take head dims 64, 96 and 128, D = Dv; got D = 32 and Dv = 32", {"dims": (32, 32)}),
-        ("they take head dims 64, 96 and 128, D = Dv; got D = 64 and Dv = 32", {"dims": (64, 32)}),
+        ("they take head dims that are multiples of 8 up to 256; got D = 36 and Dv = 64", {"dims": (36, 64)}),
+        ("they take head dims that are multiples of 8 up to 256; got D = 64 and Dv = 264", {"dims": (64, 264)}),
+        ("their backward of head dims above 128 knows a sink alone; got softcap at D = 256 and Dv = 256",
+         {"dims": (256, 256), "backward": True, "changes": ("softcap", "sink")}),
+        ("their backward of head dims above 128 takes no mask that is made at every step; got D = 192 and Dv = 128",
+         {"dims": (192, 128), "backward": True, "dynamic": True}),
+        ("at other head dims than 64, 96 and 128, D = Dv, they know softcap, distance, sink of changes of scores; got "
+         "key_bias at D = 80 and Dv = 80", {"dims": (80, 80), "changes": ("key_bias", "sink")}),
         ("they know no dropout", {"dropout": True}),
         ("of a mask that is made at every step they take blocks of 128 x 128; got 64 x 128",
          {"dynamic": True, "block": (64, 128)}),
@@ -106,9 +112,31 @@ def test_an_interpreter_is_refused(monkeypatch):
 
 
 def test_asked_for_where_they_cannot_run_they_say_so():
-    q = torch.zeros(1, 1, 64, 32, dtype=torch.float16)
-    with pytest.raises(ValueError, match="the hopper kernels cannot serve this call: they take head dims 64, 96 and"):
+    q = torch.zeros(1, 1, 64, 20, dtype=torch.float16)
+    with pytest.raises(
+        ValueError, match="the hopper kernels cannot serve this call: they take head dims that are mult"
+    ):
         attention(q, q, q, backend="hopper")
+
+
+@pytest.mark.parametrize("dims", [(16, 16), (80, 80), (192, 128), (64, 128), (256, 256)])
+def test_other_head_dims_are_served_where_they_are_asked_for(dims):
+    for backward in (False, True):
+        asked = HALF._replace(dims=dims, backward=backward)
+        assert support.refuses(asked) is None
+        assert support.yields(asked) == (
+            f"they have not been measured at D = {dims[0]} and Dv = {dims[1]}; backend='hopper' asks for them"
+        )
+    q, v = (torch.empty(2, 4, 4096, dim, dtype=torch.bfloat16, device="meta") for dim in dims)
+    found = explain(q, q, v, capability=(9, 0))
+    assert (found.forward.family, found.backward.family) == ("portable", "portable")
+    found = explain(q, q, v, capability=(9, 0), backend="hopper")
+    assert (found.forward.family, found.backward.family) == ("hopper", "hopper")
+    wide = max(dims) > 128
+    assert [(each.block_m, each.block_n) for each in found.kernels] == [
+        (128, 64 if dims[1] == 256 else 128),
+        (64 if max(dims) > 64 else 128, 64 if wide else 128),
+    ]
 
 
 def test_explain_says_what_they_walk():
