@@ -65,6 +65,13 @@ def _selection(passed: str, part: str, peer: str, ours: str, file: str = "") -> 
 
 TABLES = {
     "speed-beside-fa4": _speed("fa4"),
+    "speed-beside-fa4-together": Table(  # the sum of the two passes
+        _SIX,
+        {f"D={dim}": _over(*(" + ".join(f"speed/{{row}}/{dim}/{passed}/{way}" for passed in ("forward", "backward"))
+                             for way in ("fa4", "sparseflash")))
+         for dim in (128, 64)},
+        "", "forward + backward", note=_THEIRS,
+    ),
     "speed-beside-fa4-deterministic": _speed("fa4-deterministic", {"dense": "dense", "causal": "causal"}),
     "windows-beside-fa4": Table(
         {f"{keys} keys on each side, D={dim}": f"window{keys}/{dim}" for keys in (256, 64) for dim in (128, 64)},
