@@ -242,6 +242,7 @@ MAY_IMPORT = {
         f"{_BACKENDS}/registration.py",
         f"{_BACKENDS}/saved.py",
         f"{_TRITON}/alignment.py",
+        f"{_TRITON}/changes",
         f"{_TRITON}/family.py",
         f"{_TRITON}/launcher.py",
         f"{_TRITON}/portable",  # what merges chunks, and how launches and changes of scores are shared
