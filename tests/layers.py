@@ -243,6 +243,7 @@ MAY_IMPORT = {
         f"{_BACKENDS}/registration.py",
         f"{_BACKENDS}/saved.py",
         f"{_TRITON}/alignment.py",
+        f"{_TRITON}/changes",
         f"{_TRITON}/family.py",
         f"{_TRITON}/launcher.py",
         f"{_TRITON}/portable",  # merges chunks, and shares launches and score modifications

@@ -55,6 +55,7 @@ from sparseflash.backends.triton.hopper.backward_plan import (
     ITEM_NUMBER,
     ITEM_PART,
 )
+from sparseflash.backends.triton.hopper.change_flags import CAPPED
 from sparseflash.backends.triton.hopper.configs import BLOCK
 from sparseflash.backends.triton.hopper.gluon_api import (
     accumulator,
@@ -86,7 +87,6 @@ from sparseflash.backends.triton.hopper.scores import (
     sums_of_two_rows,
     to_first_column,
 )
-from sparseflash.backends.triton.portable.change_flags import CAPPED
 
 KEYS = gl.constexpr(BLOCK[1])  # of an item; its tiles have TILE_ROWS queries, in TILE_ROWS // ROWS steps
 SENDERS = gl.constexpr(2)

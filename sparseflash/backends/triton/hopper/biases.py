@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparseflash.backends.triton.alignment import aligned_start
 from sparseflash.backends.triton.hopper.configs import BLOCK
 from sparseflash.backends.triton.hopper.rows import finite_product
 from sparseflash.backends.triton.launcher import BoundLaunch
-from sparseflash.backends.triton.portable.changed import Changed
 from sparseflash.backends.triton.portable.fp32_split import PIECE_COUNT, split
 from sparseflash.backends.triton.portable.launches import launch_of
 from sparseflash.backends.triton.portable.passes import like, one_number_of
@@ -54,7 +54,7 @@ class Biases:
     """What a kernel reads of a bias of keys, prepared for tensors of one layout."""
 
     def __init__(self, changes: Scores, k_len: int, factor: float, device: torch.device, *, in_pieces: bool) -> None:
-        values = like(Changed.key_bias_of(changes))
+        values = like(key_bias_of(changes))
         batch, heads, width = values.shape
         size = -(-k_len // KEYS.value) * KEYS.value
         shape = (batch * heads, PIECES.value, size) if in_pieces else (batch * heads, size)
@@ -73,8 +73,13 @@ class Biases:
     def __call__(self, changes: Scores) -> dict[str, Tensor]:
         """The kernels' arguments, of a call: the forward has a descriptor, the backward a pointer."""
         biases = torch.empty_like(self._biases)
-        self.launch({"values_ptr": Changed.key_bias_of(changes), "biases_ptr": biases})
+        self.launch({"values_ptr": key_bias_of(changes), "biases_ptr": biases})
         return {"bias_desc": biases, "biases_ptr": biases}
+
+
+def key_bias_of(changes: Scores) -> Tensor:
+    """The bias of keys, contiguous."""
+    return aligned_start(changes.find("key_bias").values.contiguous())
 
 
 def biases_of(

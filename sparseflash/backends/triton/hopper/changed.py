@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
+from sparseflash.backends.triton.alignment import aligned_start
+from sparseflash.backends.triton.hopper.change_flags import CAPPED, LOGARITHMIC
 from sparseflash.backends.triton.hopper.configs import SMALLEST_SCALE
-from sparseflash.backends.triton.portable.change_flags import CAPPED, LOGARITHMIC
-from sparseflash.backends.triton.portable.changed import Changed
 from sparseflash.backends.triton.portable.passes import like
 from sparseflash.backends.triton.portable.softmax import LOG2E
 from sparseflash.scores.change import PAIRS, Scores
@@ -24,7 +24,7 @@ _CAPS = 1e-12, 1e30
 
 
 def flags_of(changes: Scores | None) -> int:
-    """The kernels' CHANGES: those bits of `change_flags.py` that they know."""
+    """The kernels' CHANGES."""
     if changes is None:
         return 0
     decay = changes.find("distance")
@@ -54,10 +54,8 @@ def tensors_of(changes: Scores | None, q: Tensor) -> dict[str, Any]:
     """The kernels' tensors, but for those of a table and of biases: see `tables`, `biases` and `pairs`."""
     if changes is None:
         return {}
-    others = changes
-    for kind in ("relative", "key_bias", *PAIRS):
-        others = others.without(kind)
-    return {**Changed.tensors(others, q.dtype, q.device), **Changed.sink_of(changes)}
+    found = {"slopes_ptr": changes.find("distance"), "sink_ptr": changes.find("sink")}
+    return {name: aligned_start(x.tensors()[0].contiguous()) for name, x in found.items() if x is not None}
 
 
 def examples_of(changes: Scores | None, q: Tensor) -> dict[str, Any]:

@@ -10,10 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from sparseflash.backends.triton.alignment import aligned_start, with_padded_rows
+from sparseflash.backends.triton.changes.tile_bias import numbers_of_tiles
 from sparseflash.backends.triton.hopper.configs import BLOCK
 from sparseflash.backends.triton.hopper.descriptors import described_as
 from sparseflash.backends.triton.launcher import BoundLaunch, Describe
-from sparseflash.backends.triton.portable.changed import numbers_of_tiles
 from sparseflash.backends.triton.portable.launches import launch_of
 from sparseflash.backends.triton.portable.passes import like
 from sparseflash.backends.triton.schedule.plan import Plan
@@ -88,9 +88,10 @@ class StoredPairs(Pairs):
     kind = "tile_bias"
 
     def _numbers(self, changes: Scores) -> dict[str, int]:
-        numbers = numbers_of_tiles(changes.find("tile_bias"))
+        of_batch, of_head, *of_patterns, rows, words = numbers_of_tiles(changes.find("tile_bias"))
         return {
-            "has_batches": numbers.pop("patterns_of_batch"), "has_heads": numbers.pop("patterns_of_head"), **numbers,
+            "tiles_of_batch": of_batch, "tiles_of_head": of_head, "has_batches": of_patterns[0],
+            "has_heads": of_patterns[1], "tile_rows": rows, "tile_words": words,
         }  # fmt: skip
 
     def __call__(self, changes: Scores) -> dict[str, Tensor]:

@@ -18,8 +18,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from sparseflash.backends.triton.hopper.change_flags import LOGARITHMIC
 from sparseflash.backends.triton.hopper.tables import MARGIN
-from sparseflash.backends.triton.portable.change_flags import LOGARITHMIC
 from sparseflash.backends.triton.portable.softmax import LN2
 
 # In base 2 a token. Over 128 tokens the rounding of such a term is 2^-13.

@@ -7,9 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sparseflash.backends.triton.alignment import aligned_start
+from sparseflash.backends.triton.changes.table import in_dtype
 from sparseflash.backends.triton.hopper.rows import finite_product
 from sparseflash.backends.triton.launcher import BoundLaunch
-from sparseflash.backends.triton.portable.changed import Changed
 from sparseflash.backends.triton.portable.launches import launch_of
 from sparseflash.backends.triton.portable.passes import like, one_number_of
 from sparseflash.scores.change import Scores
@@ -48,7 +49,7 @@ class Entries:
     def __init__(self, changes: Scores, q: Tensor, inverse_unit: float, device: torch.device) -> None:
         # As the portable kernels read it: one of the two passes may be theirs, and must know the same scores.
         self._dtype = q.dtype
-        table, buckets, until = (like(x) for x in Changed.table_of(changes, self._dtype).values())
+        table, buckets, until = (like(x) for x in table_of(changes, self._dtype).values())
         (heads, self.size), codes = table.shape, len(buckets)
         self.buckets = buckets
         entries = torch.empty(heads, codes + 2 * MARGIN.value, dtype=torch.float32, device="meta")
@@ -64,11 +65,18 @@ class Entries:
     def __call__(self, changes: Scores) -> dict[str, Tensor]:
         """The kernels' arguments, of a call."""
         given = {
-            **Changed.table_of(changes, self._dtype), "entries_ptr": torch.empty_like(self._entries),
+            **table_of(changes, self._dtype), "entries_ptr": torch.empty_like(self._entries),
             "inside_ptr": torch.empty_like(self._inside),
         }  # fmt: skip
         self.launch(given)
         return {name: given[name] for name in ("entries_ptr", "until_ptr")} | {"buckets_ptr": given["inside_ptr"]}
+
+
+def table_of(changes: Scores, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The table of relative positions in a dtype, its buckets and their runs."""
+    found = changes.find("relative")
+    given = {"table_ptr": in_dtype(found.table, dtype), "buckets_ptr": found.buckets, "until_ptr": found.until}
+    return {name: aligned_start(x.contiguous()) for name, x in given.items()}
 
 
 def entries_of(changes: Scores | None, q: Tensor, inverse_unit: float, device: torch.device) -> Entries | None:
