@@ -19,7 +19,7 @@ _BOTH = {"forward": "forward", "forward and backward": "both"}
 _CHANGES = {"sink": "sink", "ALiBi, fixed": "fixed_alibi", "ALiBi, learned": "alibi", "soft cap": "softcap",
             "T5's table": "table", "biases of keys": "key_bias", "biases of pairs": "bias",
             "biases of live tiles": "tile_bias", "a function": "function"}  # fmt: skip
-_THEIRS = "time of the other library / time of sparseflash: above 1 sparseflash is faster"
+_THEIRS = "Each figure is the other library's time divided by sparseflash's: above 1 sparseflash is faster."
 
 
 def _speed(peer: str, masks: dict[str, str] = _SIX) -> Table:
@@ -80,16 +80,16 @@ TABLES = {
     "layer": Table(
         {"dense": "dense", "causal": "causal", "butterfly": "butterfly", "local": "local"},
         {"D=128": "128", "D=64": "64"}, _over(f"{_LAYERS}/fa4", f"{_LAYERS}/sparseflash"),
-        "a training step of one layer", note="time of FlashAttention-4 / time of sparseflash",
+        "a training step of one layer", note="Each figure is FlashAttention-4's time divided by sparseflash's.",
     ),
     "scores": Table(
         _CHANGES, {f"D={dim} {label}": f"{dim}/{{row}}/{name}" for dim in (128, 64) for label, name in _BOTH.items()},
-        "scores/{column}/sparseflash / scores/{column}/sparseflash-plain", "change of scores",
-        note="time with the change / time of plain attention", bold=False,
+        "scores/{column}/sparseflash / scores/{column}/sparseflash-plain", "score modification",
+        note="Each figure is the time with the modification divided by the time without.", bold=False,
     ),
     "scores-beside-flex": Table(
         {"plain": "plain", **{label: name for label, name in _CHANGES.items() if name != "sink"}}, _BOTH,
-        "scores/128/{row}/{column}/flex / scores/128/{row}/{column}/sparseflash @ h200-flex", "change of scores",
+        "scores/128/{row}/{column}/flex / scores/128/{row}/{column}/sparseflash @ h200-flex", "score modification",
         note=_THEIRS,
     ),
     "calls": Table(
@@ -112,14 +112,16 @@ TABLES = {
          for batch, tokens in ((1, 4096), (1, 16384), (1, 65536), (8, 4096), (8, 16384))},
         {"static caches": "static-cache", "dynamic caches": "dynamic-cache"},
         _over(f"{_GENERATE}/sdpa", f"{_GENERATE}/sparseflash"), "prompts", "none",
-        "time a token of PyTorch's own attention / time of sparseflash: above 1 sparseflash is faster",
+        "Each figure is the time a token with PyTorch's own attention divided by sparseflash's: above 1 sparseflash is "
+        "faster.",
     ),
     "transformers": Table(
         {"GPT-2": "gpt2", "Gemma 2": "gemma2", "T5": "t5", "Swin": "swin", "gpt-oss": "gpt-oss"},
         {f"{label}, {way}": _over(f"{_TRANSFORMERS}/{way}/{peer}", f"{_TRANSFORMERS}/{way}/sparseflash")
          for label, peer in (("PyTorch's own", "sdpa"), ("FlashAttention-4", "fa4"), ("FlexAttention", "flex"))
          for way in ("forward", "training-step")},
-        "", "model", "none", "time of the other attention / time of sparseflash: above 1 sparseflash is faster",
+        "", "model", "none",
+        "Each figure is the time with the other attention divided by sparseflash's: above 1 sparseflash is faster.",
     ),
     "chosen": Table(
         _CHOSEN,
@@ -136,18 +138,18 @@ TABLES = {
         {"causal": "causal", "a window of 4,096 keys": "window-4096", "and 64 sinks": "window-4096-and-64-sinks",
          "documents": "documents", "butterfly": "butterfly", "BigBird": "bigbird"},
         _two_gpus("heads32of8", "h200x2", "auto", "all-gather"), "", "32:8 heads, 131,072 tokens",
-        note="time of one GPU / time of two",
+        note="Each figure is the time on one GPU divided by the time on two.",
     ),
     "distributed-16-heads": Table(
         {"a window of 4,096 keys": "window-4096", "documents": "documents", "butterfly": "butterfly",
          "BigBird": "bigbird"},
         _two_gpus("heads16of16", "h200x2-16-heads", "auto"), "", "16 heads, 131,072 tokens",
-        note="time of one GPU / time of two",
+        note="Each figure is the time on one GPU divided by the time on two.",
     ),
     "distributed-dense": Table(
         {"dense": "dense", "causal": "causal"},
         _two_gpus("heads16of16", "h200x2-context-parallel", "auto", "context-parallel"), "", "16 heads, 131,072 tokens",
-        note="time of one GPU / time of two",
+        note="Each figure is the time on one GPU divided by the time on two.",
     ),
     "lra-speed": Table(
         {"dense": "dense", "butterfly": "butterfly", "local": "local", "PyTorch's own attention, dense": "sdpa"},
@@ -160,13 +162,13 @@ TABLES = {
          "Pathfinder-32, with pixel labels in training": "pathfinder32/accuracy/pf32-modern-labels",
          "training steps beside standard attention, five tasks": "mean-of-5-tasks/speed"},
         {"dense": "dense", "butterfly": "butterfly", "local": "local"}, "lra/{row}/{column}", "task", "not run",
-        "right answers of one run each",
+        "Right answers of one run each.",
     ),
     "pathx": Table(
         {"labels alone, block-sparse": "labels-alone/block-sparse", "labels alone, dense": "labels-alone/dense",
          "labels alone, a U-Net": "labels-alone/unet", "pixel labels in training": "pixel-labels/block-sparse"},
         {"Path-X": "path-x", "Path-256": "path-256", "Path-512": "path-512"}, "pathx/{column}/accuracy/{row}",
-        "right answers", "not run", "mean and deviation of all runs; where none is given, one run",
+        "right answers", "not run", "Mean ± standard deviation of all runs; a figure without ± is one run.",
     ),
     "lm-losses": Table(
         {"16,384 tokens, dense": "16384-dense", "16,384 tokens, `local \\| butterfly`": "16384-local-or-butterfly",
@@ -177,7 +179,7 @@ TABLES = {
         {"dense": "dense", "shared blocks": "shared-blocks", "MoBA": "moba", "NSA": "nsa", "VSA": "vsa",
          "a window": "window"},
         {"16,384 tokens": "recall/16384/right-answers/{row}", "256 tokens": "recall/256/right-answers/{row}"},
-        "", "right answers", note="mean and deviation of all runs; where none is given, one run",
+        "", "right answers", note="Mean ± standard deviation of all runs; a figure without ± is one run.",
     ),
     "exactness": Table(
         {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "TF32 products": "tf32"},
@@ -186,7 +188,7 @@ TABLES = {
     ),
     "triton-versions": Table(
         versions.rows(), {"forward": "forward", "backward": "backward"}, versions.CELL, corner=versions.CORNER,
-        note="speed relative to the first row, of 12 cases of `speed --quick`", last=versions.OTHERS,
+        note="Speed relative to the first row, over the 12 cases of `speed --quick`.", last=versions.OTHERS,
     ),
 }  # fmt: skip
 TEXTS: dict[str, Callable[[], str]] = {"triton-versions": versions.sentence}
