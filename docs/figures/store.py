@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from experiments.measurements import Measurement, Run, ratio, read
+from experiments.measurements import Measurement, Ratio, Run, ratio, read
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "experiments" / "results"
@@ -71,11 +71,17 @@ class Figure:
 
 
 def figure(request: str, results: Path = RESULTS) -> Figure:
-    """What a page shows for `NAME`, `NAME in RATE` or `NAME / NAME`, each with wildcards or `@ FILE`."""
+    """What a page shows for `NAME`, `NAME in RATE` or `NAME / NAME`, each with wildcards or `@ FILE`.
+
+    Or for `NAME + NAME / NAME + NAME`: a ratio of sums, without wildcards.
+    """
     names, _, which = (part.strip() for part in request.partition(" @ "))
     names, _, rate = (part.strip() for part in names.partition(" in "))
     first, _, second = (part.strip() for part in names.partition(" / "))
-    file = _file_with(first, which, results)
+    file = _file_with(first.partition(" + ")[0], which, results)
+    if " + " in names:
+        sums = [_sum(file, each) for each in (first, second)]
+        return _ratios([ratio(sums, *(each.name for each in sums))], file)
     found = file.matching(first)
     if not second:
         return _value(request, file, [_rated(each, rate) for each, _ in found.values()])
@@ -86,6 +92,25 @@ def figure(request: str, results: Path = RESULTS) -> Figure:
             ratios.append(ratio(file.measurements, name, other))
     if not ratios or (len(ratios) < len(found) and not _is_pattern(first)):
         raise FigureError(f"{second} must be a measured name of {file.key}, which has {first}")
+    return _ratios(ratios, file)
+
+
+def _sum(file: Stored, names: str) -> Measurement:
+    """The sum of measurements, as one whose spread is the sum of the absolute spreads."""
+    parts = []
+    for name in names.split(" + "):
+        if name not in file.matching(name):
+            raise FigureError(f"{name} must be a measured name of {file.key}, to be added")
+        parts.append(file.matching(name)[name][0])
+    if len({each.unit for each in parts}) > 1:
+        raise FigureError(f"{names} must have one unit; got {', '.join(sorted({each.unit for each in parts}))}")
+    value = sum(each.value or 0.0 for each in parts)
+    spread = sum((each.value or 0.0) * (each.spread or 0.0) for each in parts) / value
+    return replace(parts[0], name=names, value=value, spread=spread, settings={})
+
+
+def _ratios(ratios: list[Ratio], file: Stored) -> Figure:
+    """One ratio, or the smallest and the largest of several."""
     ratios.sort(key=lambda each: each.value)
     ends = (f"{each.value:.2f}" if each.value < TEN else number(each.value) for each in (ratios[0], ratios[-1]))
     text = " to ".join(dict.fromkeys(ends))

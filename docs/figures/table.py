@@ -57,6 +57,7 @@ def rendered(table: Table, results: Path) -> Rendered:
         if all(cell == table.absent for cell in cells):
             raise FigureError(f"the row {label} must have a measured figure; the store has none of {table.cell}")
         lines.append(f"| {' | '.join([label, *cells])} |")
-    noise = f"Repeats of a figure differ by at most {100 * spread:.0f} %." if spread else ""
+    percent = f"{100 * spread:.0f} %"
+    noise = "" if percent == "0 %" else f"The noise of a figure is at most {percent}."
     lines += [table.last] if table.last else []
     return Rendered("\n".join(lines), files, " ".join(filter(None, [table.note, noise])))

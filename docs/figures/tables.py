@@ -16,9 +16,10 @@ _SIX = {"dense": "dense", "causal": "causal", "butterfly, 6.25 %": "butterfly", 
 _PASSES = {"D=128 forward": "128/forward", "D=128 backward": "128/backward",
            "D=64 forward": "64/forward", "D=64 backward": "64/backward"}  # fmt: skip
 _BOTH = {"forward": "forward", "forward and backward": "both"}
-_CHANGES = {"sink": "sink", "ALiBi, fixed": "fixed_alibi", "ALiBi, learned": "alibi", "soft cap": "softcap",
+_CHANGES = {"learned sink": "sink", "ALiBi, fixed": "fixed_alibi", "ALiBi, learned": "alibi", "soft cap": "softcap",
             "T5's table": "table", "biases of keys": "key_bias", "biases of pairs": "bias",
             "biases of live tiles": "tile_bias", "a function": "function"}  # fmt: skip
+_ONE_GPU = "Each figure is the time on one GPU divided by the time on two: 2.00 is twice as fast."
 _THEIRS = "Each figure is the other library's time divided by sparseflash's: above 1 sparseflash is faster."
 
 
@@ -50,7 +51,7 @@ def _decode(form: str, peer: str) -> str:
 _LAYERS = "layer/{row}/{column}/step"
 _GENERATE = "generate/{row}/{column}"
 _TRANSFORMERS = "huggingface/{row}"
-_CHOSEN = {"65,536 tokens, 64:4 heads": "65536-heads64of4-causal-16x128-a-block",
+_CHOSEN = {"65,536 tokens, 64 query heads, 4 key heads": "65536-heads64of4-causal-16x128-a-block",
            "16,384 tokens, 16 heads": "16384-heads16of16-causal-16x128-a-block"}  # fmt: skip
 
 
@@ -64,7 +65,22 @@ def _selection(passed: str, part: str, peer: str, ours: str, file: str = "") -> 
 
 TABLES = {
     "speed-beside-fa4": _speed("fa4"),
+    "speed-beside-fa4-together": Table(  # the sum of the two passes
+        _SIX,
+        {f"D={dim}": _over(*(" + ".join(f"speed/{{row}}/{dim}/{passed}/{way}" for passed in ("forward", "backward"))
+                             for way in ("fa4", "sparseflash")))
+         for dim in (128, 64)},
+        "", "forward + backward", note=_THEIRS,
+    ),
     "speed-beside-fa4-deterministic": _speed("fa4-deterministic", {"dense": "dense", "causal": "causal"}),
+    "windows-beside-fa4": Table(
+        {f"{keys} keys on each side, D={dim}": f"window{keys}/{dim}" for keys in (256, 64) for dim in (128, 64)},
+        {f"{label}, {passed}": _over(f"speed/{{row}}/{passed_as}/{peer}", f"speed/{{row}}/{passed_as}/sparseflash",
+                                     "h200-windows")
+         for label, peer in (("FlashAttention-4", "fa4"), ("deterministic", "fa4-deterministic"))
+         for passed, passed_as in (("forward", "forward"), ("backward", "backward"), ("together", "both"))},
+        "", "window", note=_THEIRS,
+    ),
     "speed-beside-flex": _speed("flex"),
     "speed-beside-cudnn": _speed("sdpa-cudnn", {"dense": "dense", "causal": "causal"}),
     "speed-tflops": Table(  # useful ones: dead scores count nothing
@@ -75,17 +91,19 @@ TABLES = {
         {f"{kind}, blocks of {size}": f"blocks-of-{size}/{name}" for size in (64, 128)
          for kind, name in (("butterfly", "butterfly"), ("random, 12.9 %", "random12"))},
         _PASSES, "speed/{row}/{column}/cudnn-sparse / speed/{row}/{column}/sparseflash @ h200-block-sparse-peers",
-        "mask", "none", _THEIRS,
+        "mask", "none", f"{_THEIRS} none: cuDNN's block-sparse backward takes D=128 only.",
     ),
     "layer": Table(
         {"dense": "dense", "causal": "causal", "butterfly": "butterfly", "local": "local"},
         {"D=128": "128", "D=64": "64"}, _over(f"{_LAYERS}/fa4", f"{_LAYERS}/sparseflash"),
-        "a training step of one layer", note="Each figure is FlashAttention-4's time divided by sparseflash's.",
+        "a training step of one layer",
+        note=_THEIRS,
     ),
     "scores": Table(
         _CHANGES, {f"D={dim} {label}": f"{dim}/{{row}}/{name}" for dim in (128, 64) for label, name in _BOTH.items()},
         "scores/{column}/sparseflash / scores/{column}/sparseflash-plain", "score modification",
-        note="Each figure is the time with the modification divided by the time without.", bold=False,
+        note="Each figure is the time with the modification divided by the time without: 1.00 costs nothing.",
+        bold=False,
     ),
     "scores-beside-flex": Table(
         {"plain": "plain", **{label: name for label, name in _CHANGES.items() if name != "sink"}}, _BOTH,
@@ -95,65 +113,66 @@ TABLES = {
     "calls": Table(
         {"a call without gradients": "inference", "forward and backward": "forward-and-backward",
          "new lengths and a call": "new-lengths-and-a-call"},
-        {"sparseflash": "sparseflash", "PyTorch's own attention": "sdpa", "FlexAttention": "flex"},
-        "calls/{row}/{column} @ h200-flex", "host time on 256 tokens",
+        {"sparseflash": "sparseflash", "SDPA": "sdpa", "FlexAttention": "flex"},
+        "calls/{row}/{column} @ h200-flex", "host time in µs", units=False,
     ),
     "decode": Table(
-        {"1 cache of 65,536 tokens": "1x65536-heads32of8-new1", "8": "8x65536-heads32of8-new1",
-         "64": "64x65536-heads32of8-new1", "16 of 8,192": "16x8192-heads32of8-new1"},
+        {"1 of 65,536 tokens": "1x65536-heads32of8-new1", "8 of 65,536": "8x65536-heads32of8-new1",
+         "64 of 65,536": "64x65536-heads32of8-new1", "16 of 8,192": "16x8192-heads32of8-new1"},
         {"SDPA, contiguous": _decode("contiguous", "sdpa"),
          "FlashInfer, contiguous": _decode("contiguous", "flashinfer"),
          "FlashInfer, pages of 16": _decode("pages-of-16", "flashinfer"),
          "FlashInfer, pages of 64": _decode("pages-of-64", "flashinfer")},
-        "", "a step, 32:8 heads", "none", _THEIRS,
+        "", "caches", "none", f"{_THEIRS} none: this FlashInfer kernel takes one sequence.",
     ),
     "generate": Table(
         {f"{batch} of {tokens:,} tokens": f"{batch}x{tokens}"
          for batch, tokens in ((1, 4096), (1, 16384), (1, 65536), (8, 4096), (8, 16384))},
         {"static caches": "static-cache", "dynamic caches": "dynamic-cache"},
         _over(f"{_GENERATE}/sdpa", f"{_GENERATE}/sparseflash"), "prompts", "none",
-        "Each figure is the time a token with PyTorch's own attention divided by sparseflash's: above 1 sparseflash is "
-        "faster.",
+        "Each figure is the time of a token with SDPA divided by sparseflash's: above 1 sparseflash is faster. "
+        "The noise is largest in the last cell.",
     ),
     "transformers": Table(
-        {"GPT-2": "gpt2", "Gemma 2": "gemma2", "T5": "t5", "Swin": "swin", "gpt-oss": "gpt-oss"},
-        {f"{label}, {way}": _over(f"{_TRANSFORMERS}/{way}/{peer}", f"{_TRANSFORMERS}/{way}/sparseflash")
-         for label, peer in (("PyTorch's own", "sdpa"), ("FlashAttention-4", "fa4"), ("FlexAttention", "flex"))
-         for way in ("forward", "training-step")},
+        {"GPT-2, 16,384 tokens": "gpt2", "Gemma 2, 8,192 tokens": "gemma2", "gpt-oss, 8,192 tokens": "gpt-oss",
+         "T5, 8 x 2,048 tokens": "t5", "Swin, 64 images": "swin"},
+        {f"{label}, {passed}": _over(f"{_TRANSFORMERS}/{way}/{peer}", f"{_TRANSFORMERS}/{way}/sparseflash")
+         for label, peer in (("SDPA", "sdpa"), ("FlashAttention-4", "fa4"), ("FlexAttention", "flex"))
+         for passed, way in (("forward", "forward"), ("training step", "training-step"))},
         "", "model", "none",
-        "Each figure is the time with the other attention divided by sparseflash's: above 1 sparseflash is faster.",
+        f"{_THEIRS} none: not supported in this model, or not run. The noise is largest in Swin's step.",
     ),
     "chosen": Table(
         _CHOSEN,
         {f"{label}, {passed}": _selection(passed, "known", peer, "sparseflash") for label, peer, passed in _KNOWING},
-        "", "blocks known to all", "none", _THEIRS,
+        "", "blocks known beforehand to all", "none", _THEIRS,
     ),
     "chosen-by-us": Table(
         _CHOSEN,
         {f"{label}, {passed}": _selection(passed, "chosen", peer, "sparseflash-recorded")
          for label, peer, passed in _KNOWING},
-        "", "ours chooses and plans at every step, they know the blocks", "none", _THEIRS,
+        "", "blocks chosen by sparseflash at every step, known to the others", "none", _THEIRS,
     ),
     "distributed": Table(
-        {"causal": "causal", "a window of 4,096 keys": "window-4096", "and 64 sinks": "window-4096-and-64-sinks",
+        {"causal": "causal", "a window of 4,096 keys": "window-4096",
+         "this window and the first 64 keys": "window-4096-and-64-sinks",
          "documents": "documents", "butterfly": "butterfly", "BigBird": "bigbird"},
-        _two_gpus("heads32of8", "h200x2", "auto", "all-gather"), "", "32:8 heads, 131,072 tokens",
-        note="Each figure is the time on one GPU divided by the time on two.",
+        _two_gpus("heads32of8", "h200x2", "auto", "all-gather"), "", "32 query heads, 8 key heads", note=_ONE_GPU,
     ),
     "distributed-16-heads": Table(
-        {"a window of 4,096 keys": "window-4096", "documents": "documents", "butterfly": "butterfly",
-         "BigBird": "bigbird"},
-        _two_gpus("heads16of16", "h200x2-16-heads", "auto"), "", "16 heads, 131,072 tokens",
-        note="Each figure is the time on one GPU divided by the time on two.",
+        {"a window of 4,096 keys": "window-4096", "this window and the first 64 keys": "window-4096-and-64-sinks",
+         "documents": "documents", "butterfly": "butterfly", "BigBird": "bigbird"},
+        _two_gpus("heads16of16", "h200x2-16-heads", "auto"), "", "16 heads", note=_ONE_GPU,
     ),
     "distributed-dense": Table(
         {"dense": "dense", "causal": "causal"},
-        _two_gpus("heads16of16", "h200x2-context-parallel", "auto", "context-parallel"), "", "16 heads, 131,072 tokens",
-        note="Each figure is the time on one GPU divided by the time on two.",
+        _two_gpus("heads16of16", "h200x2-context-parallel", "auto", "context-parallel"), "", "16 heads", note=_ONE_GPU,
     ),
     "lra-speed": Table(
-        {"dense": "dense", "butterfly": "butterfly", "local": "local", "PyTorch's own attention, dense": "sdpa"},
-        {"five tasks, geometric mean": "mean-of-5-tasks"}, "lra/{column}/speed/{row}", "attention",
+        {"SDPA, dense": "sdpa", "sparseflash, dense": "dense", "sparseflash, `butterfly`": "butterfly",
+         "sparseflash, `local`": "local"},
+        {"steps in the time of one with standard attention": "mean-of-5-tasks"}, "lra/{column}/speed/{row}",
+        "attention", note="Geometric mean of five tasks: above 1 is faster than standard attention.", units=False,
     ),
     "lra-accuracies": Table(
         {"ListOps, 2,000 tokens, 3.4 million parameters": "listops/accuracy/listops-modern",
@@ -168,23 +187,27 @@ TABLES = {
         {"labels alone, block-sparse": "labels-alone/block-sparse", "labels alone, dense": "labels-alone/dense",
          "labels alone, a U-Net": "labels-alone/unet", "pixel labels in training": "pixel-labels/block-sparse"},
         {"Path-X": "path-x", "Path-256": "path-256", "Path-512": "path-512"}, "pathx/{column}/accuracy/{row}",
-        "right answers", "not run", "Mean ± standard deviation of all runs; a figure without ± is one run.",
+        "right answers", "not run",
+        "± is the standard deviation of five runs (Path-X) or three (Path-256); a figure without ± is one run.",
     ),
     "lm-losses": Table(
         {"16,384 tokens, dense": "16384-dense", "16,384 tokens, `local \\| butterfly`": "16384-local-or-butterfly",
          "16,384 tokens, a window of 1,024": "16384-window", "2,048 tokens, dense": "2048-dense"},
-        {"loss": "loss", "trained on": "tokens", "speed": "speed"}, "lm/ten-minutes/{column}/{row}", "context, mask",
+        {"validation loss a token": "loss", "trained on": "tokens", "speed": "speed"}, "lm/ten-minutes/{column}/{row}",
+        "context, mask", note="One seed.",
     ),
     "recall": Table(
         {"dense": "dense", "shared blocks": "shared-blocks", "MoBA": "moba", "NSA": "nsa", "VSA": "vsa",
          "a window": "window"},
         {"16,384 tokens": "recall/16384/right-answers/{row}", "256 tokens": "recall/256/right-answers/{row}"},
-        "", "right answers", note="Mean ± standard deviation of all runs; a figure without ± is one run.",
+        "", "right answers", note="± is the standard deviation of three runs; a figure without ± is one run.",
     ),
     "exactness": Table(
         {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "TF32 products": "tf32"},
-        {"portable kernels": "worst/triton", "kernels for Hopper": "worst/hopper", "cases": "cases/triton"},
-        "exactness/{row}/{column}", "largest error / allowed error", "none", units=False,
+        {"portable kernels": "worst/triton", "Hopper kernels": "worst/hopper",
+         "cases, portable": "cases/triton", "cases, Hopper": "cases/hopper"},
+        "exactness/{row}/{column}", "largest error / allowed error", "none",
+        "At most 1 is within the bound. none: the Hopper kernels take no fp32.", units=False,
     ),
     "triton-versions": Table(
         versions.rows(), {"forward": "forward", "backward": "backward"}, versions.CELL, corner=versions.CORNER,

@@ -61,6 +61,11 @@ def page(tmp_path, results):
         ("speed/dense/64/forward/cudnn / speed/dense/64/forward/sparseflash @ h200", "1.01"),  # less than the spread
         ("speed/causal/64/forward/fa4 / speed/causal/64/forward/sparseflash @ h200", "0.50"),
         ("speed/*/64/forward/fa4 / speed/*/64/forward/sparseflash @ h200", "0.50 to 1.12"),
+        (
+            "speed/dense/64/forward/fa4 + speed/causal/64/forward/fa4 "
+            "/ speed/dense/64/forward/sparseflash + speed/causal/64/forward/sparseflash",
+            "0.88",  # (0.35 + 0.1) / (0.3124 + 0.2)
+        ),
         ("speed/{dense,causal}/64/forward/fa4", "0.100 to 0.350 ms"),
         ("speed/*/64/forward/cudnn / speed/*/64/forward/sparseflash @ h200", "1.01"),  # the other has failed
         ("pathx/images/butterfly", "98.8 ± 0.1 %"),
@@ -81,6 +86,10 @@ def test_a_figure_is_the_stored_value_or_a_ratio_of_one_run(results, request_, t
         ("memory/dense/sparseflash", "must say of which run, as '@ FILE'; it is in cpu, h100"),
         ("speed/dense/64/forward/fa4 / speed/dense/64/forward/ours", "speed/dense/64/forward/ours must be a measured"),
         ("speed/dense/64/forward/fa4 / speed/*/64/forward/sparseflash", "must have no more wildcards"),
+        (
+            "speed/dense/64/forward/cudnn + speed/causal/64/forward/cudnn / speed/dense/64/forward/sparseflash",
+            "speed/causal/64/forward/cudnn must be a measured name of speed/h200, to be added",
+        ),
     ],
 )
 def test_what_the_store_cannot_give_is_an_error(results, request_, error):
@@ -174,7 +183,7 @@ def test_a_table_has_its_run_below_it_and_says_what_is_absent(page, monkeypatch)
         "| cuDNN | 1.01 | none |",
         "",
         "Measured on NVIDIA H200, torch 2.11.0, triton 3.6.0, commit unknown, 2026-11-29 "
-        "([speed/h200](results/speed/h200.jsonl)). Repeats of a figure differ by at most 2 %.",
+        "([speed/h200](results/speed/h200.jsonl)). The noise of a figure is at most 2 %.",
         "<!-- /table -->",
     ]
     monkeypatch.setitem(tables.TABLES, "peers", replace(table, absent=""))
