@@ -17,6 +17,8 @@ the end means another:
     speed/dense/64/forward/fa4 / speed/dense/64/forward/sparseflash
                                                        the first over the second, of one file: 1.12; bold only if
                                                        above 1 by more than the spread of both
+    speed/dense/64/forward/fa4 + speed/dense/64/backward/fa4 / ...
+                                                       the same of sums, on both sides, without wildcards
     speed/{dense,causal}/*/forward/fa4                 the least and the largest of several: 0.312 to 1.71 ms
     speed/*/64/forward/fa4 / speed/*/64/forward/sparseflash
                                                        the same of ratios: 0.78 to 1.39
