@@ -3,13 +3,13 @@
 from matplotlib.figure import Figure
 
 from docs.figures.store import stored
-from docs.pictures.speed import PEERS, timed
+from docs.pictures.speed import NAMES, PEERS, timed
 from experiments.lm.flops import PEAKS
 
 RUN = "speed/h200"
 LIMIT = round(PEAKS["H200"] / 1e12)  # TFLOP/s of dense bf16 products, by the data sheet
 SHOWN = ("sparseflash", "fa4", "flex", "sdpa-cudnn")
-NAMES = {"random12": "random", "sdpa-cudnn": "SDPA (cuDNN)"}  # as the tables name them
+SDPA = {"sdpa-cudnn": "SDPA (cuDNN)"}  # as the README names it
 WIDTH = 0.2  # of a bar; masks stand 1 apart
 
 
@@ -43,7 +43,7 @@ def speed() -> Figure:
     figure.suptitle(
         f"{device}, 16,384 tokens, 16 heads, D=128, bf16; below each mask its share of live scores", fontsize=9.5
     )
-    names = [NAMES.get(peer, PEERS[peer][0]) for peer in SHOWN]
+    names = [SDPA.get(peer, PEERS[peer][0]) for peer in SHOWN]
     figure.legend(
         [handles[peer] for peer in SHOWN], names, loc="outside lower center", ncols=4, fontsize=8.5, frameon=False
     )
