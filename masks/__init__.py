@@ -1,9 +1,27 @@
-"""The pattern library: pure functions from lengths and a few numbers to a `BlockMask`, one family a file.
+"""The pattern library: functions from lengths and a few numbers to a `BlockMask`.
 
-In the repository this folder stands at the top; it is imported as `sparseflash.masks`. May import `blockmask` and
-`limits` of the library, and the helpers in `tiling` and `fused`. The command line imports it;
-`BlockMask.from_block_index` and `grouped` import `block_index` when they are called.
+>>> from sparseflash import masks
+>>> masks.local(4096, window=256) | masks.butterfly(4096)
+BlockMask(4096 x 4096, blocks of 128, 222 tiles: 192 full + 30 partial (2 distinct), density 20.2 %)
+
+| family | functions |
+|---|---|
+| basic | `dense`, `causal`, `prefix_lm`, `documents`, `chunked` |
+| windows | `local`, `dilated`, `longformer`, `streaming`, `a_shape`, `tri_shape`, `vertical_slash` |
+| butterfly | `butterfly`, `butterfly_2d` |
+| factorized | `strided`, `fixed`, `deepspeed_fixed`, `log_sparse`, `hierarchical` |
+| random | `bigbird`, `deepspeed_bigbird`, `random_blocks`, `expander` |
+| images, videos | `neighborhood`, `sliding_tiles`, `swin`, `axial`, `dilated_grid`; orders of tokens: `order` |
+| chosen from data | `top_k_blocks`, `mass_blocks`, `top_k_keys`, `selected_keys`; scores of blocks: `pooled_scores`, \
+`antidiagonal_scores` |
+| several masks in one | `per_head`, `per_batch` |
+
+Lengths are given by position, everything else by name. Lengths are in tokens.
 """
+
+# One family a file. In the repository this folder stands at the top; it is imported as `sparseflash.masks`. May import
+# `blockmask` and `limits` of the library, and the helpers in `tiling` and `fused`. The command line imports it;
+# `BlockMask.from_block_index` and `grouped` import `block_index` when they are called.
 
 from typing import TYPE_CHECKING, NoReturn
 

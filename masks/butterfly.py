@@ -1,4 +1,4 @@
-"""Butterfly attention: block i sees the blocks one butterfly factor away; log many layers connect all blocks."""
+"""Butterfly attention: a block sees blocks at distances of powers of two; log2(blocks) layers connect all blocks."""
 
 from __future__ import annotations
 
@@ -34,22 +34,23 @@ def butterfly(
         bidirectional:  i == j  or, for some s, i and j written in base r differ in the digit of s only
         causal:         (i == j and k <= q)  or, for some s, i - j is in {s, 2 s, ..., (r - 1) s}
 
-    Partners past the end are dropped, so any length is allowed; the graph of blocks stays connected, and after
-    `ceil(log_r nb)` layers every block has been reached (causal: every earlier one). The causal form is the shift
-    butterfly, because the lower triangle of the XOR form can never reach most of the past: block i would reach only the
-    blocks whose bits are a subset of i's, at any depth.
+    Any length is allowed: blocks j past the end do not exist and are left out. After `ceil(log_r nb)` layers every
+    block depends on every block (causal: on every earlier one). The causal form subtracts (`i - j`) instead of the XOR,
+    because the causal half of the XOR form never reaches most of the past: at any depth, block i would depend only on
+    the blocks whose bits are a subset of i's.
 
     Args:
         q_len: tokens.
         factors: the number of the smallest strides that are kept; by default all `ceil(log_r nb)`.
         strides: the strides themselves instead, in blocks.
         radix: r.
-        global_blocks: the first block rows and columns, this many, are live too (causal: where `k <= q`). They take the
-            place of Pixelated Butterfly's low-rank term.
-        layer: the staged form, with one stride for each layer: in layer l a block sees itself and its partners at
-            stride number `l % len(strides)`, in the order given, so a row has r blocks. One round of layers reaches
-            everything if the mask is causal or nb is a power of the radix; otherwise dropped partners may make a second
-            round necessary. By default every layer has all strides.
+        global_blocks: a number of blocks at the start that see all blocks, and that all blocks see (causal: where
+            `k <= q`). They take the place of Pixelated Butterfly's low-rank term.
+        layer: the number of the layer that the mask is for, from 0; the layer then has one stride only, number
+            `layer % len(strides)` in the order given, and a block row has r live tiles. Use one mask a layer:
+            `[butterfly(n, layer=l) for l in range(depth)]`. `len(strides)` layers connect all blocks if the mask is
+            causal or nb is a power of the radix; otherwise up to twice as many may be needed. By default (None) every
+            layer has all strides.
         causal: no query sees a key after it.
         block: tokens per side of a tile.
 

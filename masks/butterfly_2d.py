@@ -20,7 +20,8 @@ Pair = int | tuple[int, int]
 def butterfly_2d(
     height: int, width: int, *, cell: Pair = 1, factors: Pair | None = None, radix: int = 2, block: Block = 128
 ) -> BlockMask:
-    """A butterfly over the rows of an image and one over its columns: a query sees a pixel that both of them see.
+    """A butterfly over the rows of an image and one over its columns: a query sees the pixels whose row and column are
+    both linked to its own.
 
     >>> butterfly_2d(128, 128, cell=(1, 128)) == butterfly_2d(128, 128, factors=(7, 0), cell=(1, 128))
     True
@@ -35,9 +36,9 @@ def butterfly_2d(
     (1 + log2(width / cell_w)) cell_h cell_w` pixels. If a side is not a power of the radix, partners past the edge are
     dropped.
 
-    This is not `butterfly(height * width)`, which in this order of tokens changes one coordinate at a time (the
-    Kronecker sum, for sides that are powers of two); the product is the 2D form of Pixelated Butterfly's code
-    (HazyResearch/fly, mlp.py: `kron` of two flat butterflies). It has no causal form.
+    In `butterfly(height * width)` with tokens row by row, a link changes the row or the column; here it may
+    change both. This is the 2D form of Pixelated Butterfly's code (HazyResearch/fly, mlp.py: `kron` of two flat
+    butterflies). It has no causal form.
 
     In this order of tokens a tile covers few rows of the image, so most tiles are partial unless a cell is as wide as a
     block: `cell=(1, block)`. If the tokens are ordered by cells (`permute`), the tiles follow the product.

@@ -17,7 +17,8 @@ def local(
     q_len: int, k_len: int | None = None, *, window: int | None = None, causal: bool = False,
     left: int | None = None, right: int | None = None, offset: int | None = None, block: Block = 128,
 ) -> BlockMask:  # fmt: skip
-    """A sliding window over a sequence of `q_len` tokens: `window` keys, or `left` keys before and `right` keys after.
+    """A sliding window over a sequence of `q_len` tokens. With `causal`, a query sees `window` keys, its own included;
+    without, `window // 2` keys on each side and its own; or `left` keys before, `right` keys after, and its own.
 
     >>> local(4096, window=256, block=64)
     BlockMask(4096 x 4096, blocks of 64, 314 tiles: 190 full + 124 partial (2 distinct), density 6.18 %)
@@ -32,8 +33,9 @@ def local(
     `window=254` and `window=255` both give 127 keys to each side and the query's own, and `window=256` gives 257.
     Conventions differ between systems: Hugging Face, Sparse Transformer and this function count `window` keys in the
     causal form; FlashAttention's `window_size=(w, 0)`, Splash and attention-gym see `w + 1`. `left` and `right` are
-    FlashAttention's `window_size=(left, right)`; its -1 (no limit) is `k_len` here. With a cache of earlier keys
-    (`k_len > q_len`) the last query is the last key, as in `causal`: `offset` is `k_len - q_len` by default.
+    FlashAttention's `window_size=(left, right)`; for its -1 (no limit) write `k_len`. With a cache of earlier keys
+    (`k_len > q_len`) the last query has the position of the last key, as in `causal`: `offset` is `k_len - q_len` by
+    default.
 
     Source: Longformer (Beltagy et al., 2020), section 3.1; Sparse Transformer (Child et al., 2019).
 
@@ -45,8 +47,8 @@ def local(
         offset: the position of query 0 among the keys, `k_len - q_len` by default.
         block: tokens per side of a tile.
 
-    Raises ValueError if `window` is not positive, if `left` or `right` is negative, or if `left` or `right` is given
-    alone, or together with `window` or `causal`; TypeError if neither `window` nor both of them are given.
+    Raises TypeError if none of `window`, `left` and `right` is given. Raises ValueError if `window` is not positive, if
+    only one of `left` and `right` is given, if one is negative, or if they are given with `window` or `causal`.
 
         causal, window 2     bidirectional, window 3     left 2, right 1
         X . . .              X X . .                     X X . .

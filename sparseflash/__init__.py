@@ -1,11 +1,30 @@
 """sparseflash: exact block-sparse attention.
 
-`BlockMask` describes the live scores, `attention` computes exactly those, and `sparseflash.masks` has ready-made
-patterns.
+>>> import torch
+>>> from sparseflash import attention, masks
+>>> q, k, v = (torch.randn(1, 2, 300, 16) for _ in range(3))
+>>> attention(q, k, v, masks.local(300, window=64, causal=True)).shape
+torch.Size([1, 2, 300, 16])
 
-It may import `attention`, `blockmask`, `explain`, `performance`, `scaled_dot_product` and `varlen`. The last two need
-Dynamo, which is slow to import, so they and the other parts of the library are imported on first access.
+| name | for |
+|---|---|
+| `attention` | attention over the live scores of a mask, with gradients |
+| `BlockMask` | the mask: which scores are live |
+| `masks` | ready-made patterns: windows, butterflies, images, blocks chosen by the model, ... |
+| `scores` | score modifications: ALiBi, soft caps, biases, sinks, your own functions |
+| `explain` | which kernels a call runs, and why |
+| `sdpa` | the same attention with the arguments of PyTorch's `scaled_dot_product_attention` |
+| `attention_varlen`, `varlen` | packed sequences of different lengths |
+| `decode`, `grouped` | generation with a cache; a list of key blocks for each query |
+| `nn`, `huggingface`, `distributed` | layers; models of Transformers; tokens spread over several GPUs |
+| `analysis`, `draw` | cost, reach and mistakes of a mask; pictures |
+| `interop` | masks to and from other libraries |
+| `testing` | whether an attention is exact |
+| `clear_caches`, `PerformanceWarning` | empties all caches; the category of warnings about slow kernels |
 """
+
+# It may import `attention`, `blockmask`, `explain`, `performance`, `scaled_dot_product` and `varlen`. The last two need
+# Dynamo, which is slow to import, so they and the other parts of the library are imported on first access.
 
 from typing import TYPE_CHECKING
 

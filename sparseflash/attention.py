@@ -85,40 +85,48 @@ def attention(
         scores: score modifications from `sparseflash.scores`, such as `scores.alibi(slopes) + scores.softcap(50.0)`.
             The order in which they apply is fixed (`scores.Scores`). Their tensors receive gradients. A score of -inf
             is dead, as if it were masked; the lowest finite number is a live score.
-        backend: by default, each pass of a call with CUDA tensors runs on the fastest kernels that support it;
-            `explain` says which and why. A backend that cannot run raises; none falls back to another.
+        backend: None chooses by the device. CUDA tensors run on Triton kernels, in each pass on the portable or the
+            Hopper kernels, whichever are faster and support the call; `explain` says which and why. CUDA tensors that
+            no kernel takes (fp64, D below 16 or above 256) raise an error. Tensors on other devices run on
+            `"blockwise"`. A backend that you name runs the whole call or raises; it never falls back to another.
 
-            - `"triton"`: the portable kernels only (fp16, bf16, fp32; D and Dv from 16 to 256). Their gradients do not
-              depend on what else is in the batch, to the bit.
-            - `"hopper"`: the kernels for compute capability 9.0 only (fp16, bf16; D = Dv = 64, 96 or 128; no dropout;
-              dynamic masks in blocks of 128, or of 64 forward). They run temperatures, soft caps, sinks, decay with
+            - `"triton"`: the portable kernels (fp16, bf16, fp32; D and Dv from 16 to 256). The gradients of a sequence
+              have the same bits whatever else is in the batch.
+            - `"hopper"`: the kernels for compute capability 9.0 (fp16, bf16; D = Dv = 64, 96 or 128; no dropout;
+              dynamic masks in blocks of 128, or of 64 forward). They take temperatures, soft caps, sinks, decay with
               distance, tables by distance, and biases. Some combinations do not run; `explain` says which and why.
-            - `"blockwise"`: PyTorch over the live tiles, the default for all other tensors.
-            - `"reference"`: the dense matrix, which defines the semantics.
+            - `"blockwise"`: PyTorch operations on the live tiles, on any device, in any floating dtype, with any D.
+            - `"reference"`: PyTorch operations on the dense matrix, which define the semantics.
 
     Returns:
         `out [B, Hq, Nq, Dv]` in the inputs' dtype, or `(out, lse)`. A query without a live key has `out = 0` and
-        `lse = -inf`, and its gradients are 0; a key without a live query has gradients 0.
+        `lse = -inf`, and the gradient of that query is 0; a key without a live query has gradients of 0, as has its
+        value.
 
     Raises:
         TypeError, ValueError: the inputs do not fit together; the message states the rule and the argument.
+            A keyword of another attention, such as `attn_mask`, is a TypeError that says what to pass instead.
         RuntimeError: the backend cannot run here (no Triton, GPU too old, CPU tensors without Triton's interpreter).
 
-    Under `torch.autocast` the inputs are cast as for PyTorch's own attention.
+    Limits:
 
-    fp32 on the GPU uses TF32 if PyTorch's matrix products do (`torch.backends.cuda.matmul`). If not, every number is
-    split into three bf16 pieces, whose products on tensor cores are as accurate as fp32; infinite inputs then give NaN,
-    and the pieces of q, k, v and the output gradient may take 6 bytes a number during the call.
-
-    For gradients in fp16 and bf16 the Triton kernels recompute the weights from lse in fp32, as FlashAttention does. A
-    weight may then be off by `score / 2^20` of itself, which is within the rounding of fp16 for scores below 1,000.
-    Scores beyond a million may give infinite or NaN gradients; beyond a billion, out and lse may be infinite or NaN,
-    too. A bias may be lower, down to `torch.finfo(torch.float32).min`, and then leaves no weight; only a query whose
-    keys all have such biases receives wrong, finite gradients.
-
-    Forward and backward give the same bits every time (the blockwise backend: on the CPU). Gradients of gradients,
-    forward-mode derivatives and `torch.func.grad` work with the reference only. Before recording the call in a CUDA
-    graph, make it once with tensors of the same layout.
+    - **Same bits.** Equal inputs give equal bits, forward and backward, in every backend; on a GPU `"blockwise"` does
+      not promise it.
+    - **fp32 on a GPU** uses TF32 if PyTorch's matrix products do (`torch.backends.cuda.matmul`). If not, every number
+      is split into three bf16 pieces, whose products are as accurate as fp32. Infinite inputs then give NaN, and the
+      pieces of q, k, v and the output gradient may take 6 bytes a number during the call.
+    - **Large scores.** In fp16 and bf16, the backward of the Triton kernels recomputes each weight from lse in fp32, as
+      FlashAttention does. The relative error of a weight is then up to `score / 2^20`, below the rounding of fp16 for
+      scores below 1,000. Scores beyond a million may give infinite or NaN gradients; beyond a billion, out and lse may
+      be infinite or NaN, too.
+    - **Very negative biases.** A bias may be as low as `torch.finfo(torch.float32).min`; its key then has weight 0.
+      **Warning:** in fp16 and bf16, if all live keys of a query have biases below -100,000, the Triton kernels compute
+      wrong gradients for the query and these keys and values, finite and without an error. Write -inf for dead keys
+      instead: a query without a live key has `out = 0` and gradients of 0.
+    - **Derivatives.** Gradients of gradients, forward-mode derivatives and `torch.func.grad` work with `"reference"`
+      only.
+    - **Autocast.** Under `torch.autocast` q, k and v are cast to its dtype, as for PyTorch's own attention.
+    - **CUDA graphs.** Make the call once with tensors of the same shapes and strides before recording it.
     """
     if others:
         refuse(others)

@@ -8,9 +8,9 @@ Counts (`density`, `flops`, `bytes_moved`, `coarsening`, `balance`), the graph o
 `layers_to_full_reach`, `diameter`) and a check for common mistakes (`lint`). All of it is exact, respects heads, batch
 elements and lengths, and runs on the CPU, also for a mask on a GPU. Time and memory are proportional to the live tiles;
 for reach they grow like the tile graph as a bit matrix.
-
-It may import `blockmask` alone: nothing here runs attention.
 """
+
+# It may import `blockmask` alone: nothing here runs attention.
 
 from sparseflash.analysis.balance import Balance as Balance
 from sparseflash.analysis.balance import Load as Load

@@ -208,32 +208,35 @@ class BlockMask:
         3 patterns for 1 x 4 (batch x heads))
 
         Args:
-            live: takes two scalar int64 tensors, as a `mask_mod` of FlexAttention does, and returns one bool. So
-                `table[q][k]`, `(labels[q] & labels[k]).any()` and `x, y = grid[q]` work. Write it with `&`, `|`, `~`,
-                `torch.minimum`, `torch.maximum` and `torch.where`; on positions `and`, `or`, `not`, `min`, `max`, `if`
-                and chained comparisons such as `0 <= q - k < 64` do not work.
+            live: the rule, written for one score: `live(q_idx, k_idx)` takes two int64 tensors without dimensions and
+                returns one bool. With `batch` or `heads` it is `live(b, h, q_idx, k_idx)`, as a `mask_mod` of
+                FlexAttention. It may read tensors: `table[q][k]`, `(labels[q] & labels[k]).any()`, `x, y = grid[q]`.
+                Write it with `&`, `|`, `~`, `torch.minimum`, `torch.maximum` and `torch.where`; on positions `and`,
+                `or`, `not`, `min`, `max`, `if` and chained comparisons such as `0 <= q - k < 64` do not work.
             q_len, k_len: tokens; `k_len` defaults to `q_len`.
-            batch, heads: the number of batch elements and heads for which a four-argument rule is evaluated; the
-                default 1 gives one mask for all. b and h are scalar tensors too, and Python may read their values:
-                `slopes[int(h)]`, `if h == 3`. The rule is evaluated for each pair, or once for all heads if it never
-                reads `h`, and likewise for `b`; equal patterns are stored once. A rule that accepts two or four
-                arguments (`*args`, or a C function, whose signature is unknown) receives four if `batch` or `heads` is
-                given.
+            batch, heads: the numbers of batch elements and of heads with masks of their own. A rule of four arguments
+                needs at least one of them, 1 if all share one mask; the other one is then 1 by default. A rule of two
+                arguments takes neither. Unlike positions, b and h may be read by Python: `slopes[int(h)]`, `if h == 3`.
+                A rule that never reads `h` is evaluated once for all heads, and likewise for `b`; equal patterns are
+                stored once. A rule that accepts both two and four arguments (`*args`) receives four if `batch` or
+                `heads` is given.
             block: tokens per tile, a power of two from 16 to 256, or `(block_q, block_k)`.
-            candidates: limits the tiles that are evaluated; all other tiles are dead. A bool block layout `[Mq, Mk]`;
-                or a function of single block indices `(i, j)` that returns a bool, called like `live` for every tile;
-                or a list of tiles `(rows, cols)`, two int tensors `[E]` in any order without duplicates, which makes
-                the time proportional to E. They must cover every live score; this is not checked.
-            device: where the positions are made, `live` runs and the mask is built; the CPU by default.
+            candidates: the tiles in which `live` is evaluated; all other tiles are dead. A bool block layout
+                `[Mq, Mk]`; or a function of block indices `(i, j)` that returns a bool, itself called for all
+                `Mq * Mk` tiles; or a list of tiles `(rows, cols)`, two int tensors `[E]` in any order without
+                duplicates, for a time proportional to E. They must cover every live score; this is not checked.
+            device: the device of the positions and of the mask; the CPU by default. Tensors that `live` reads must be
+                there, too.
 
-        `torch.vmap` calls the rule for about 2 million pairs at a time, never for the whole `N x N` matrix, so memory
-        is bounded and time is proportional to the number of tiles evaluated. A rule that vmap cannot call receives
-        broadcastable tensors of many positions instead, and must treat each position by itself; some of the results are
-        checked.
+        `torch.vmap` calls the rule for about 2 million scores at once, never for the whole `N x N` matrix, so memory is
+        bounded, and time is proportional to the number of tiles evaluated. If vmap cannot call the rule, it is called
+        with tensors of many positions, which broadcast to one another, and must return a bool for each; samples of the
+        results are compared with single calls.
 
-        In code compiled by `torch.compile` the mask is a constant. All numbers that `live` and `candidates` read are
-        guarded: if a number changes, the code is compiled again. Rules that read tensors, or that the compiler cannot
-        trace, are refused there; pass the size of a tensor through `operator.index`.
+        Build masks outside of functions that `torch.compile` compiles. Inside, the call is made once, at compile time,
+        and the mask is a constant of the compiled code. The code is compiled again if a Python number that `live` or
+        `candidates` reads has changed. Rules that read tensors, or that the compiler cannot trace, are refused there;
+        pass the size of a tensor through `operator.index`.
         """
         block_q, block_k = block_pair(block)
         q_len, k_len = token_counts(q_len, q_len if k_len is None else k_len)
@@ -311,9 +314,9 @@ class BlockMask:
             t // block_k is in index[b, h, i, :counts[b, h, i]]   (and, if causal, t <= q + k_len - q_len)
 
         Args:
-            index: integers `[Mq, K]`, `[H, Mq, K]` or `[B, H, Mq, K]`, in any order, with or without repetitions; a
-                number of no block, such as -1, is ignored.
-            counts: integers of the same shape without K, the entries that count; by default all.
+            index: numbers of blocks of keys, integers `[Mq, K]`, `[H, Mq, K]` or `[B, H, Mq, K]`, in any order, with or
+                without repetitions. A number that no block has, such as -1, is ignored.
+            counts: how many entries of each row are used, integers of the same shape without K; by default all K.
             block: tokens per tile, a power of two from 16 to 256, or `(block_q, block_k)`.
             q_len, k_len: tokens; `k_len` defaults to `q_len`.
             causal: drop keys after the query; the last query is at the last key.
@@ -370,9 +373,10 @@ class BlockMask:
         Args:
             lengths: the tokens of each sequence, integers `[B]` on the mask's device, for queries and keys, each
                 counted from its own start. Values are clamped to `0 .. q_len` and `0 .. k_len`.
-            q_lengths, k_lengths: the same for queries and keys separately; a side that is not given stays whole.
+            q_lengths, k_lengths: the lengths of queries and of keys separately; without one of them, all queries, or
+                all keys, of the mask stay.
 
-        Earlier lengths are replaced. A single length makes a mask of one batch element, which serves any batch size.
+        Lengths that the mask had before are replaced. One length (`[1]`) applies to all sequences of any batch.
 
         The call does not synchronise with the device, and the new mask shares the arrays and the caches, so it is cheap
         enough for every training step; kernels skip the blocks past the end. A list of ints is accepted too, but the
@@ -734,9 +738,9 @@ class BlockMask:
                 Figure with a panel for each distinct pattern (at most 16); it is not registered with pyplot and opens
                 no window. Save it with `figure.savefig("mask.png")`.
             heads, batch: the selection, by index; by default all.
-            elements: draw every single score (the default up to 256 tokens, possible up to 4096).
-            cells: the most cells on a side. If a side has more tiles, one cell shows a square of 2 x 2, 4 x 4, ...
-                tiles, tinted by the exact share of live scores.
+            elements: draw every single score instead of tiles: by default up to 256 tokens, on request up to 4096.
+            cells: the largest number of cells on a side. If a side has more tiles, one cell shows a square of 2 x 2,
+                4 x 4, ... tiles, in a tint that shows its exact share of live scores.
             legend: draw the meanings of the colours.
 
         Full tiles are blue. Partial tiles are orange, paler with fewer live scores. Time is proportional to the live
@@ -764,13 +768,12 @@ class BlockMask:
         >>> both == masks.local(256, window=33, causal=True, block=32)
         True
 
-        The masks must have equal `q_len`, `k_len` and device; batch sizes and heads broadcast. If the blocks differ,
-        both masks are cut to the finer block in each dimension. Padding stays padding: the smaller of the two lengths
-        applies. Time and memory are proportional to the tiles of the sparser mask (for `|` and `^` of both masks, for
-        `-` of the left one), and bits are combined once per distinct pair of tiles.
+        For `&`, `|`, `^` and `-` alike, the masks must have equal `q_len`, `k_len` and device, or a ValueError is
+        raised; batch sizes and heads broadcast. If the block sizes differ, the result has the smaller one in each
+        dimension. Bits are combined once per distinct pair of tiles.
 
-        Raises ValueError for masks that do not fit together. All of this holds for `|`, `^` and `-` too, except for
-        lengths.
+        For `&`, padding stays padding: the smaller of the two lengths applies. Time and memory are proportional to the
+        live tiles of the sparser mask (for `|` and `^`: of both masks; for `-`: of the left one).
         """
         from sparseflash.blockmask.ops.boolean import intersection
 
@@ -784,7 +787,7 @@ class BlockMask:
 
     @constant_when_compiled
     def __or__(self, other: BlockMask) -> BlockMask:
-        """`a | b`: the scores that are live in either. See `&`.
+        """`a | b`: the scores that are live in a, in b, or in both. See `&`.
 
         >>> from sparseflash import masks
         >>> masks.local(4096, window=256) | masks.butterfly(4096)

@@ -15,10 +15,10 @@ fixed order (`merge`, on GPUs by the kernels of `fused_merge`). Alternatively, h
 (`ulysses`), or queries travel to their keys if they are few (`queries`). The cost model (`costs`) chooses;
 `plan.explain()` prints it (`explain`). Score modifications and dropout take the positions of tokens in the whole
 sequence (`positions`, `scores`, `dropout`).
-
-It may import `attention`, `blockmask`, `dropout`, `scores` and `validation`, and of the Triton backend `device` and
-`launcher`.
 """
+
+# It may import `attention`, `blockmask`, `dropout`, `scores` and `validation`, and of the Triton backend `device` and
+# `launcher`.
 
 from sparseflash.distributed.attention import attention as attention
 from sparseflash.distributed.costs import H100 as H100

@@ -6,9 +6,9 @@
 
 All three use `panels`, which finds the distinct pictures that the heads and batch elements need, and `shares`, the live
 share of each cell of a coarse grid, computed from the list of live tiles.
-
-It may import `blockmask`, whose methods import it.
 """
+
+# It may import `blockmask`, whose methods import it.
 
 from sparseflash.draw.cells import Shares as Shares
 from sparseflash.draw.cells import shares as shares

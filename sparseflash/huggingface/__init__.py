@@ -3,9 +3,9 @@
 Transformers calls twice: once per forward to build the masks from rules (causal, sliding, packed, padded), and once per
 layer for the attention. The first call returns a `ModelMask` (model_mask.py), which does not build a mask yet, because
 a layer's pattern may leave out most of the scores that the rules allow; the second is `Attention` (layer.py).
-
-It may import `attention`, `blockmask`, `decode`, `interop` and `scores`.
 """
+
+# It may import `attention`, `blockmask`, `decode`, `interop` and `scores`.
 
 from __future__ import annotations
 

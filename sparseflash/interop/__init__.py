@@ -25,9 +25,9 @@ once; ragged ends |
 queries on one side of the diagonal (butterflies, random blocks) |
 | DeepSpeed | `to_deepspeed`: `[H, nb, nb]` and block | `from_deepspeed`: the same | partial tiles (so no ragged ends, \
 no causality inside a block), rectangular masks or blocks, masks that differ within the batch |
-
-It may import `blockmask` and `scores` alone.
 """
+
+# It may import `blockmask` and `scores` alone.
 
 from sparseflash.interop.deepspeed import DeepSpeedLayout as DeepSpeedLayout
 from sparseflash.interop.deepspeed import from_deepspeed as from_deepspeed

@@ -32,15 +32,17 @@ def to_flex(mask: BlockMask, *, mask_mod: MaskMod | None = None) -> FlexBlockMas
 
     Args:
         mask: any mask.
-        mask_mod: `mask_mod(b, h, q, k)`, a rule for the partial tiles, such as `lambda b, h, q, k: k <= q` for a causal
-            mask. It is faster than the bits, because it reads no memory, and is not compared with them.
+        mask_mod: `mask_mod(b, h, q, k)`, a rule that says which scores of partial tiles are live, such as
+            `lambda b, h, q, k: k <= q` for a causal mask. By default the result looks them up in the bits of `mask`. A
+            rule is faster, because it reads no memory. It must agree with the mask; this is not checked.
 
-    Every mask can be converted, because by default the `mask_mod` looks scores up in the mask's own bits. Code that
-    `torch.compile` generated for one mask serves others whose arrays have the same shapes.
+    Every mask can be converted. Code that `torch.compile` generated for one mask runs others whose arrays have the
+    same shapes.
 
-    FlexAttention's format takes `Mq * Mk` entries of 4 bytes in each of four lists per head, and the lookup table as
-    many per pattern: megabytes where the mask here takes kilobytes. `lengths` become separate patterns. Compiled
-    FlexAttention needs blocks that its tiles divide; 128 always works.
+    FlexAttention's format is dense in tiles: four lists with `Mq * Mk` entries of 4 bytes for each head, and for the
+    lookup as many entries for each pattern. That is megabytes where the mask here has kilobytes. If the mask has
+    lengths (padding), each sequence becomes a pattern of its own. Compiled FlexAttention needs block sizes that are
+    multiples of its kernels' tile sizes; 128 always works.
     """
     from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
@@ -72,14 +74,14 @@ def from_flex(block_mask: FlexBlockMask, *, batch: int | None = None, heads: int
 
     Args:
         block_mask: FlexAttention's mask.
-        batch, heads: the attention's, if one list serves all (B or H of `create_block_mask` was None or 1) but
-            `mask_mod` depends on b or h.
+        batch, heads: the attention's numbers of batch elements and heads. Needed if B or H of `create_block_mask` was
+            None or 1, so that one list serves all, but `mask_mod` depends on b or h.
 
     A score is live if its block is listed as full, or if it is listed as partial and `mask_mod` returns True.
     `mask_mod` is evaluated only in partial blocks, for the batch elements and heads that the lists distinguish.
 
-    In eager mode FlexAttention evaluates `mask_mod` everywhere and ignores the lists; for masks made by
-    `create_block_mask` with the real B and H both readings agree.
+    This is how compiled FlexAttention reads the lists. In eager mode FlexAttention ignores them and evaluates
+    `mask_mod` for every score; for a mask from `create_block_mask` with the real B and H the result is the same.
 
     Time is proportional to the partial blocks. To store a long mask, save the mask itself (`BlockMask.save`) rather
     than the result of `to_flex`.

@@ -12,10 +12,10 @@ torch.Size([2, 256, 64])
 | `SparseCrossAttention` | queries from one sequence, keys and values from another |
 | `MultiheadAttention` | in place of `torch.nn.MultiheadAttention`, with its arguments and its `state_dict` |
 | `Rotary`, `Rotary2D` | positions in a sequence, or in an image |
-
-It may import `attention`, `blockmask`, `decode`, `pattern`, `scaled_dot_product`, `scores`, `validation` and the mask
-`causal`.
 """
+
+# It may import `attention`, `blockmask`, `decode`, `pattern`, `scaled_dot_product`, `scores`, `validation` and the mask
+# `causal`.
 
 from sparseflash.nn.cross_attention import SparseCrossAttention
 from sparseflash.nn.kv_cache import KVCache

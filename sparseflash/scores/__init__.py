@@ -1,9 +1,22 @@
 """Score modifications, applied between the product of q and k and the softmax: `attention(..., scores=...)`.
 
-The usual ones are data, one a file, and combine by `+`; `function` takes a function, as FlexAttention's `score_mod`. A
-score modification changes live scores. The mask says which scores are live, and only its dead tiles save work: a score
-that becomes -inf is dead, too, but is computed. May import blockmask and limits, and nothing else of the library.
+| name | changes a score by |
+|---|---|
+| `alibi`, `log_decay` | a penalty that grows with the distance, or with its logarithm |
+| `relative`, with `clipped` or `t5_buckets` | a learned table by distance |
+| `relative_2d`, `relative_3d` | a learned table by the offset in an image, in a video |
+| `bias`, `key_bias` | a tensor with a number for each pair of query and key, or for each key |
+| `tile_bias`, `tile_values` | the same for pairs in live tiles only |
+| `softcap`, `temperature` | a cap by tanh; a division |
+| `sink` | a further score in each softmax, without a value |
+| `function` | your own function, as FlexAttention's `score_mod` |
+
+They combine by `+` into `Scores`, which has the order in which they apply. A score modification changes live scores.
+The mask says which scores are live, and only its dead tiles save work: a score that becomes -inf is dead, too, but is
+computed.
 """
+
+# One kind a file. May import `blockmask` and `limits`, and nothing else of the library.
 
 from sparseflash.scores.bias import bias
 from sparseflash.scores.change import Scores

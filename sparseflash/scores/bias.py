@@ -44,14 +44,15 @@ def bias(values: Tensor) -> Bias:
     torch.Size([2, 4, 50, 16])
 
     Args:
-        values: `[B or 1, Hq or 1, Nq or 1, Nk or 1]`, which may be learned. Only entries of live scores are read; the
-            gradients of the others are 0. An entry is finite, or -inf for a dead score, which costs as much as a live
-            one: a score that is dead in the mask costs nothing.
+        values: `[B or 1, Hq or 1, Nq or 1, Nk or 1]`, which may be learned; a size of 1 is shared. Only entries of live
+            scores are read; the gradients of the others are 0. An entry is finite, or -inf for a dead score. A score
+            that is dead because of -inf is still computed; only dead tiles of the mask save work.
 
-    A bias that is the same for all queries is treated as a `key_bias`, whose gradient needs no `[Nq, Nk]`. For shared
-    values, the Triton kernels store the unsummed gradients in fp32. On Hopper, values are fastest in the dtype of q
-    with rows that begin at multiples of 16 bytes; the same kernels compute their gradient if no dimension is shared.
-    `tile_bias` stores a bias for the live tiles of a sparse mask alone.
+    A bias that is the same for all queries (`Nq` is 1) is treated as a `key_bias`, whose gradient needs no `[Nq, Nk]`.
+    If values are shared by batch elements or heads, the Triton kernels first store the gradient of each, in fp32, and
+    then sum. The Hopper kernels are fastest if values have the dtype of q and rows that begin at multiples of 16 bytes;
+    they compute the gradient of values only if no dimension is shared, otherwise the portable kernels do. `tile_bias`
+    stores a bias for the live tiles of a sparse mask only.
     """
     values = floating(values, "bias")
     if values.ndim != 4:

@@ -104,8 +104,10 @@ class Scores:
     >>> both.kinds, both.kinds == (scores.softcap(50.0) + scores.alibi(torch.ones(2))).kinds
     (('softcap', 'distance'), True)
 
-    The order is `ORDER`: `temperature` divides, `softcap` caps, then come the five kinds that add something, then
-    `function`; last, `sink` joins the softmax. FlashAttention also caps before it adds. Each kind occurs at most once.
+    The order: `temperature` divides; `softcap` caps; then `distance` (`alibi`, `log_decay`), `relative`, `key_bias`,
+    `bias` and `tile_bias` add; `function` replaces the score; last, `sink` joins the softmax. FlashAttention also caps
+    before it adds. At most one of each kind can be given; to use two biases, add their tensors. (A `bias` that is the
+    same for all queries becomes a `key_bias`, and is added to a `key_bias` that is given, too.)
     """
 
     changes: tuple[Change, ...]

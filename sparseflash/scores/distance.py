@@ -60,7 +60,8 @@ def alibi(slopes: Tensor) -> Distance:
 
 
 def log_decay(slopes: Tensor) -> Distance:
-    """Adds `-slopes[h] * log(1 + |i + Nk - Nq - j|)` to the score of query i and key j in head h: a power of distance.
+    """Adds `-slopes[h] * log(1 + distance)` to the score of query i and key j in head h, with `distance = |i + Nk - Nq
+    - j|`: before the softmax divides by their sum, weights are multiplied by `(1 + distance)^-slopes[h]`.
 
     >>> import torch
     >>> log_decay(torch.ones(4)).kind

@@ -108,9 +108,9 @@ def function(
 
     Args:
         change: a function of scalar tensors, as a `score_mod` of FlexAttention: the score, and `b`, `h`, `q` and `k`,
-            the int64 indices of batch element, query head, query and key, always inside the tensors' lengths. So
-            `bias[h][q, k]` works. `torch.vmap` calls it for many scores at once, in live tiles only. Its result must
-            be finite, or -inf (dead), and its derivative finite, also for scores that are dead in the mask.
+            the int64 indices of batch element, query head, query and key, never past their numbers in q and k. So
+            `bias[h][q, k]` works. `torch.vmap` calls it for all scores of live tiles, dead scores in them included. For
+            all of these its result must be finite, or -inf (dead), and its derivative finite.
         tensors: further tensors that it reads, in particular every tensor that needs a gradient.
         derivative: of the result by the score, a function of the same arguments. By default `change` is differentiated.
         kernel: instead of recording `change`, a `@triton.jit` function `(score, b, h, q, k, *pointers)` that computes
@@ -118,11 +118,17 @@ def function(
             contiguous. Tensors receive no gradients from it.
         kernel_derivative: the derivative by the score, a function of the same kind; without it, no backward.
 
-    The reference and the blockwise backend call it, and differentiate it by autograd. The Triton kernels are compiled
-    with it, once for all masks. The first call records it with placeholder numbers, so keep the result of
-    `scores.function` instead of making it in every step. Python numbers that `change` reads during the recording, also
-    from tensors that it captures, are constants afterwards. Reading numbers from its arguments (`item()`, `if`) is
-    refused, and so are in-place changes. The kernels take:
+    The reference and the blockwise backend call `change`, and differentiate it by autograd. For the Triton kernels the
+    first call records the operations of `change`, with placeholders as arguments, and compiles them into the kernels,
+    once for all masks. So:
+
+    - keep the result of `scores.function`; a new one in every step is recorded in every step;
+    - Python numbers that `change` reads while it is recorded, also from tensors that it captures, are constants of the
+      kernels: later changes of them have no effect;
+    - `change` must not read the values of its arguments in Python (`item()`, `if`), nor change them in place; both
+      raise an error.
+
+    The kernels take:
 
     - operations on single scores: arithmetic, comparisons, logic, `where`, `masked_fill`, `clamp`, minimum and maximum,
       `abs`, `floor`, `ceil`, `sign`, powers with a constant exponent, exponentials and logarithms, `sqrt`, `sin`,
@@ -132,8 +138,8 @@ def function(
       tensors: `table[h, (k - q).clamp(-8, 8) + 8]`, `document[b, q] == document[b, k]`. An entry outside its tensor
       makes the score NaN. Tensors without dimensions are numbers.
     - gradients of a tensor that is indexed by b, h, q and k themselves, or of a table with at most 16,384 entries for
-      each b and h. They are sums of fixed parts, with the same bits every time. For a table, the kernels take a step
-      for each table entry that a tile meets.
+      each b and h. They are summed in a fixed order, so they have the same bits every time. The time for a table grows
+      with the number of different entries that a tile reads.
 
     Raises ValueError for a function that captures a tensor that requires gradients, which would receive none. The
     kernels raise ValueError when they are called for a function that they do not take.

@@ -39,7 +39,8 @@ class KeyBias(Change):
 
 
 def key_bias(values: Tensor) -> KeyBias:
-    """Adds `values[b, h, j]` to every score of key j, such as a forgetting gate or the log of a multiplicity.
+    """Adds `values[b, h, j]` to every score of key j, such as a forgetting gate, or `log(n)` for a key that stands for
+    n equal keys.
 
     >>> import torch
     >>> from sparseflash import attention, scores

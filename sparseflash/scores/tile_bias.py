@@ -110,16 +110,17 @@ def tile_bias(values: Tensor, mask: BlockMask) -> TileBias:
     Args:
         values: `[B or 1, Hq or 1, tiles, block_q, block_k]`, which may be learned. Tile t is entry t of `mask.indices`:
             the list goes through the block rows of the first pattern, each from left to right, then through the block
-            rows of the next pattern (`BlockMask`). So heads with different patterns have different tiles, even if
-            values have `Hq = 1`. A tile is stored whole; entries of live scores are finite, or -inf (dead), and
-            the gradients of the others are 0. `tile_values` makes values from a function of positions.
+            rows of the next pattern (`BlockMask`). If heads have different patterns, the list has the tiles of all of
+            them, also where `values` has `Hq = 1`. A tile is stored whole. Entries of live scores are finite, or -inf
+            (dead); the gradients of other entries are 0. `tile_values` makes values from a function of positions.
         mask: the mask of the attention, not dynamic. Another mask is refused unless it has the same live tiles and
             patterns; its bits and lengths may differ. Pass the same object, or one that `with_lengths` made of it,
             because comparing two objects makes the host wait for the device at every call.
 
-    The Triton kernels read tiles of the mask itself, so blocks of fewer than 64 tokens are slower than with other score
-    modifications. The Hopper kernels take blocks of 128 in the dtype of q. For values that batch elements or heads
-    share, the gradients of all of them are stored in fp32, each as large as the values, and summed in a fixed order.
+    Other score modifications let the Triton kernels join small blocks into larger tiles; this one does not, so blocks
+    of fewer than 64 tokens are slower with it. The Hopper kernels need blocks of 128 and values in the dtype of q. If
+    batch elements or heads share values, the gradient of each of them is first stored in fp32, in as many numbers as
+    `values` has, and then summed in a fixed order.
 
     Raises TypeError or ValueError for values that do not fit the mask.
     """

@@ -1,4 +1,6 @@
-"""Checks that an attention is exact: compares it with fp64, allowing about the error of a plain implementation.
+"""Checks that an attention is exact, by comparing it with dense attention in fp64.
+
+A result passes if its error is at most twice the error of plain PyTorch in the same dtype, plus one rounding unit.
 
 >>> import torch
 >>> from sparseflash import attention, masks, testing
@@ -10,16 +12,17 @@
 >>> testing.compare(lambda q, k, v: 1.001 * layer(q, k, v), q, k, v, mask).exact
 False
 
-Rounding errors are unavoidable, and their size depends on shapes and values. So the allowed error of a result is
-measured: twice the largest error of the definition when it is computed plainly in the same dtype, plus about one unit
-in the last place of its largest value. `assert_exact` and `compare` apply this to any function of q, k and v.
+The size of rounding errors depends on shapes and values, so the allowed error is measured for the same inputs. "Plain
+PyTorch" is the definition (the dense matrix, softmax, product) computed in that dtype; the rounding unit is one unit in
+the last place of the largest value. `assert_exact` raises if a result does not pass, `compare` returns all errors; both
+take any function of q, k and v.
 
 The parts can be used separately, for results from elsewhere or other kinds of inputs. `by_definition` computes the
 truth (in fp64) and the plain results (in any other dtype); `compare_results` compares given results; `sampled_heads`
 and `sampled_part` choose the part of a long sequence to compare.
-
-It may import `blockmask`, `scores`, `validation` and `backends.reference`, which is the definition.
 """
+
+# It may import `blockmask`, `scores`, `validation` and `backends.reference`, which is the definition.
 
 from sparseflash.testing.comparison import Comparison as Comparison
 from sparseflash.testing.comparison import assert_exact as assert_exact
