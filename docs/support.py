@@ -183,6 +183,7 @@ def by_row(options: dict[str, dict[str, Any]], title: str) -> str:
     for name, arguments in options.items():
         found = [asked(**arguments, dims=(dim, dim)) for dim in (128, 64)]
         reasons = dict.fromkeys(reason for *_, text in found for reason in text.split("<br>") if reason)
+        reasons = [re.sub("^They ", "Hopper kernels ", reason) for reason in reasons]
         body.append([name, *(kernels for each in found for kernels in each[:2]), "<br>".join(reasons)])
     heading = [f"D=128 {PASSES[0]}", PASSES[1], f"D=64 {PASSES[0]}", PASSES[1]]
     return rows([title, *heading, "why not Hopper"], *body)

@@ -95,7 +95,7 @@ def explain(
     >>> from sparseflash import scores
     >>> found = explain(q, k, v, scores=scores.bias(torch.zeros(1, 1, 4096, 1)), capability=(9, 0))
     >>> found.forward.family, found.forward.refusals
-    ('portable', (('hopper', "they take biases of pairs of q's dtype; got torch.float32"),))
+    ('portable', (('hopper', "they need bias in q's dtype; got torch.float32"),))
 
     Args:
         q, k, v, mask, dropout_p, scores, backend: as for `attention`. Nothing is computed, so the tensors may be

@@ -331,7 +331,7 @@ def test_a_scale_that_is_no_number_is_refused(scale):
             r"q must be fp16, bf16 or fp32 .*; got torch\.float64\. backend='blockwise' takes",
         ),
         ((Q.bfloat16(),) * 3, TypeError, r"interpreter silently computes bf16 wrongly"),
-        ((Q[..., :8],) * 3, ValueError, r"head dims must be from 16 to 256 .*; got D = 8"),
+        ((Q[..., :8],) * 3, ValueError, r"head dims must be from 16 to 256 .*; got D = 8\. backend='blockwise'"),
         ((Q, Q, Q.repeat(1, 1, 1, 17)), ValueError, r"head dims must be from 16 to 256 .*; got Dv = 272"),
         (
             (Q, Q, Q.mT.contiguous().mT),

@@ -125,7 +125,7 @@ def test_dropout_and_lengths_are_explained_too():
 def test_changed_scores_are_explained():
     changes = scores.softcap(30.0) + scores.bias(torch.rand(1, 1, 4096, 1))
     found = explain(*empty(), masks.causal(4096), scores=changes, **HOPPER)
-    reason = "they know a bias of pairs beside a sink alone; got one beside softcap"
+    reason = "they support bias only alone or beside a sink; got it beside softcap"
     chosen = "portable", (("hopper", reason),)
     assert found.forward == found.backward == chosen
     assert [each.kernel for each in found.kernels] == ["forward", "dq", "dk_dv"]
@@ -228,7 +228,7 @@ def test_tables_on_the_meta_device_are_those_that_they_are_with_contents():
 
     for bucket in (lambda offsets: offsets % 3, scores.clipped(64)):
         assert told("meta", bucket) == told("cpu", bucket)
-    assert "mostly the same from one distance" in told("meta", lambda offsets: offsets % 3)
+    assert "neighbouring distances mostly share" in told("meta", lambda offsets: offsets % 3)
     with pytest.raises(ValueError, match="bucket must return numbers from 0 to 128"):
         told("meta", lambda offsets: offsets.abs())
     on_meta = torch.zeros(1279, dtype=torch.int64, device="meta")

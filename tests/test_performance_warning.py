@@ -53,7 +53,7 @@ def test_each_kind_of_reason_once():
     q, k, v = inputs()
     assert len(said_by(lambda: (attention(q, k, v), attention(*inputs(tokens=71)), attention(*inputs(dim=36))))) == 1
     (said,) = said_by(lambda: attention(*inputs(dim=128), dropout_p=0.5))
-    assert "they know no dropout" in said
+    assert "they have no dropout" in said
     own = scores.function(lambda score, b, h, q, k: score * 2)
     (said,) = said_by(lambda: attention(*inputs(dim=128), scores=own))
     assert "got function" in said
@@ -98,7 +98,7 @@ def test_the_standard_filters_silence_it_and_make_it_an_error():
     assert not given
     with warnings.catch_warnings():
         warnings.filterwarnings("error", category=sparseflash.PerformanceWarning)
-        with pytest.raises(sparseflash.PerformanceWarning, match="they know no dropout"):
+        with pytest.raises(sparseflash.PerformanceWarning, match="they have no dropout"):
             attention(*inputs(dim=128), dropout_p=0.5)
 
 

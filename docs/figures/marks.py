@@ -17,7 +17,9 @@ MARK = re.compile(r"<!-- (figure|table|text|runs?)(?:: ([^>]*?))? -->(.*?)<!-- /
 _KINDS = "(?:figure|table|text|runs?)"
 MARK_TEXT = rf"<!-- {_KINDS}\b[^>]* -->(?:(?!<!-- /?{_KINDS}).)*<!-- /{_KINDS} -->"
 OPENED = re.compile(rf"<!-- /?{_KINDS}\b[^>]*>")
-CHANGED = "; kernels changed since"  # in the caption of a run that is older than the last change of its kernels
+CHANGED = (
+    "; the kernels have changed since"  # in the caption of a run that is older than the last change of its kernels
+)
 _CODE = r"^(?P<indent> *)```.*?^(?P=indent)```$|``[^\n]+?``|`[^`\n]+`"
 _PIECE = re.compile(rf"(?P<mark>(?s:{MARK_TEXT}))|(?P<code>(?s:{_CODE}))", re.MULTILINE)
 
@@ -119,7 +121,8 @@ def _fill(page: Page, kind: str, request: str, old: str, results: Path) -> str:
         page.cited |= table.files
         page.named |= table.files.keys()
         captions = [caption(file, page, old) for file in table.files.values()]
-        note = "; ".join(filter(None, [" / ".join(captions), table.note]))
+        measured = f"Measured on {'; and on '.join(captions)}." if captions else ""
+        note = " ".join(filter(None, [measured, table.note]))
         return f"\n{table.text}\n" + (f"\n{note}\n" if note else "")
     if kind == "run":
         if request not in stored(results):
@@ -140,7 +143,7 @@ def caption(file: Stored, page: Page, old: str) -> str:
     """The run of a file in a line: device, versions, commit, date, the file, and whether its kernels have changed."""
     run = file.run
     versions = [f"{name} {run.versions[name]}" for name in ("torch", "triton") if run.versions.get(name)]
-    facts = ", ".join([run.device, *versions, run.commit, run.date.partition(" ")[0].partition("T")[0]])
+    facts = ", ".join([run.device, *versions, f"commit {run.commit}", run.date.partition(" ")[0].partition("T")[0]])
     link = posixpath.relpath(file.path.as_posix(), page.path.parent.as_posix())
     text = f"{facts} ([{file.key}]({link}))"
     count = changes(file)

@@ -20,6 +20,7 @@ RATES = {
     "tokens/s": ("items", 1e-3),
     "images/s": ("items", 1e-3),
 }
+SEEDS = "±"  # between a mean over seeds and its deviation
 DEFAULT = "h200"  # the file that a name without `@ FILE` is from, where several have it
 
 
@@ -155,7 +156,7 @@ def _value(request: str, file: Stored, found: list[Measurement]) -> Figure:
         (only,) = found
         deviation = abs(only.value or 0.0) * (only.spread or 0.0)
         places = max(1, _zeros(deviation, 1)) if deviation else 1
-        return Figure(f"{only.value:.{places}f} ± {deviation:.{places}f}{unit}", file, spread, unit)
+        return Figure(f"{only.value:.{places}f} {SEEDS} {deviation:.{places}f}{unit}", file, spread, unit)
     ends = dict.fromkeys(number(each.value or 0.0) for each in (found[0], found[-1]))
     return Figure(" to ".join(ends) + unit, file, spread, unit)
 

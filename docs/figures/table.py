@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from docs.figures.store import FigureError, Stored, figure
+from docs.figures.store import SEEDS, FigureError, Stored, figure
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Table:
     cell: str
     corner: str = ""
     absent: str = ""  # the text of a missing cell; empty: every cell must be there
-    note: str = ""  # follows the run below the table
+    note: str = ""  # a sentence that follows the run below the table
     last: str = ""  # a line of Markdown below the rows
     units: bool = True  # whether cells have units
     bold: bool = True  # whether a ratio above 1 is good, and bold
@@ -50,12 +50,14 @@ def rendered(table: Table, results: Path) -> Rendered:
                 cells.append(table.absent)
                 continue
             files[found.file.key] = found.file
-            spread = max(spread, found.spread)
+            if SEEDS not in found.text:  # there the deviation stands in the cell
+                spread = max(spread, found.spread)
             text = found.text if table.units else found.text.removesuffix(found.unit)
             cells.append(text if table.bold else text.strip("*"))
         if all(cell == table.absent for cell in cells):
             raise FigureError(f"the row {label} must have a measured figure; the store has none of {table.cell}")
         lines.append(f"| {' | '.join([label, *cells])} |")
-    noise = f"largest spread of a figure {100 * spread:.0f} %" if spread else ""
+    percent = f"{100 * spread:.0f} %"
+    noise = "" if percent == "0 %" else f"The noise of a figure is at most {percent}."
     lines += [table.last] if table.last else []
-    return Rendered("\n".join(lines), files, "; ".join(filter(None, [table.note, noise])))
+    return Rendered("\n".join(lines), files, " ".join(filter(None, [table.note, noise])))

@@ -19,8 +19,8 @@ _BOTH = {"forward": "forward", "forward and backward": "both"}
 _CHANGES = {"learned sink": "sink", "ALiBi, fixed": "fixed_alibi", "ALiBi, learned": "alibi", "soft cap": "softcap",
             "T5's table": "table", "biases of keys": "key_bias", "biases of pairs": "bias",
             "biases of live tiles": "tile_bias", "a function": "function"}  # fmt: skip
-_ONE_GPU = "time of one GPU / time of two: above 1 two GPUs are faster, 2.00 is twice as fast"
-_THEIRS = "time of the other library / time of sparseflash: above 1 sparseflash is faster"
+_ONE_GPU = "Each figure is the time on one GPU divided by the time on two: 2.00 is twice as fast."
+_THEIRS = "Each figure is the other library's time divided by sparseflash's: above 1 sparseflash is faster."
 
 
 def _speed(peer: str, masks: dict[str, str] = _SIX) -> Table:
@@ -91,18 +91,19 @@ TABLES = {
         {f"{kind}, blocks of {size}": f"blocks-of-{size}/{name}" for size in (64, 128)
          for kind, name in (("butterfly", "butterfly"), ("random, 12.9 %", "random12"))},
         _PASSES, "speed/{row}/{column}/cudnn-sparse / speed/{row}/{column}/sparseflash @ h200-block-sparse-peers",
-        "mask", "none", f"{_THEIRS}; none: cuDNN's block-sparse backward takes D=128 only",
+        "mask", "none", f"{_THEIRS} none: cuDNN's block-sparse backward takes D=128 only.",
     ),
     "layer": Table(
         {"dense": "dense", "causal": "causal", "butterfly": "butterfly", "local": "local"},
         {"D=128": "128", "D=64": "64"}, _over(f"{_LAYERS}/fa4", f"{_LAYERS}/sparseflash"),
         "a training step of one layer",
-        note="time of FlashAttention-4 / time of sparseflash: above 1 sparseflash is faster",
+        note=_THEIRS,
     ),
     "scores": Table(
         _CHANGES, {f"D={dim} {label}": f"{dim}/{{row}}/{name}" for dim in (128, 64) for label, name in _BOTH.items()},
         "scores/{column}/sparseflash / scores/{column}/sparseflash-plain", "score modification",
-        note="time with the modification / time of plain attention: 1.00 costs nothing, above 1 is slower", bold=False,
+        note="Each figure is the time with the modification divided by the time without: 1.00 costs nothing.",
+        bold=False,
     ),
     "scores-beside-flex": Table(
         {"plain": "plain", **{label: name for label, name in _CHANGES.items() if name != "sink"}}, _BOTH,
@@ -122,15 +123,15 @@ TABLES = {
          "FlashInfer, contiguous": _decode("contiguous", "flashinfer"),
          "FlashInfer, pages of 16": _decode("pages-of-16", "flashinfer"),
          "FlashInfer, pages of 64": _decode("pages-of-64", "flashinfer")},
-        "", "caches", "none", f"{_THEIRS}; none: this FlashInfer kernel takes one sequence",
+        "", "caches", "none", f"{_THEIRS} none: this FlashInfer kernel takes one sequence.",
     ),
     "generate": Table(
         {f"{batch} of {tokens:,} tokens": f"{batch}x{tokens}"
          for batch, tokens in ((1, 4096), (1, 16384), (1, 65536), (8, 4096), (8, 16384))},
         {"static caches": "static-cache", "dynamic caches": "dynamic-cache"},
         _over(f"{_GENERATE}/sdpa", f"{_GENERATE}/sparseflash"), "prompts", "none",
-        "time of a token with SDPA / with sparseflash: above 1 sparseflash is faster; "
-        "the largest spread is of the last cell",
+        "Each figure is the time of a token with SDPA divided by sparseflash's: above 1 sparseflash is faster. "
+        "The noise is largest in the last cell.",
     ),
     "transformers": Table(
         {"GPT-2, 16,384 tokens": "gpt2", "Gemma 2, 8,192 tokens": "gemma2", "gpt-oss, 8,192 tokens": "gpt-oss",
@@ -139,7 +140,7 @@ TABLES = {
          for label, peer in (("SDPA", "sdpa"), ("FlashAttention-4", "fa4"), ("FlexAttention", "flex"))
          for passed, way in (("forward", "forward"), ("training step", "training-step"))},
         "", "model", "none",
-        f"{_THEIRS}; none: not supported in this model, or not run; the largest spread is of Swin's step",
+        f"{_THEIRS} none: not supported in this model, or not run. The noise is largest in Swin's step.",
     ),
     "chosen": Table(
         _CHOSEN,
@@ -171,7 +172,7 @@ TABLES = {
         {"SDPA, dense": "sdpa", "sparseflash, dense": "dense", "sparseflash, `butterfly`": "butterfly",
          "sparseflash, `local`": "local"},
         {"steps in the time of one with standard attention": "mean-of-5-tasks"}, "lra/{column}/speed/{row}",
-        "attention", note="geometric mean of five tasks: above 1 is faster than standard attention", units=False,
+        "attention", note="Geometric mean of five tasks: above 1 is faster than standard attention.", units=False,
     ),
     "lra-accuracies": Table(
         {"ListOps, 3.4 million parameters, 1.9 minutes": "listops/accuracy/listops-modern",
@@ -180,37 +181,37 @@ TABLES = {
          "Pathfinder-32, easier paths first, 4 minutes": "pathfinder32/accuracy/pf32-modern-hard",
          "Pathfinder-32, with pixel labels in training, unequal steps": "pathfinder32/accuracy/pf32-modern-labels"},
         {"dense": "dense", "butterfly": "butterfly", "local": "local"}, "lra/{row}/{column}", "task", "not run",
-        "accuracy on the test split, one run each",
+        "Accuracy on the test split, one run each.",
     ),
     "pathx": Table(
         {"labels alone, block-sparse": "labels-alone/block-sparse", "labels alone, dense": "labels-alone/dense",
          "labels alone, a U-Net": "labels-alone/unet", "pixel labels in training": "pixel-labels/block-sparse"},
         {"Path-X": "path-x", "Path-256": "path-256", "Path-512": "path-512"}, "pathx/{column}/accuracy/{row}",
         "right answers", "not run",
-        "± standard deviation of five runs (Path-X) and three (Path-256); without ±, one run",
+        "± is the standard deviation of five runs (Path-X) or three (Path-256); a figure without ± is one run.",
     ),
     "lm-losses": Table(
         {"16,384 tokens, dense": "16384-dense", "16,384 tokens, `local \\| butterfly`": "16384-local-or-butterfly",
          "16,384 tokens, a window of 1,024": "16384-window", "2,048 tokens, dense": "2048-dense"},
         {"validation loss a token": "loss", "trained on": "tokens", "speed": "speed"}, "lm/ten-minutes/{column}/{row}",
-        "context, mask", note="one seed",
+        "context, mask", note="One seed.",
     ),
     "recall": Table(
         {"dense": "dense", "shared blocks": "shared-blocks", "MoBA": "moba", "NSA": "nsa", "VSA": "vsa",
          "a window": "window"},
         {"16,384 tokens": "recall/16384/right-answers/{row}", "256 tokens": "recall/256/right-answers/{row}"},
-        "", "right answers", note="± standard deviation of three runs; without ±, one run",
+        "", "right answers", note="± is the standard deviation of three runs; a figure without ± is one run.",
     ),
     "exactness": Table(
         {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "TF32 products": "tf32"},
         {"portable kernels": "worst/triton", "Hopper kernels": "worst/hopper",
          "cases, portable": "cases/triton", "cases, Hopper": "cases/hopper"},
         "exactness/{row}/{column}", "largest error / allowed error", "none",
-        "at most 1 is within the bound; none: the Hopper kernels take no fp32", units=False,
+        "At most 1 is within the bound. none: the Hopper kernels take no fp32.", units=False,
     ),
     "triton-versions": Table(
         versions.rows(), {"forward": "forward", "backward": "backward"}, versions.CELL, corner=versions.CORNER,
-        note="speed relative to the first row, of 12 cases of `speed --quick`", last=versions.OTHERS,
+        note="Speed relative to the first row, over the 12 cases of `speed --quick`.", last=versions.OTHERS,
     ),
 }  # fmt: skip
 TEXTS: dict[str, Callable[[], str]] = {"triton-versions": versions.sentence}

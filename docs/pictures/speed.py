@@ -21,6 +21,7 @@ PEERS = {  # colours that colour-blind readers can tell apart (Okabe and Ito)
     "sdpa-fa2": ("FlashAttention-2", "#009E73", "v", ""),
 }
 PEAK = round(PEAKS["H200"] / 1e12)  # TFLOP/s of dense bf16 products, an H100's as well
+NAMES = {"random12": "random"}  # masks, as the tables name them
 MASKS = ("butterfly", "local", "bigbird", "random12", "causal", "dense")
 
 
@@ -50,7 +51,7 @@ def speed_over_density(head_dim: int) -> Figure:
                         [masks.index(mask) for mask in speeds], list(speeds.values()), style or " ", color=colour,
                         marker=marker, markersize=6, linewidth=1.2, label=name,
                     )  # fmt: skip
-            axis.set_xticks(range(len(masks)), [f"{mask}\n{100 * live[mask]:.3g} %" for mask in masks])
+            axis.set_xticks(range(len(masks)), [f"{NAMES.get(mask, mask)}\n{100 * live[mask]:.3g} %" for mask in masks])
             axis.tick_params(labelsize=8)
             handles["peak of the tensor cores"] = axis.axhline(PEAK, color="#555555", linestyle=":", linewidth=1.2)
             axis.set_ylim(bottom=0)

@@ -110,7 +110,8 @@ def test_a_page_that_is_out_of_date_is_found_and_written_anew(page):
     assert command.problems([found]) == ["page.md is out of date: run python -m docs.figures"]
     assert found.after == (
         "It takes <!-- figure: speed/dense/64/forward/fa4 -->0.350 ms<!-- /figure -->.\n\n<!-- runs -->\n"
-        "- NVIDIA H200, torch 2.11.0, triton 3.6.0, unknown, 2026-11-29 ([speed/h200](results/speed/h200.jsonl))\n"
+        "- NVIDIA H200, torch 2.11.0, triton 3.6.0, commit unknown, 2026-11-29 "
+        "([speed/h200](results/speed/h200.jsonl))\n"
         "<!-- /runs -->\n"
     )
     assert command.problems([page(found.after)]) == []
@@ -181,8 +182,8 @@ def test_a_table_has_its_run_below_it_and_says_what_is_absent(page, monkeypatch)
         "| FlashAttention-4 | **1.12** | 0.50 |",
         "| cuDNN | 1.01 | none |",
         "",
-        "NVIDIA H200, torch 2.11.0, triton 3.6.0, unknown, 2026-11-29 ([speed/h200](results/speed/h200.jsonl)); "
-        "largest spread of a figure 2 %",
+        "Measured on NVIDIA H200, torch 2.11.0, triton 3.6.0, commit unknown, 2026-11-29 "
+        "([speed/h200](results/speed/h200.jsonl)). The noise of a figure is at most 2 %.",
         "<!-- /table -->",
     ]
     monkeypatch.setitem(tables.TABLES, "peers", replace(table, absent=""))
@@ -198,7 +199,7 @@ def test_a_run_that_is_older_than_its_kernels_must_be_marked(page, monkeypatch):
     monkeypatch.setattr(marks, "changes", lambda file: 3)
     figure = "<!-- figure: speed/dense/64/forward/fa4 -->0.350 ms<!-- /figure -->"
     found = page(f"At {figure} (<!-- run: speed/h200 --><!-- /run -->).\n")
-    assert found.after.endswith("speed/h200.jsonl)); kernels changed since<!-- /run -->).\n")
+    assert found.after.endswith("speed/h200.jsonl)); the kernels have changed since<!-- /run -->).\n")
     said = "speed/h200 (unknown) is older than 3 changes of its kernels, which page.md must say: "
     said += "run python -m docs.figures"
     assert said in command.problems([found])

@@ -331,7 +331,10 @@ def check_layout(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
     for name, dim in (("D", q.shape[-1]), ("Dv", v.shape[-1])):
         if not 16 <= dim <= 256:
-            raise ValueError(f"head dims must be from 16 to 256 for the triton backend; got {name} = {dim}.")
+            raise ValueError(
+                f"head dims must be from 16 to 256 for the triton backend; got {name} = {dim}. backend='blockwise' "
+                "takes others, too."
+            )
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_near(x, name)
         if x.shape[2]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from sparseflash.backends.triton.family import Request
@@ -43,50 +45,52 @@ def refuses(request: Request) -> str | None:
     if not _takes(request.dims):
         return f"they take head dims that are multiples of 8 up to {WIDEST}; got D = {dim} and Dv = {v_dim}"
     if request.dropout:
-        return "they know no dropout"
+        return "they have no dropout"
     if unknown := [kind for kind in request.changes if kind not in KINDS]:
-        return f"of changes of scores they know {', '.join(KINDS)}; got {', '.join(unknown)}"
+        return f"they support the score modifications {_named(KINDS)}; got {_named(unknown)}"
     has_room = dim == v_dim and dim in HEAD_DIMS
     if not has_room and (others := [kind for kind in request.changes if kind not in _AT_ALL_DIMS]):
         return (
-            f"at other head dims than 64, 96 and 128, D = Dv, they know {', '.join(_AT_ALL_DIMS)} of changes of "
-            f"scores; got {', '.join(others)} at D = {dim} and Dv = {v_dim}"
+            f"they support only {_named(_AT_ALL_DIMS)} at head dims other than 64, 96 and 128, and where D and Dv "
+            f"differ; got {_named(others)} at D = {dim} and Dv = {v_dim}"
         )
     if request.backward and max(request.dims) > WIDEST_BACKWARD:
         if others := [kind for kind in request.changes if kind != "sink"]:
+            found = _named(others, logarithmic=request.logarithmic)
             return (
-                f"their backward of head dims above {WIDEST_BACKWARD} knows a sink alone; got {', '.join(others)} at "
-                f"D = {dim} and Dv = {v_dim}"
+                f"their backward supports only a sink above head dim {WIDEST_BACKWARD}; got {found} at D = {dim} and "
+                f"Dv = {v_dim}"
             )
         if request.dynamic:
             return (
-                f"their backward of head dims above {WIDEST_BACKWARD} takes no mask that is made at every step; got "
+                f"their backward takes no mask that is made at every step above head dim {WIDEST_BACKWARD}; got "
                 f"D = {dim} and Dv = {v_dim}"
             )
     if unknown := [kind for kind in request.learned if kind not in LEARNED]:
-        return f"of changes of scores they give gradients to {', '.join(LEARNED)}; got {', '.join(unknown)}"
+        return f"they compute gradients for the tensors of {_named(LEARNED)}; got {_named(unknown)}"
     if "distance" in request.learned and ("softcap" in request.changes or request.logarithmic):
-        return "they give a gradient to the slopes of a linear decay alone, without a soft cap"
+        return "they compute no gradient for the slopes of log_decay, nor for those of alibi beside softcap"
     if "relative" in request.changes and (others := [each for each in request.changes if each in _NOT_WITH_A_TABLE]):
-        return f"they know a table of relative positions beside a sink alone; got one beside {', '.join(others)}"
+        found = _named(others, logarithmic=request.logarithmic)
+        return f"they support a relative-position table only alone or beside a sink; got one beside {found}"
     if "relative" in request.learned and request.entries > MOST_ENTRIES:
         return (
-            f"they sum gradients of up to {MOST_ENTRIES} entries of tables for the query heads that share keys; got "
-            f"{request.entries}"
+            f"they compute gradients for at most {MOST_ENTRIES} table entries, counted over the query heads that share "
+            f"keys; got {request.entries}"
         )
     if "key_bias" in request.changes and ("softcap" in request.changes or request.logarithmic):
-        other = "a soft cap" if "softcap" in request.changes else "a logarithmic one"
-        return f"they know a bias of keys beside a linear decay and a sink alone; got one beside {other}"
+        other = "softcap" if "softcap" in request.changes else "log_decay"
+        return f"they support key_bias only alone or beside alibi and a sink; got it beside {other}"
     if why := _refuses_pairs(request):
         return why
     if not request.in_runs:
         return (
-            "of tables of relative positions they know those whose buckets follow from the distance and are mostly the "
-            "same from one distance to the next"
+            "they support relative-position tables indexed by distance, where neighbouring distances mostly share an "
+            "entry"
         )
     tile = BLOCK if request.backward else tile_for(request.block, request.dims)
     if request.dynamic and request.block != tile:
-        return "of a mask that is made at every step they take blocks of {} x {}; got {} x {}".format(
+        return "they need blocks of {} x {} for a mask that is made at every step; got {} x {}".format(
             *tile, *request.block
         )
     if is_interpreted():
@@ -99,6 +103,12 @@ def _takes(dims: tuple[int, int]) -> bool:
     return all(dim % 8 == 0 and dim <= WIDEST for dim in dims)
 
 
+def _named(kinds: Iterable[str], *, logarithmic: bool | None = None) -> str:
+    """Kinds of score modifications by the names of the functions of `sparseflash.scores` that make them."""
+    decay = {None: "alibi, log_decay", False: "alibi", True: "log_decay"}[logarithmic]
+    return ", ".join(decay if kind == "distance" else kind for kind in kinds)
+
+
 def _refuses_pairs(request: Request) -> str | None:
     """The same of its bias of pairs, if it has one."""
     pairs = request.pairs
@@ -106,17 +116,16 @@ def _refuses_pairs(request: Request) -> str | None:
         return None
     own, *others = sorted(request.changes, key=lambda kind: kind not in PAIRS)
     if others := [kind for kind in others if kind != "sink"]:
-        return f"they know a bias of pairs beside a sink alone; got one beside {', '.join(others)}"
+        found = _named(others, logarithmic=request.logarithmic)
+        return f"they support {own} only alone or beside a sink; got it beside {found}"
     if own == "tile_bias" and request.block != BLOCK:
-        return "of biases of live tiles they know those of blocks of {} x {}; got {} x {}".format(
-            *BLOCK, *request.block
-        )
+        return "they support tile_bias only in blocks of {} x {}; got {} x {}".format(*BLOCK, *request.block)
     if pairs.dtype != request.dtype:
-        return f"they take biases of pairs of q's dtype; got {pairs.dtype}"
+        return f"they need {own} in q's dtype; got {pairs.dtype}"
     if not pairs.has_rows:
-        return "they take biases of pairs with a number for every query and key, in rows aligned to 16 bytes"
+        return f"they need {own} with a number for every query and key, in rows aligned to 16 bytes"
     if own in request.learned and pairs.is_shared:
-        return "they give no gradient to a bias of pairs that batch elements or heads share"
+        return f"they compute no gradient for a {own} that batch elements or heads share"
     return None
 
 
@@ -128,36 +137,39 @@ def yields(request: Request) -> str | None:
     if _takes(request.dims) and request.dims not in MEASURED_DIMS:
         return f"they have not been measured at D = {dim} and Dv = {v_dim}; backend='hopper' asks for them"
     if min(request.block) < min(BLOCK) and (backward or dim == 64 or request.block != SMALL):
-        return "the portable kernels read less, in blocks of {} x {}".format(*request.block)
+        return "the portable kernels read less memory in blocks of {} x {}".format(*request.block)
     if request.lengths and backward:
-        return "the portable backward leaves out what lies past the lengths"
+        return "the portable backward skips what lies past the lengths"
     cuts = k_len > SPLITS.longest_whole(BLOCK[0]) or request.keys < k_len  # under a mask, rows of other lengths
     if cuts and k_len > q_len * LIMITS.most_keys_a_query:
-        return f"the portable kernels share the keys of few queries out to more programs; got {q_len} and {k_len}"
+        return (
+            f"the portable kernels split the keys of few queries over more programs; got {q_len:,} queries and "
+            f"{k_len:,} keys"
+        )
     least = LIMITS.least_queries(dim, request.block, backward=backward, dynamic=request.dynamic)
     if q_len < least:
         direction = "backward" if backward else "forward"
         return (
-            f"the portable {direction} takes about as long or less, its start included, below {least:,} queries at D = "
+            f"the portable {direction} is about as fast or faster, its launch included, below {least:,} queries at D = "
             f"{dim}; got {q_len:,}"
         )
     if backward and (entries := request.keys / BLOCK[1] * -(-q_len // BLOCK[0]) * request.heads) >= MOST_ENTRIES_LISTED:
         return f"they list at most {MOST_ENTRIES_LISTED:,} tiles of all heads for a backward; got about {entries:,.0f}"
     if request.dynamic and dim == 64:
-        return "the portable kernels take about as long or less at D = 64 with a mask that is made at every step"
+        return "the portable kernels are about as fast or faster at D = 64 with a mask that is made at every step"
     if request.dynamic and backward and (room := _room(request)) > LIMITS.most_room:
-        return f"the lists of a backward that waits for nothing would take {room:.2f} of the memory of q"
+        return f"the work lists of a backward for a mask that is made at every step take {room:.2f} of q's memory"
     if dim == 64 and "softcap" in request.changes:
-        return "the portable kernels are faster at D = 64 under a soft cap"
+        return "the portable kernels are faster at D = 64 with softcap"
     if request.logarithmic and not backward:
-        return "the portable forward is faster with a decay by the logarithm of the distance"
+        return "the portable forward is faster with log_decay"
     # With a bias the portable forward is the slower one: of pairs 0.476 beside 0.435 ms, of keys 0.475 beside 0.336, on
     # another H200 (causal, 8,192 tokens).
     has_bias = request.pairs is not None or "key_bias" in request.changes
     if dim == 64 and not backward and request.keys > LIMITS.most_keys and not has_bias:
         return (
-            f"the portable forward is faster at D = 64 where queries see more than {LIMITS.most_keys:,} keys; got "
-            f"{request.keys:,.0f}"
+            f"the portable forward is faster at D = 64 where a query sees more than {LIMITS.most_keys:,} keys on "
+            f"average; got {request.keys:,.0f}"
         )
     return None
 

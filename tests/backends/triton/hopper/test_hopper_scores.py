@@ -500,7 +500,7 @@ def test_the_derivative_of_a_cap_is_that_of_each_score():
 
 # ---------------------------------------------------------------------- which they take
 
-NO_GRADIENT = "they give a gradient to the slopes of a linear decay alone, without a soft cap"
+NO_GRADIENT = "they compute no gradient for the slopes of log_decay, nor for those of alibi beside softcap"
 
 
 @pytest.fixture
@@ -531,8 +531,8 @@ def test_some_decays_that_are_learned_and_other_changes_are_the_portable_kernels
     own = scores.function(lambda score, b, h, q, k: score.sin())
     found = explain(q, q, q, masks.causal(8192), scores=own, capability=(9, 0))
     assert found.forward.family == "portable"
-    reason = "of changes of scores they know softcap, distance, relative, key_bias, bias, tile_bias, sink; got function"
-    assert dict(found.forward.refusals)["hopper"] == reason
+    reason = "they support the score modifications softcap, alibi, log_decay, relative, key_bias, bias, tile_bias, sink"
+    assert dict(found.forward.refusals)["hopper"] == f"{reason}; got function"
 
 
 def families_and_refusal(changes):
@@ -548,11 +548,11 @@ def test_they_take_biases_of_keys_with_a_linear_decay_and_a_sink():
 
     assert families_and_refusal(Scores((bias,))) == ("hopper", "hopper", None)
     assert families_and_refusal(bias + scores.alibi(slopes) + scores.sink(slopes)) == ("hopper", "hopper", None)
-    reason = "they know a bias of keys beside a linear decay and a sink alone; got one beside "
-    assert families_and_refusal(bias + scores.softcap(30.0)) == ("portable", "portable", reason + "a soft cap")
+    reason = "they support key_bias only alone or beside alibi and a sink; got it beside "
+    assert families_and_refusal(bias + scores.softcap(30.0)) == ("portable", "portable", reason + "softcap")
     found = families_and_refusal(bias + scores.log_decay(slopes))
-    assert found == ("portable", "portable", reason + "a logarithmic one")
-    reason = "they know a table of relative positions beside a sink alone; got one beside key_bias"
+    assert found == ("portable", "portable", reason + "log_decay")
+    reason = "they support a relative-position table only alone or beside a sink; got one beside key_bias"
     assert families_and_refusal(bias + scores.relative(slopes[:, None].expand(4, 32), scores.t5_buckets()))[2] == reason
 
 
@@ -566,17 +566,20 @@ def test_they_take_biases_of_pairs_that_the_copy_engine_can_read():
     assert families_and_refusal(bias(2, 4, *tokens) + scores.sink(torch.rand(4, device="meta")))[2] is None
     fixed = Scores((scores.bias(torch.empty(1, 1, *tokens, device="meta", dtype=torch.bfloat16)),))
     assert families_and_refusal(fixed) == ("hopper", "hopper", None)
-    reason = "they give no gradient to a bias of pairs that batch elements or heads share"
+    reason = "they compute no gradient for a bias that batch elements or heads share"
     for shared in (bias(1, 4, *tokens), bias(2, 1, *tokens)):
         assert families_and_refusal(shared) == ("hopper", "portable", reason)
-    reason = "they take biases of pairs of q's dtype; got torch.float32"
+    reason = "they need bias in q's dtype; got torch.float32"
     assert families_and_refusal(bias(2, 4, *tokens, dtype=torch.float32)) == ("portable", "portable", reason)
-    reason = "they take biases of pairs with a number for every query and key, in rows aligned to 16 bytes"
+    reason = "they need bias with a number for every query and key, in rows aligned to 16 bytes"
     unaligned = torch.empty(1, 1, 8192, 8193, device="meta", dtype=torch.bfloat16)[..., :8192]
     for values in (unaligned, fixed.tensors()[0].mT, fixed.tensors()[0][..., :1]):
         assert families_and_refusal(Scores((scores.bias(values),))) == ("portable", "portable", reason)
-    reason = "they know a bias of pairs beside a sink alone; got one beside softcap"
+    reason = "they support bias only alone or beside a sink; got it beside softcap"
     assert families_and_refusal(fixed + scores.softcap(30.0))[2] == reason
+    slopes = torch.rand(4, device="meta")
+    for decay, name in ((scores.alibi(slopes), "alibi"), (scores.log_decay(slopes), "log_decay")):
+        assert families_and_refusal(fixed + decay)[2] == reason.replace("softcap", name)
 
 
 @pytest.mark.usefixtures("compiled")
@@ -589,7 +592,7 @@ def test_they_take_biases_of_live_tiles_of_their_own_size(block, shape):
     q = torch.empty(2, 4, 8192, 128, dtype=torch.bfloat16)
     found = explain(q, q, q, mask, scores=bias, capability=(9, 0))
     if block == 64:
-        reason = "of biases of live tiles they know those of blocks of 128 x 128; got 64 x 64"
+        reason = "they support tile_bias only in blocks of 128 x 128; got 64 x 64"
         assert (found.forward.family, found.backward.family) == ("portable", "portable")
         assert dict(found.backward.refusals)["hopper"] == reason
     else:
@@ -605,17 +608,19 @@ def test_they_take_tables_by_distance_alone_or_with_a_sink():
     t5 = scores.relative(table(32), scores.t5_buckets())
     assert families_and_refusal(t5) == ("hopper", "hopper", None)
     assert families_and_refusal(t5 + scores.sink(torch.rand(4, device="meta"))) == ("hopper", "hopper", None)
-    reason = "they know a table of relative positions beside a sink alone; got one beside softcap"
+    reason = "they support a relative-position table only alone or beside a sink; got one beside softcap"
     assert families_and_refusal(t5 + scores.softcap(30.0)) == ("portable", "portable", reason)
     of_keys = scores.key_bias(torch.rand(1, 1, 8192, device="meta"))
     assert families_and_refusal(t5 + of_keys) == ("portable", "portable", reason.replace("softcap", "key_bias"))
     of_cells = scores.relative_2d(torch.rand(4, 5, 7, device="meta"), 3, 4, cells=torch.arange(8192) % 12)
     assert families_and_refusal(of_cells)[:2] == ("portable", "portable")
-    assert families_and_refusal(of_cells)[2].startswith("of tables of relative positions they know those whose")
+    assert families_and_refusal(of_cells)[2].startswith("they support relative-position tables indexed by distance")
     assert families_and_refusal(scores.relative(table(256), scores.clipped(127))) == ("hopper", "hopper", None)
     assert families_and_refusal(scores.relative(table(257), scores.clipped(127)))[:2] == ("hopper", "portable")
     many = scores.relative(table(601), scores.clipped(300))
-    reason = "they sum gradients of up to 256 entries of tables for the query heads that share keys; got 601"
+    reason = (
+        "they compute gradients for at most 256 table entries, counted over the query heads that share keys; got 601"
+    )
     assert families_and_refusal(many) == ("hopper", "portable", reason)
 
 

@@ -36,16 +36,16 @@ def test_half_precision_of_three_head_dims_is_taken(dim, dtype):
         ("they take fp16 and bf16; got torch.float32", {"dtype": torch.float32}),
         ("they take head dims that are multiples of 8 up to 256; got D = 36 and Dv = 64", {"dims": (36, 64)}),
         ("they take head dims that are multiples of 8 up to 256; got D = 64 and Dv = 264", {"dims": (64, 264)}),
-        ("their backward of head dims above 128 knows a sink alone; got softcap at D = 256 and Dv = 256",
+        ("their backward supports only a sink above head dim 128; got softcap at D = 256 and Dv = 256",
          {"dims": (256, 256), "backward": True, "changes": ("softcap", "sink")}),
-        ("their backward of head dims above 128 takes no mask that is made at every step; got D = 192 and Dv = 128",
+        ("their backward takes no mask that is made at every step above head dim 128; got D = 192 and Dv = 128",
          {"dims": (192, 128), "backward": True, "dynamic": True}),
-        ("at other head dims than 64, 96 and 128, D = Dv, they know softcap, distance, sink of changes of scores; got "
-         "key_bias at D = 80 and Dv = 80", {"dims": (80, 80), "changes": ("key_bias", "sink")}),
-        ("they know no dropout", {"dropout": True}),
-        ("of a mask that is made at every step they take blocks of 128 x 128; got 64 x 128",
+        ("they support only softcap, alibi, log_decay, sink at head dims other than 64, 96 and 128, and where D and Dv "
+         "differ; got key_bias at D = 80 and Dv = 80", {"dims": (80, 80), "changes": ("key_bias", "sink")}),
+        ("they have no dropout", {"dropout": True}),
+        ("they need blocks of 128 x 128 for a mask that is made at every step; got 64 x 128",
          {"dynamic": True, "block": (64, 128)}),
-        ("of a mask that is made at every step they take blocks of 128 x 128; got 64 x 64",
+        ("they need blocks of 128 x 128 for a mask that is made at every step; got 64 x 64",
          {"dynamic": True, "block": (64, 64), "backward": True}),
     ],
 )  # fmt: skip
@@ -57,7 +57,7 @@ def test_the_reason_is_given(reason, change):
 def test_few_queries_are_theirs_where_their_keys_would_not_be_cut(keys):
     dense = HALF._replace(tokens=(64, keys), dims=(128, 128), keys=float(keys))
     assert support.yields(dense) is None
-    assert support.yields(dense._replace(keys=keys - 1.0)).endswith(f"more programs; got 64 and {keys}")
+    assert support.yields(dense._replace(keys=keys - 1.0)).endswith(f"more programs; got 64 queries and {keys:,} keys")
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -66,29 +66,29 @@ def test_long_sequences_are_theirs(dim, backward):
     assert support.yields(HALF._replace(dims=(dim, dim), backward=backward)) is None
 
 
-BELOW = "the portable {} takes about as long or less, its start included, below {} queries at D = {}; got {}"
+BELOW = "the portable {} is about as fast or faster, its launch included, below {} queries at D = {}; got {}"
 
 
 @pytest.mark.parametrize(
     ("reason", "change"),
     [
-        ("the portable kernels read less, in blocks of 64 x 128", {"block": (64, 128)}),
-        ("the portable kernels read less, in blocks of 64 x 64", {"block": (64, 64), "backward": True}),
-        ("the portable kernels read less, in blocks of 64 x 64", {"block": (64, 64)}),
-        ("the portable kernels read less, in blocks of 64 x 64", {"block": (64, 64), "dynamic": True}),
+        ("the portable kernels read less memory in blocks of 64 x 128", {"block": (64, 128)}),
+        ("the portable kernels read less memory in blocks of 64 x 64", {"block": (64, 64), "backward": True}),
+        ("the portable kernels read less memory in blocks of 64 x 64", {"block": (64, 64)}),
+        ("the portable kernels read less memory in blocks of 64 x 64", {"block": (64, 64), "dynamic": True}),
         (BELOW.format("forward", "1,024", 128, "512"), {"dims": (128, 128), "block": (64, 64), "tokens": (512, 512)}),
         (BELOW.format("forward", "4,096", 128, "2,048"), {"dims": (128, 128), "dynamic": True, "tokens": (2048, 2048)}),
         (BELOW.format("backward", "16,384", 128, "8,192"), {"dims": (128, 128), "dynamic": True, "backward": True}),
-        ("the portable kernels take about as long or less at D = 64 with a mask that is made at every step",
+        ("the portable kernels are about as fast or faster at D = 64 with a mask that is made at every step",
          {"dynamic": True, "tokens": (65536, 65536)}),
-        ("the lists of a backward that waits for nothing would take 0.25 of the memory of q",
+        ("the work lists of a backward for a mask that is made at every step take 0.25 of q's memory",
          {"dims": (128, 128), "dynamic": True, "backward": True, "tokens": (65536, 65536), "patterns": 64}),
-        ("the portable backward leaves out what lies past the lengths", {"lengths": True, "backward": True}),
-        ("the portable kernels share the keys of few queries out to more programs; got 128 and 16384",
+        ("the portable backward skips what lies past the lengths", {"lengths": True, "backward": True}),
+        ("the portable kernels split the keys of few queries over more programs; got 128 queries and 16,384 keys",
          {"tokens": (128, 16384), "dims": (128, 128)}),
         (BELOW.format("forward", "4,096", 64, "2,048"), {"tokens": (2048, 2048)}),
         (BELOW.format("backward", "1,024", 128, "512"), {"tokens": (512, 512), "dims": (128, 128), "backward": True}),
-        ("the portable forward is faster at D = 64 where queries see more than 5,120 keys; got 8,192",
+        ("the portable forward is faster at D = 64 where a query sees more than 5,120 keys on average; got 8,192",
          {"keys": 8192.0}),
     ],
 )  # fmt: skip
@@ -155,7 +155,7 @@ def test_each_pass_is_served_by_the_faster_kernels():
     mask = masks.causal(2048, block=128)
     found = explain(q, q, q, mask, capability=(9, 0))
     assert (found.forward.family, found.backward.family) == ("portable", "hopper")
-    assert dict(found.forward.refusals)["hopper"].startswith("the portable forward takes about as long")
+    assert dict(found.forward.refusals)["hopper"].startswith("the portable forward is about as fast")
     assert [each.kernel for each in found.kernels] == ["forward", "dk, dv and dq"]
     assert "forward: portable kernels\n  not hopper: the portable forward" in str(found)
     found = explain(q, q, q, mask, capability=(9, 0), backend="triton")
@@ -183,7 +183,7 @@ def test_who_insists_on_them_learns_before_the_forward_that_there_is_no_backward
     q = torch.zeros(1, 1, 256, 64, dtype=torch.float16, requires_grad=True)
     mask = masks.top_k_blocks(torch.rand(4, 4), k=2, q_len=256, block=64)
     with mock.patch.object(api, "attention", side_effect=AssertionError("the forward")):
-        with pytest.raises(ValueError, match=r"the hopper kernels cannot .*: .* blocks of 128 x 128; got 64 x 64"):
+        with pytest.raises(ValueError, match=r"the hopper kernels cannot .*: .* of 128 x 128 for .*; got 64 x 64"):
             attention(q, q, q, mask, backend="hopper")
         with torch.no_grad(), pytest.raises(AssertionError, match="the forward"):
             attention(q, q, q, mask, backend="hopper")
@@ -192,7 +192,7 @@ def test_who_insists_on_them_learns_before_the_forward_that_there_is_no_backward
 def test_a_group_that_shares_its_chosen_blocks_needs_little_room():
     chosen = HALF._replace(dynamic=True, backward=True, dims=(128, 128), tokens=(65536, 65536), keys=2048.0)
     assert support.yields(chosen._replace(patterns=4)) is None
-    assert support.yields(chosen._replace(patterns=64)).endswith("0.25 of the memory of q")
+    assert support.yields(chosen._replace(patterns=64)).endswith("0.25 of q's memory")
 
 
 @pytest.mark.parametrize(("choices", "family"), [(1, "hopper"), (16, "portable")])
