@@ -12,6 +12,7 @@ object, may later become another tensor of the graph, for example the indices of
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -27,6 +28,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _clearings: list[Callable[[], None]] = []  # the functions that `clear_caches` calls
 _dicts: weakref.WeakSet[Any] = weakref.WeakSet()  # every BoundedDict and MaskCache
+# A WeakSet must not grow while it is read. Reentrant, because the garbage collector may run code that makes a cache.
+_listing = threading.RLock()
 
 
 class BoundedDict(dict[Any, Any]):
@@ -44,7 +47,8 @@ class BoundedDict(dict[Any, Any]):
     def __init__(self, most: int) -> None:
         super().__init__()
         self.most = most
-        _dicts.add(self)
+        with _listing:
+            _dicts.add(self)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if len(self) >= self.most and key not in self:
@@ -67,7 +71,8 @@ class MaskCache(dict[Any, Any]):
         super().__init__()
         self.may_wait = may_wait
         self.recorded = recorded  # made while a CUDA graph was recorded: each replay may change the arrays
-        _dicts.add(self)
+        with _listing:
+            _dicts.add(self)
 
     __hash__ = object.__hash__  # type: ignore[assignment]
     __eq__ = object.__eq__
@@ -131,7 +136,9 @@ def clear_caches() -> None:
     streams.release_finished_graphs()
     for clear in _clearings:
         clear()
-    for cache in list(_dicts):
+    with _listing:
+        caches = list(_dicts)
+    for cache in caches:
         cache.clear()
 
 

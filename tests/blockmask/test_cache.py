@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import json
 import pickle
+import sys
 import threading
 import weakref
 from unittest import mock
@@ -16,7 +17,7 @@ from forked import interpreting, python
 from plans import plan
 from sparseflash import BlockMask, attention, clear_caches, masks, scores
 from sparseflash.backends.triton.schedule.plan import Plan
-from sparseflash.blockmask.cache import is_countable, mask_cache, once
+from sparseflash.blockmask.cache import BoundedDict, is_countable, mask_cache, once
 from sparseflash.blockmask.numbering import tile_numbers
 from sparseflash.masks.block_index import mask_of_queries
 
@@ -290,3 +291,26 @@ def test_what_is_made_of_fake_tensors_is_not_kept(derive):
     assert chosen.pattern.tolist() == [[0, 0, 0], [1, 1, 1]]
     rows = mask_of_queries(torch.zeros(1, 1, 70, 2, dtype=torch.int64), 16, 16, 70, causal=True)
     assert rows.validate().canonical().density > 0
+
+
+def test_caches_are_made_while_others_are_cleared():
+    stop, made = threading.Event(), []
+
+    def make():
+        while not stop.is_set():
+            made.append([BoundedDict(1) for _ in range(50)])
+            del made[:-4]
+
+    threads = [threading.Thread(target=make) for _ in range(2)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in range(300):
+            clear_caches()  # raised "Set changed size during iteration"
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+        sys.setswitchinterval(interval)

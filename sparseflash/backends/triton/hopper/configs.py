@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import NamedTuple
+
+from sparseflash.blockmask.cache import bounded
 
 ROWS = 64  # queries of a warpgroup in the forward, which is what a matrix instruction takes
 GROUPS = 2  # warpgroups that multiply
@@ -205,7 +206,7 @@ def wide_config_for(head_dim: int, value_dim: int) -> WideConfig | None:
     return WideConfig(*dims, chunks=4 if min(dims) == 256 else 2)
 
 
-@lru_cache(256)
+@bounded(256)
 def config_for(head_dim: int, tile: tuple[int, int], value_dim: int | None = None) -> Config:
     """The configuration of the forward for head dims up to WIDEST, in the tiles that `tile_for` says.
 
