@@ -44,7 +44,7 @@ def asked(
 ) -> tuple[str, str, str]:  # fmt: skip
     """The kernels of the forward and of the backward, and the reasons against the Hopper kernels.
 
-    What `explain` says of them, without the plans, which for a mask on the device need one.
+    The same answers as `explain`, without its plans: a plan for a mask on a GPU needs the GPU.
     """
     q, k, v = (torch.empty(1, HEADS, tokens, dim, dtype=dtype, device="meta") for dim in (dims[0], *dims))
     dropout = Dropout(torch.empty(1, dtype=torch.int64, device="meta"), threshold(0.1)) if dropped else None
@@ -249,7 +249,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def written(page: str) -> str:
-    """The page with its tables made anew; the answers are those of a process that compiles kernels."""
+    """The page with regenerated tables, with the answers of a process that compiles kernels."""
     interpreted = support.is_interpreted
     support.is_interpreted = lambda: False
     try:

@@ -1,7 +1,7 @@
 """Triton's interpreter replaces the functions of its language once in a launch, not at every call of a device function.
 
-The interpreter would search the whole language at each such call, a third of the time of a kernel of this package, and
-find everything replaced already.
+The interpreter would search the whole language at each of these calls, a third of the time of a kernel of this package,
+and find everything replaced already.
 """
 
 import inspect

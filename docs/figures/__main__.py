@@ -11,7 +11,7 @@ from docs.figures.store import number, stored
 
 
 def problems(checked: list[Page]) -> list[str]:
-    """What `--check` says: marks that cannot be filled in, contradictions, what is out of date or written by hand."""
+    """The findings of `--check`: marks that cannot be filled in, contradictions, outdated or handwritten figures."""
     found = [f"{page.name}: {error}" for page in checked for error in page.errors]
     found += [f"two places must show one figure; {each}" for each in contradictions(checked)]
     found += [f"{page.name} is out of date: run python -m docs.figures" for page in checked if not page.is_current()]

@@ -37,7 +37,7 @@ class Stored:
     measurements: tuple[Measurement, ...]
 
     def matching(self, pattern: str) -> dict[str, tuple[Measurement, tuple[str, ...]]]:
-        """What was measured under the names that match, and what the wildcards of the pattern stand for."""
+        """The measurements with matching names, and the text that each wildcard of the pattern stands for."""
         compiled = _expression(pattern)
         found = ((each, compiled.fullmatch(each.name)) for each in self.measurements if each.value is not None)
         return {each.name: (each, match.groups()) for each, match in found if match}

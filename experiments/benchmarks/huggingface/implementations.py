@@ -15,7 +15,7 @@ _REGISTERED = "block_sparse"  # Transformers reads a name with "flash" as one of
 
 
 def available() -> list[str]:
-    """What can be asked for: Transformers' own, FlashAttention where it is installed, and this library's."""
+    """The available implementations: Transformers' own, FlashAttention where it is installed, and this library's."""
     from transformers import utils
 
     installed = {
@@ -59,7 +59,7 @@ def _used(module: nn.Module, default: str) -> str:
 
 
 def release(device: torch.device) -> None:
-    """Gives back the memory of what is no longer used, a failed call's among it."""
+    """Frees unused memory, including a failed call's."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -132,7 +132,7 @@ def _product_kernel(
 
 
 def product(x: Tensor, y: Tensor, mirrored: bool = False, precision: str | None = None) -> Tensor:
-    """Of [rows, dim] each. precision: None for that of the GPU at hand."""
+    """The product of two [rows, dim] matrices. precision: None for the default on the GPU at hand."""
     rows, dim = x.shape
     out = x.new_empty(rows, rows)
     if precision is None:
@@ -206,7 +206,7 @@ def _whole_product_kernel(
 
 
 def whole_product(x: Tensor, y: Tensor, mirrored: bool = False) -> Tensor:
-    """Of [rows, dim] each, which the kernel splits."""
+    """The product of two [rows, dim] matrices, which the kernel splits."""
     out = x.new_empty(len(x), len(x))
     precision = precision_of("fp32", capability_of(x.device), in_pieces=False)
     _whole_product_kernel[(1,)](x, y, out, *x.shape, precision, mirrored)

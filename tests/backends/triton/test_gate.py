@@ -46,7 +46,7 @@ kernel_check.main(*sys.argv[1:])
 
 @pytest.fixture
 def new_version(monkeypatch, tmp_path):
-    """A version that was not measured, and nothing known of it."""
+    """A version of Triton without measurements, and without a stored verdict."""
     monkeypatch.setattr(gate, "triton_version", lambda: (9, 9))
     monkeypatch.setattr(gate, "triton_release", lambda: "9.9.9")
     monkeypatch.setattr(notice, "_said", notice.BoundedDict(64))
@@ -58,7 +58,7 @@ def new_version(monkeypatch, tmp_path):
 
 @pytest.fixture
 def hopper(monkeypatch, new_version):
-    """The same on a machine that seems to have an H100, whose kernels are not run. Yields what is tried."""
+    """The same on a machine that seems to have an H100, whose kernels are not run. Yields the tried kernels."""
     tried, answers = [], {"": ("", True)}
     facts = {"triton": "9.9.9", "device": "NVIDIA H100", "sources": "abc"}
 
@@ -75,7 +75,7 @@ def hopper(monkeypatch, new_version):
 
 
 def forget():
-    """As a new process would begin."""
+    """Restores the state of a new process."""
     clear_caches()
 
 

@@ -1,4 +1,4 @@
-"""Launching what Triton has compiled: the same as Triton's own launch, hooks and all, in less time."""
+"""Launching compiled Triton kernels: the same as Triton's own launch, including hooks, in less time."""
 
 import weakref
 from concurrent.futures import Future
@@ -20,7 +20,7 @@ GPU = torch.device("cuda", 0)
 
 
 class Kernel:
-    """A Triton kernel that writes down how Triton's front is asked to compile and to launch it."""
+    """A Triton kernel that records how Triton is asked to compile and to launch it."""
 
     __name__ = "kernel"
     arg_names = ("x_ptr", "work_ptr", "scale", "y_ptr", "SIZE")

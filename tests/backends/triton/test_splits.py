@@ -33,7 +33,7 @@ def fresh(mask):
 
 
 def block_counts(side):
-    """How many tiles each program of a side walks, and each would if none were cut."""
+    """The tiles that each program of a side walks, and would walk if no list were cut."""
     sizes, whole = side.work[..., 3].sum(1).tolist(), {}
     for number, size in zip(side.work[:, 0, 0].tolist(), sizes):
         whole[number] = whole.get(number, 0) + size
@@ -66,7 +66,7 @@ def test_global_rows_end_with_the_others(heads):
 @pytest.mark.parametrize("tile", [64, 128])
 @pytest.mark.parametrize("kind", ["bigbird", "causal", "dense", "butterfly", "random12"])
 def test_what_is_cut_does_not_depend_on_how_many_heads_there_are(kind, tile):
-    """Nor do, therefore, the bits of a row."""
+    """Therefore the bits of a row do not depend on it either."""
     mask = patterns.block_mask(kind, 16384, 128)
     for axis in (0, 1):
         lists = []

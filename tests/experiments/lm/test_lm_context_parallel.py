@@ -1,4 +1,4 @@
-"""Training with the tokens of each sequence in several processes: the losses are those of one process."""
+"""Training with the tokens of each sequence in several processes: the losses equal a single process's."""
 
 import csv
 import json

@@ -95,7 +95,7 @@ def test_a_run_begins_with_the_weights_of_a_shorter_context(store, whole, tmp_pa
 
 
 def test_a_run_begins_with_weights_that_do_not_tell_how_long_they_were_trained(store, whole, tmp_path):
-    """Those of before there was --initial."""
+    """Weights from before --initial existed."""
     path = tmp_path / "model.safetensors"
     tensors, about = tensor_files.read(whole[0], train.KIND)
     tensor_files.write(path, tensors, {name: about[name] for name in ("kind", "config", "steps")})
