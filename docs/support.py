@@ -226,7 +226,7 @@ def by_call() -> str:
 
 def has_gradient(call: Callable[..., Any]) -> bool:
     """Whether the result of a call on the CPU has a gradient."""
-    if call is distributed.attention:  # needs a process group; it takes what `attention` takes, with gradients
+    if call is distributed.attention:  # needs a process group; takes the arguments of `attention`, with gradients
         return True
     q, k, v = (torch.zeros(1, 1, 16, 16, requires_grad=True) for _ in range(3))
     if call is attention_varlen:

@@ -43,7 +43,7 @@ def stale(checked: list[Page]) -> list[str]:
 
 
 def main() -> int:
-    """Does what the command line asks for; the exit status."""
+    """Runs the command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m docs.figures", description=__doc__)
     ways = parser.add_mutually_exclusive_group()
     ways.add_argument("--check", action="store_true", help="change nothing; fail if anything is out of date or wrong")

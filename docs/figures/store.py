@@ -1,4 +1,4 @@
-"""The stored runs, `experiments/results/BENCHMARK/FILE.jsonl`, and what a page may ask of them."""
+"""The stored runs, `experiments/results/BENCHMARK/FILE.jsonl`, and the requests that a page may make."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def step_of(name: str, runner: Runner, case: Case, device: torch.device, seed: i
     """The step with this implementation's attention; weights and inputs depend on the case and the seed alone."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # Exchanging tokens and heads, or doing nothing, undoes itself, so `to_bhnd` leads to a peer's order as well.
+        # Swapping tokens and heads, or doing nothing, is its own inverse, so `to_bhnd` converts to a peer's order, too.
         # The context chooses SDPA's backend while a graph is traced. Entered outside of the graph it would not be seen
         # by Dynamo, which would give the second of two backends the graph of the first.
         with runner.context():

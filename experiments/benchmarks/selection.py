@@ -30,7 +30,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @dataclass(frozen=True)
 class Case:
-    """A sequence whose query heads share a choice of key blocks by groups, and what is run on it."""
+    """A sequence whose query heads share a choice of key blocks by groups, and the ways to run on it."""
 
     tokens: int
     heads: int

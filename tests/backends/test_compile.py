@@ -211,7 +211,7 @@ def test_padding_compiles_too():
 
 @pytest.mark.parametrize(("dims", "arithmetic"), [((64, 16), "bfloat16"), ((64, 16), "tf32"), ((32, 128), "float16")])
 def test_values_of_another_head_dim_are_laid_out_as_the_rest_is(dims, arithmetic):
-    # ptxas 12.8, which comes with Triton 3.6 and 3.7, compiles some kernels wrong where they are not.
+    # ptxas 12.8, in Triton 3.6 and 3.7, miscompiles some kernels that read one address in two layouts.
     found = reports("--arch", "90", "--dim", str(dims[0]), "--value-dim", str(dims[1]), "--arithmetic", arithmetic)
     assert {(r["kernel"], r["descriptors"]) for r in found} == {
         (kernel, descriptors) for kernel in ("forward", "dq", "dk_dv") for descriptors in (True, False)

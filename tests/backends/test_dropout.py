@@ -1,4 +1,4 @@
-"""Dropout: the generator, what is dropped, and that every backend drops the same. Exactness is in test_exactness."""
+"""Dropout: the generator, the dropped weights, the same in every backend. Exactness is in test_exactness."""
 
 import numpy as np
 import pytest

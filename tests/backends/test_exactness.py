@@ -274,7 +274,7 @@ def test_many_weights_that_are_alike_sum_to_one(k_len):
 
 
 def _alike(q_len, k_len, heads, kv_heads, scale, seed):
-    """Weights are all alike, if the scale is 0."""
+    """All weights are equal if the scale is 0."""
     arguments = {
         "q_len": q_len, "k_len": k_len, "block": (64, 64), "patterns": [["full"]], "heads": [[0] * heads],
         "holes": "none", "seed": 0,
@@ -285,7 +285,7 @@ def _alike(q_len, k_len, heads, kv_heads, scale, seed):
     )  # fmt: skip
 
 
-# Past errors of an H100 or H200, in fp32: sums of weights, and what tensor cores cut off.
+# Past errors of an H100 or H200, in fp32: sums of weights, and the bits that tensor cores cut off.
 _FOUND_ON_A_GPU = (
     _alike(77, 639, 4, 4, 0.0, 9587),
     _alike(1, 639, 4, 1, 0.0, 761713637),

@@ -118,7 +118,7 @@ LOW = {
 @pytest.mark.parametrize("kind", LOW)
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
 def test_low_finite_scores_are_not_dead(kind, backend, dtype, lowest):
-    """Queries that see no others give them equal weights; beside others they have none."""
+    """Queries with only low scores give them equal weights; beside higher scores, low scores have weight 0."""
     device, backend = ("cuda", "triton") if backend == "cuda" else ("cpu", backend)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, 80, 16, generator=generator).to(device, dtype) for _ in range(3))

@@ -1,4 +1,4 @@
-"""Calls with changed scores are direct if they are plain, and go through the registered operator otherwise."""
+"""Calls with score modifications bypass the registered operator if they are plain, and go through it otherwise."""
 
 import contextlib
 import weakref

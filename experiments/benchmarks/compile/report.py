@@ -1,4 +1,4 @@
-"""Compiles the kernels as a launch would, for an architecture that need not be present, and reports what ptxas says."""
+"""Compiles the kernels as a launch would, for an architecture that need not be present, and reads ptxas's reports."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def _report(name: str, kernel: Any, asked: dict[str, Any]) -> Report:
     said, _ = said_by_ptxas(kernel)
     return Report(
         kernel=name.removesuffix("_kernel"),
-        descriptors="cp.async.bulk.tensor" in ptx,  # what the launcher chose; it may decline descriptors
+        descriptors="cp.async.bulk.tensor" in ptx,  # the launcher's choice; it may decline descriptors
         stages=kernel.metadata.num_stages,
         registers=said.registers,
         spilled=said.spilled,

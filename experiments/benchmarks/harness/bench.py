@@ -95,6 +95,6 @@ class Bench:
         write(self.path, self.run, self.measurements)
 
     def finish(self, over: str = table.OURS) -> None:
-        """Writes the record and prints its table. over: the way whose values others are compared with."""
+        """Writes the record and prints its table. over: the way that the other ways' values are compared with."""
         self.save()
         print(f"\n{table.markdown(self.measurements, over)}\n\nWritten: {self.path}", flush=True)

@@ -66,7 +66,7 @@ def failure_of(peer: Callable[[], Results], ours: Callable[[], Results]) -> Exce
 
 
 def reason(failure: Exception) -> str:
-    """A failure in one line: a peer that cannot serve a case in its own words, others with their kind."""
+    """A failure in one line: the peer's words if it cannot serve a case, otherwise the exception's type and text."""
     if isinstance(failure, Unavailable):
         return f"skipped: {failure}"
     if isinstance(failure, torch.OutOfMemoryError):

@@ -17,7 +17,7 @@ from sparseflash.testing import Comparison, compare_results, draws_for, plain_er
 
 ZERO = 1e-9  # of the summands' magnitude, because the sum cancels
 _FUSED = "sdpa: "  # prefix of results by PyTorch's own attention
-Inputs = Callable[[int], Mapping[str, Tensor]]  # of a seed; with labels
+Inputs = Callable[[int], Mapping[str, Tensor]]  # by seed; with labels
 
 
 class _Fp64Stays(TorchFunctionMode):

@@ -53,7 +53,7 @@ def with_attention(model: nn.Module, implementation: str) -> nn.Module:
 
 
 def _used(module: nn.Module, default: str) -> str:
-    """The attention implementation that a part of a model names; the default for parts that name none."""
+    """The attention implementation that a part of a model names, or the default."""
     used: str = getattr(getattr(module, "config", None), "_attn_implementation", default)
     return used
 

@@ -79,7 +79,7 @@ class KernelOfAttention:
 
 
 class _Launched:
-    """Takes the place of a kernel's launch in a pass, and keeps what it is given except buffers for partial results."""
+    """Replaces a kernel's launch in a pass, and keeps its arguments except buffers for partial results."""
 
     def __init__(self, run: Forward | Backward, kernel: Kernel) -> None:
         self.given: dict[str, Any] = {}

@@ -237,7 +237,7 @@ def test_training_calls_are_repeated_too_whatever_the_layout_of_the_gradient(mas
 
 
 def test_lengths_are_those_of_each_call():
-    """All masks of other lengths share what is cached with the arrays."""
+    """Masks that differ only in lengths share the cache of their arrays."""
     base = mask_of()
     q, k, v = tensors()
     dout = torch.ones(1, 2, TOKENS, 16, dtype=torch.float16)

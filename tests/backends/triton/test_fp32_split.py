@@ -1,4 +1,4 @@
-"""Full fp32 as three pieces of 8 bits: what the pieces are, and that six of their products are enough."""
+"""Full fp32 as three pieces of 8 bits: the values of the pieces, and that six of their products are enough."""
 
 import numpy as np
 import pytest
@@ -242,7 +242,7 @@ def test_products_of_whole_tiles_are_as_good_as_in_fp32_and_keep_infinities(dim,
 
 @pytest.mark.gpu
 def test_sums_of_numbers_of_one_sign_are_not_worse_than_in_fp32():
-    """Tensor cores cut off what does not fit, always towards zero."""
+    """Tensor cores truncate low bits, always towards zero."""
     tokens = 8192
     q, k = (torch.rand(1, 2, tokens, 64, device="cuda") for _ in range(2))
     v = torch.rand(1, 2, tokens, 64, device="cuda") + 1

@@ -456,7 +456,7 @@ print(repr(fault_in(report.getvalue(), {"forward_kernel": 168, "backward_kernel"
 
 
 def test_the_installed_triton_prints_such_a_report():
-    """And its kernels pass; the last is asked for another number of registers than it has."""
+    """And its kernels pass; the last one is checked against a wrong number of registers."""
     done = python("-c", COMPILED)
     assert done.stdout.startswith("'finish_kernel has"), done.stdout + done.stderr[-2000:]
 

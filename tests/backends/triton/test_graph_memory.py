@@ -43,7 +43,7 @@ def overwrite_what_is_free():
 
 
 def recorded(step):
-    """A graph of the step, and what the step returned while it was recorded."""
+    """A graph of the step, and the result of the step while it was recorded."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -37,7 +37,7 @@ def assert_right(q, k, v, mask):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # of fp32 a kernel sees pieces, which are contiguous
 @pytest.mark.parametrize("masked", [True, False])
 def test_one_mask_serves_tensors_that_differ_in_anything(masked, dtype):
-    """Pairs that share strides, or all but one thing: the second must not run what was prepared for the first."""
+    """Pairs with equal strides, or with one difference: the second must not reuse the launch of the first."""
     mask = masks.causal(10, block=16) if masked else None
     q, k, v = (wide(tokens=10, seed=seed).to(dtype) for seed in range(3))
     for slices in [

@@ -41,7 +41,7 @@ def block_counts(side):
 
 
 def makespan(sizes, slots=264):
-    """The tiles that the busiest of the slots walks, where whichever is idle takes the longest item that is left."""
+    """The tiles of the busiest slot, if each idle slot takes the longest remaining item."""
     busy = [0] * slots
     for size in sorted(sizes, reverse=True):
         heapq.heapreplace(busy, busy[0] + size)
@@ -302,7 +302,7 @@ def test_lengths_may_change_from_call_to_call():
 
 
 def test_the_bits_do_not_depend_on_what_else_was_run():
-    """Parts lie in memory that was used before; what a merge reads has all been written."""
+    """Parts lie in memory that was used before; a merge must read only written values."""
     mask = masks.causal(64, block=16)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 1, 64, 16, generator=generator).requires_grad_() for _ in range(3))

@@ -1,4 +1,4 @@
-"""The paper's table: right implementations are timed, accuracies are of runs that belong together, gaps are told."""
+"""The paper's table: only right implementations are timed, accuracies are from runs that belong together."""
 
 import json
 
