@@ -47,8 +47,7 @@ def test_a_measurement_without_torchrun_is_refused(tmp_path):
 
 
 def timed_briefly(*command):
-    """The command with short series: tests check the timed calls, not the times. Deprecated names are
-    errors."""
+    """The command with short series, because tests check only which calls are timed. Deprecated names are errors."""
     from experiments.benchmarks.distributed import measure
 
     warnings.simplefilter("error", FutureWarning)
