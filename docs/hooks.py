@@ -108,7 +108,7 @@ def rewritten(markdown: str, uri: str, repository: str | None = None) -> str:
 
 
 def located(path: str) -> Any:
-    """What is defined as `path`, in a module or in a class of one."""
+    """The object defined as `path`, in a module or in one of its classes."""
     module, names = path, []
     while True:
         module, _, name = module.rpartition(".")
@@ -121,7 +121,7 @@ def located(path: str) -> Any:
 
 
 def public_name(path: str) -> str:
-    """The name by which one imports what is defined as `path`: the shortest, through the packages it lies in."""
+    """The shortest name that imports the object defined as `path`, through its parent packages."""
     holder, _, name = path.rpartition(".")
     if isinstance(located(holder), type):
         return f"{public_name(holder)}.{name}"

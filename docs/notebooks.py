@@ -1,4 +1,4 @@
-"""Notebooks as pages: they are stored without outputs, run when the site is built, and shown with what they print."""
+"""Notebooks as pages: they are stored without outputs, run when the site is built, and shown with their outputs."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def asked(
 ) -> tuple[str, str, str]:  # fmt: skip
     """The kernels of the forward and of the backward, and the reasons against the Hopper kernels.
 
-    What `explain` says of them, without the plans, which for a mask on the device need one.
+    The same answers as `explain`, without its plans: a plan for a mask on a GPU needs the GPU.
     """
     q, k, v = (torch.empty(1, HEADS, tokens, dim, dtype=dtype, device="meta") for dim in (dims[0], *dims))
     dropout = Dropout(torch.empty(1, dtype=torch.int64, device="meta"), threshold(0.1)) if dropped else None
@@ -227,7 +227,7 @@ def by_call() -> str:
 
 def has_gradient(call: Callable[..., Any]) -> bool:
     """Whether the result of a call on the CPU has a gradient."""
-    if call is distributed.attention:  # needs a process group; it takes what `attention` takes, with gradients
+    if call is distributed.attention:  # needs a process group; takes the arguments of `attention`, with gradients
         return True
     q, k, v = (torch.zeros(1, 1, 16, 16, requires_grad=True) for _ in range(3))
     if call is attention_varlen:
@@ -250,7 +250,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def written(page: str) -> str:
-    """The page with its tables made anew; the answers are those of a process that compiles kernels."""
+    """The page with regenerated tables, with the answers of a process that compiles kernels."""
     interpreted = support.is_interpreted
     support.is_interpreted = lambda: False
     try:

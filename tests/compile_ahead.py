@@ -21,7 +21,7 @@ _checked = set()  # checked code
 
 def is_compiled(item):
     of_module = getattr(getattr(item, "module", None), "check", None)
-    is_replaced = of_module in (exactness.check, scored.check)  # others read results of a GPU
+    is_replaced = of_module in (exactness.check, scored.check)  # other kinds read results of a GPU
     return item.get_closest_marker("gpu") is not None and is_replaced and "exact_on_the_gpu" in item.name
 
 

@@ -1,6 +1,6 @@
 """Bounds of loops in Triton's interpreter, whose scalars are arrays of one number.
 
-Triton 3.6 converts such an array by `int`, which NumPy 2.5 and later refuse unless the array has no dimension. Newer
+Triton 3.6 converts the array by `int`, which NumPy 2.5 and later refuse unless the array has no dimension. Newer
 versions of Triton squeeze it first, as does this.
 """
 

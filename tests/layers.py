@@ -205,7 +205,7 @@ MAY_IMPORT = {
         f"{_TRITON}/launcher.py",
         f"{_TRITON}/overrides.py",
     ),
-    # Device functions use those of the portable kernels for tokens and for the softmax.
+    # Device functions use the portable kernels' functions for tokens and for the softmax.
     f"{_TRITON}/changes": (
         "sparseflash/blockmask/cache.py",
         _LIMITS,

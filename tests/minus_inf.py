@@ -131,7 +131,7 @@ class Case:
         return made, learned
 
     def results(self, backend, device="cpu", dtype=None, *, by_mask=False):
-        """out, lse and all gradients by name. backend: a name, or `interpreted` of the Hopper kernels. by_mask: a mask
+        """out, lse and all gradients by name. backend: a name, or `interpreted` for the Hopper kernels. by_mask: a mask
         replaces the scores of -inf.
         """
         generator = torch.Generator().manual_seed(self.seed)

@@ -1,7 +1,7 @@
 """Triton's interpreter replaces the functions of its language once in a launch, not at every call of a device function.
 
-The interpreter would search the whole language at each such call, a third of the time of a kernel of this package, and
-find everything replaced already.
+At each call the interpreter would search the whole language, which takes a third of a kernel's time in this package,
+and find everything replaced already.
 """
 
 import inspect

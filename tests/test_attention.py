@@ -111,7 +111,7 @@ def test_permuting_heads_and_batch_elements_permutes_the_result(backend, data, s
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_grouped_head_reads_the_key_head_of_its_group(backend):
-    q, k, v = tensors(160, heads=6, kv_heads=2)  # so many that fp32 is in pieces either way
+    q, k, v = tensors(160, heads=6, kv_heads=2)  # enough that fp32 is split into pieces either way
     want = attention(q, k.repeat_interleave(3, 1), v.repeat_interleave(3, 1), backend=backend)
     torch.testing.assert_close(attention(q, k, v, backend=backend), want, rtol=0, atol=0)
 

@@ -169,7 +169,7 @@ def test_a_model_gives_what_it_gives_with_its_own_attention(model, padding):
 
 @pytest.mark.parametrize("target", [39, 40])
 def test_cross_attention_sees_all_but_the_padding_of_the_source(target):
-    """Also if the source, with the same number of tokens, has padding."""
+    """Also if the source has padding and the same number of tokens."""
     inputs = {"input_ids": ids(40), "attention_mask": padded("right", 40), "decoder_input_ids": ids(40)[:, :target]}
     compared(*pair(BART), **inputs)
 

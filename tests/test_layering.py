@@ -108,7 +108,7 @@ def test_a_folder_may_import_only_what_it_does(row):
 @pytest.mark.parametrize("row", FOLDERS)
 def test_a_folder_says_what_it_may_import(row):
     """In its docstring, or in the comment below it where users read the docstring. By the last part of each path; "the
-    library" is what every user may import.
+    library" means the modules that every user may import.
     """
     source = (ROOT / row / "__init__.py").read_text(encoding="utf-8")
     comment = re.search(r"(?:^#.*\n)+", source, re.MULTILINE)

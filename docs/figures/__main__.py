@@ -11,7 +11,7 @@ from docs.figures.store import number, stored
 
 
 def problems(checked: list[Page]) -> list[str]:
-    """What `--check` says: marks that cannot be filled in, contradictions, what is out of date or written by hand."""
+    """The findings of `--check`: marks that cannot be filled in, contradictions, outdated or handwritten figures."""
     found = [f"{page.name}: {error}" for page in checked for error in page.errors]
     found += [f"two places must show one figure; {each}" for each in contradictions(checked)]
     found += [f"{page.name} is out of date: run python -m docs.figures" for page in checked if not page.is_current()]
@@ -43,7 +43,7 @@ def stale(checked: list[Page]) -> list[str]:
 
 
 def main() -> int:
-    """Does what the command line asks for; the exit status."""
+    """Runs the command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m docs.figures", description=__doc__)
     ways = parser.add_mutually_exclusive_group()
     ways.add_argument("--check", action="store_true", help="change nothing; fail if anything is out of date or wrong")

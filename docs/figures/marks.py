@@ -1,4 +1,4 @@
-"""Marks in pages and docstrings: what they ask for, and the text with them filled in."""
+"""Marks in pages and docstrings: parses their requests, and fills them in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stored runs, `experiments/results/BENCHMARK/FILE.jsonl`, and what a page may ask of them."""
+"""The stored runs, `experiments/results/BENCHMARK/FILE.jsonl`, and the requests that a page may make."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Stored:
     measurements: tuple[Measurement, ...]
 
     def matching(self, pattern: str) -> dict[str, tuple[Measurement, tuple[str, ...]]]:
-        """What was measured under the names that match, and what the wildcards of the pattern stand for."""
+        """The measurements with matching names, and the text that each wildcard of the pattern stands for."""
         compiled = _expression(pattern)
         found = ((each, compiled.fullmatch(each.name)) for each in self.measurements if each.value is not None)
         return {each.name: (each, match.groups()) for each, match in found if match}

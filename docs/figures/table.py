@@ -10,7 +10,7 @@ from docs.figures.store import SEEDS, FigureError, Stored, figure
 
 @dataclass(frozen=True)
 class Table:
-    """A grid of figures. Labels of rows and columns, and what stands for each in the names of the cells."""
+    """A grid of figures. The labels of rows and columns, and the text that replaces each in the cells' requests."""
 
     rows: dict[str, str]
     columns: dict[str, str]
@@ -25,7 +25,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Rendered:
-    """A table as Markdown, the runs that it is from, and what is said below it."""
+    """A table as Markdown, its runs, and the text below it."""
 
     text: str
     files: dict[str, Stored]

@@ -1,4 +1,4 @@
-"""What the pages say of versions of PyTorch and Triton: a sentence and a table, from the list in
+"""The pages' statements on versions of PyTorch and Triton: a sentence and a table, from the list in
 `sparseflash/backends/triton/versions.py` and the run of `speed --quick` under each.
 """
 

@@ -165,7 +165,7 @@ def work_order() -> Figure:
 
 
 def passes() -> Figure:
-    """What the backward multiplies, in the two kernels that there are."""
+    """The matrix products of the backward, in its two kernels."""
     figure = Figure(figsize=(8.8, 3.4), layout="constrained")
     ways = (
         ("portable: two passes, seven products, no waiting",

@@ -25,7 +25,7 @@ def drawn(panels: dict[str, BlockMask], *, columns: int = 4, share: str = "live"
 
 
 def dilated() -> Figure:
-    """The pattern that the page defines, in single scores: what is skipped, and what bits say of partial tiles."""
+    """The page's pattern, score by score: the skipped tiles, and the bits of partial tiles."""
     mask = BlockMask.from_function(lambda q, k: ((q - k).abs() <= 64) & ((q - k) % 2 == 0), 256, block=64)
     figure = Figure(figsize=(4.6, 4.9), layout="constrained")
     mask.plot(figure.subplots(), elements=True)
@@ -33,7 +33,7 @@ def dilated() -> Figure:
 
 
 def combined() -> Figure:
-    """Two masks, their union, and that without the future."""
+    """Two masks, their union, and the causal part of the union."""
     near, far = masks.local(2048, window=256, block=64), masks.butterfly(2048, block=64)
     return drawn(
         {

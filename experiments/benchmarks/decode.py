@@ -39,7 +39,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """In names of measurements."""
+        """The case in names of measurements."""
         return f"{self.batch}x{self.tokens}-heads{self.heads}of{self.kv_heads}-new{self.new}"
 
     def kept(self, keys: int) -> int:
@@ -61,7 +61,7 @@ SMALL = (Case(2, 256, heads=4, kv_heads=2, dim=16, pages=2, window=32),)
 
 
 def ways_of(case: Case, device: torch.device, dtype: torch.dtype) -> dict[str, Way]:
-    """By the form of the cache and the implementation. A peer's results must be ours with contiguous caches."""
+    """The ways to time, by form of the cache and implementation. Peers are compared with ours on contiguous caches."""
     g = torch.Generator(device).manual_seed(0)
     q = torch.randn(case.batch, case.heads, case.new, case.dim, generator=g, device=device).to(dtype)
     shape = (case.batch, case.kv_heads, case.tokens, case.dim)

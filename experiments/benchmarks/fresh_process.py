@@ -23,9 +23,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def answer_of(function: Callable[..., Any], *arguments: object, limit: float = 240.0) -> Any:
-    """What a function of a module returns, as JSON has it.
+    """Calls a function of a module in a new process and returns its result, decoded from JSON.
 
-    Raises RuntimeError if the process fails, whose end of output is printed, or takes longer than `limit` seconds.
+    Raises RuntimeError if the process fails, after printing the end of its output, or if it takes longer than `limit`
+    seconds.
     """
     question = pickle.dumps((function.__module__, function.__name__, arguments))
     with tempfile.TemporaryDirectory() as empty:
@@ -40,11 +41,11 @@ def answer_of(function: Callable[..., Any], *arguments: object, limit: float = 2
         except subprocess.CalledProcessError as failure:
             print(failure.stderr.decode(errors="replace")[-1500:], file=sys.stderr, flush=True)
             raise RuntimeError(f"the process ended with {failure.returncode}") from failure
-    return json.loads(done.stdout.decode().splitlines()[-1])  # others may have printed before
+    return json.loads(done.stdout.decode().splitlines()[-1])  # libraries may have printed before
 
 
 def main() -> None:
-    """Answers the question on standard input."""
+    """Runs the call that standard input describes."""
     module, name, arguments = pickle.loads(sys.stdin.buffer.read())
     answer = getattr(import_module(module), name)(*arguments)
     print("\n" + json.dumps(answer), flush=True)

@@ -8,7 +8,7 @@ import typer
 
 
 def run_kernels_on(device: str) -> None:
-    """Kernels are compiled for "cuda", and interpreted for "cpu", a test of an experiment; before Triton is imported.
+    """Compiles kernels for "cuda", interprets them for "cpu" (a test of an experiment). Call before importing Triton.
 
     Raises typer.BadParameter if there is no GPU for "cuda".
     """
@@ -23,5 +23,5 @@ def run_kernels_on(device: str) -> None:
 
 
 def compile_kernels() -> None:
-    """Kernels are compiled, whatever the environment says; before Triton is imported."""
+    """Compiles kernels, whatever the environment says. Call before importing Triton."""
     os.environ.pop("TRITON_INTERPRET", None)

@@ -23,7 +23,7 @@ from experiments.benchmarks.speed.peers.runner import Runner
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 OURS = "sparseflash"
-# Dynamo cannot trace their kernels, which their authors call outside of the graph, too.
+# Dynamo cannot trace their kernels; their authors call them outside of the graph, too.
 NOT_TRACED = ("fa4", "fa4-deterministic", "cudnn-sparse")
 
 
@@ -72,7 +72,7 @@ class Step:
     dout: Tensor
 
     def __call__(self) -> Tensor:
-        """The gradient of the projections to q, k and v [3 * W, W], all of which comes through attention."""
+        """The gradient of the projections to q, k and v [3 * W, W]; all of it comes through attention."""
         self.layer.zero_grad(set_to_none=True)
         self.x.grad = None
         self.call(self.x).backward(self.dout)
@@ -85,7 +85,7 @@ def step_of(name: str, runner: Runner, case: Case, device: torch.device, seed: i
     """The step with this implementation's attention; weights and inputs depend on the case and the seed alone."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        # Exchanging tokens and heads, or doing nothing, undoes itself, so `to_bhnd` leads to a peer's order as well.
+        # Swapping tokens and heads, or doing nothing, is its own inverse, so `to_bhnd` converts to a peer's order, too.
         # The context chooses SDPA's backend while a graph is traced. Entered outside of the graph it would not be seen
         # by Dynamo, which would give the second of two backends the graph of the first.
         with runner.context():

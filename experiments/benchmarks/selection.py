@@ -1,5 +1,5 @@
-"""`python -m experiments.benchmarks.selection`: what a choice of blocks at every step costs the host and the GPU, eager
-and recorded, beside dense attention and peers that are given the blocks.
+"""`python -m experiments.benchmarks.selection`: the cost of choosing blocks at every step, on the host and the GPU,
+eager and recorded, beside dense attention and peers that are given the blocks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @dataclass(frozen=True)
 class Case:
-    """A sequence whose query heads share a choice of key blocks by groups, and what is run on it."""
+    """A sequence whose query heads share a choice of key blocks by groups, and the ways to run on it."""
 
     tokens: int
     heads: int
@@ -45,12 +45,12 @@ class Case:
 
     @property
     def choices(self) -> int:
-        """Heads of keys, each of which has a choice."""
+        """The number of choices: one for each head of keys."""
         return self.kv_heads or self.heads
 
     @property
     def name(self) -> str:
-        """In names of measurements."""
+        """The case in names of measurements."""
         kind = "causal" if self.causal else "all"
         rows = "query" if self.by_query else "block"
         return f"{self.tokens}-heads{self.heads}of{self.choices}-{kind}-{self.chosen}x{self.block}-a-{rows}"
@@ -104,8 +104,8 @@ def live_scores(case: Case, index: Tensor) -> int:
 
 
 def ways_of(case: Case, device: torch.device) -> dict[str, Way]:
-    """The choice alone, attention of a choice made anew, and what to compare with: dense attention, and
-    attention by ours and by peers of blocks that are known.
+    """The choice alone, attention with a new choice, and for comparison dense attention and attention with known
+    blocks, ours and the peers'.
     """
     index = index_of(case, device)
     group = case.heads // case.choices
@@ -156,7 +156,7 @@ def ways_of(case: Case, device: torch.device) -> dict[str, Way]:
 def peers_of(
     case: Case, mask: BlockMask, q: Tensor, k: Tensor, v: Tensor
 ) -> dict[str, Callable[[], Callable[[], Tensor]]]:
-    """By name: what makes a peer's call with the blocks of a choice known."""
+    """By name: the function that makes a peer's call, given the blocks of a choice."""
     by_head = partial(flashinfer.masks_of_heads, mask, q.detach(), k.detach(), v.detach(), causal=case.causal)
     as_rows = partial(flashinfer.heads_as_rows, *by_head.args, **by_head.keywords)
     found: dict[str, Callable[[], Callable[[], Tensor]]] = {

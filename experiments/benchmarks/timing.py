@@ -2,7 +2,7 @@
 
 In turns: each implementation runs a short series, then the next one does, for some rounds, so that a change of clock
 rates affects all of them. Before every measured launch the L2 cache is flushed and the GPU is kept busy with a short
-sleep, so that the time between the events is that of the GPU and not of the host.
+sleep, so that the events time the GPU and not the host.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Gradients of scores in half precision where what is subtracted cancels: what `testing.compare` says of them."""
+"""Half-precision gradients of scores where a subtraction cancels, as judged by `testing.compare`."""
 
 import pytest
 import torch

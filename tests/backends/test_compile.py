@@ -1,4 +1,4 @@
-"""The kernels through the real compiler, which needs no GPU: what a tuning must not lose without being noticed."""
+"""The kernels through the real compiler, which needs no GPU: properties that a tuning must not lose unnoticed."""
 
 import json
 import os
@@ -20,13 +20,13 @@ def reports(*arguments):
     done = python("-m", "experiments.benchmarks.compile", "show", "--json", *arguments)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     found = [json.loads(line) for line in done.stdout.splitlines()]
-    assert all(r["direct"] for r in found), found  # else every call pays for Triton's front
+    assert all(r["direct"] for r in found), found  # otherwise every call pays for Triton's own launcher
     return found
 
 
 def spills(bytes_spilled, *, by_triton_36):
-    """The bytes that may be spilled. Triton 3.6 keeps fewer values in registers where none is left; later versions
-    give ptxas `--regAllocOptLevel=2`, with which it spills a few bytes more where registers are scarce.
+    """The bytes that may be spilled. Under register pressure, Triton 3.6 keeps fewer values in registers; later
+    versions pass `--regAllocOptLevel=2` to ptxas, which then spills a few bytes more.
     """
     is_36 = tuple(map(int, version("triton").split(".")[:2])) < (3, 7)
     return by_triton_36 if is_36 else bytes_spilled
@@ -77,7 +77,7 @@ def test_fp32_in_pieces_feeds_the_asynchronous_instructions_at_head_dim_64():
 
 
 def test_fp32_that_is_split_where_it_is_multiplied_has_one_layout_too():
-    """As keys that few queries read are: see choice.py. What matrix instructions read are the pieces, in bf16."""
+    """For keys that few queries read: see choice.py. Matrix instructions read the pieces, in bf16."""
     source = (
         "from experiments.benchmarks.compile.report import compile_all\n"
         "from sparseflash.backends.triton.overrides import override\n"
@@ -143,7 +143,7 @@ def test_fp32_in_pieces_takes_no_descriptors_where_tiles_come_through_registers(
 
 
 def allowed_spills(report):
-    """Where registers are limited to make room for a program more, some bytes lie outside the loop over full tiles."""
+    """Where registers are limited to fit one program more, some bytes may spill outside the loop over full tiles."""
     if report["kernel"] == "dk_dv" and report["descriptors"] and report["registers"] == 168:
         return spills(180, by_triton_36=160)
     return spills(8, by_triton_36=0) if report["kernel"] == "dq" and report["registers"] == 128 else 0
@@ -159,7 +159,7 @@ def test_other_architectures_have_the_shared_memory_that_is_asked_for(arch, arit
 
 @pytest.mark.parametrize("arch", [80, 86, 120])
 def test_so_do_the_widest_heads_in_full_fp32(arch):
-    """Triton says how much they ask for. ptxas, which would take up to five seconds more for these, is not asked."""
+    """Triton reports their shared memory. ptxas is not run: it would take up to five seconds more for these kernels."""
     source = (
         "from experiments.benchmarks.compile.report import launch_all\n"
         "from experiments.benchmarks.compile.without_gpu import compiling_for\n"
@@ -211,7 +211,7 @@ def test_padding_compiles_too():
 
 @pytest.mark.parametrize(("dims", "arithmetic"), [((64, 16), "bfloat16"), ((64, 16), "tf32"), ((32, 128), "float16")])
 def test_values_of_another_head_dim_are_laid_out_as_the_rest_is(dims, arithmetic):
-    # ptxas 12.8, which comes with Triton 3.6 and 3.7, compiles some kernels wrong where they are not.
+    # ptxas 12.8, in Triton 3.6 and 3.7, miscompiles some kernels that read one address in two layouts.
     found = reports("--arch", "90", "--dim", str(dims[0]), "--value-dim", str(dims[1]), "--arithmetic", arithmetic)
     assert {(r["kernel"], r["descriptors"]) for r in found} == {
         (kernel, descriptors) for kernel in ("forward", "dq", "dk_dv") for descriptors in (True, False)

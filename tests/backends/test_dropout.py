@@ -1,4 +1,4 @@
-"""Dropout: the generator, what is dropped, and that every backend drops the same. Exactness is in test_exactness."""
+"""Dropout: the generator, the dropped weights, the same in every backend. Exactness is in test_exactness."""
 
 import numpy as np
 import pytest
@@ -46,7 +46,7 @@ def test_philox_gives_the_known_answers(rounds, word, want):
     ],
 )
 def test_philox_gives_the_known_answers_of_words_that_all_differ(rounds, want):
-    """The digits of pi, of the same list: words and halves of the seed that change places are noticed."""
+    """The digits of pi, from the same list: a swap of words, or of the seed's halves, is noticed."""
     counter = [torch.tensor([word]) for word in (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)]
     seed = torch.tensor([(0x299F31D0 << 32) + 0xA4093822])
     assert [x.item() for x in dropout.philox(seed, counter, rounds)] == want
@@ -88,8 +88,8 @@ def test_what_is_kept_is_what_keep_mask_says(backend, seed):
 
 
 def part_of_a_problem(seed, batch=2, heads=2, q_len=37, k_len=56):
-    """Where some heads, queries and groups of 16 keys stand in a problem of 5 heads and 70 by 119 tokens, and which of
-    the weights there are kept, of those that `keep_mask` says of the whole."""
+    """Positions of some heads, queries and groups of 16 keys in a problem of 5 heads and 70 by 119 tokens, and the kept
+    weights there, taken from the whole problem's `keep_mask`."""
     generator = torch.Generator().manual_seed(2)
     chosen = torch.randperm(5, generator=generator)[:heads]
     queries = torch.randperm(70, generator=generator)[:q_len]
@@ -119,7 +119,7 @@ def test_a_part_of_a_problem_drops_what_the_whole_drops(backend, given, changes)
     plain, plain_lse = attend(q, k, v, mask, None, None, changes, backend)
     assert torch.equal(lse, plain_lse)
     torch.testing.assert_close(weights, torch.where(keep, 2 * plain, 0.0))
-    (dv,) = torch.autograd.grad(weights.sum(), v)  # each number of a row: the sum of what a key's weights are
+    (dv,) = torch.autograd.grad(weights.sum(), v)  # each number of a row: the sum of a key's weights
     torch.testing.assert_close(dv, weights.detach().sum(2)[..., None].expand_as(dv))
 
 

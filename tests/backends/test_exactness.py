@@ -44,7 +44,7 @@ from tensor_cores import summed_as_by_tensor_cores
 @given(problems(most_tokens=300, head_dims=(1, 8, 16, 40), value_dims=(1, 16, 24), blocks=(16, 32, 64, 128),
                 dtypes=(torch.float64, torch.float32, *HALF), dropouts=(0.0, 0.0, 0.3)))  # fmt: skip
 @settings(max_examples=4 * settings().max_examples)
-# BLAS sums a product of one column term by term: dq at 1.5 and out at 1.07 of what is allowed.
+# BLAS sums a product of one column term by term: the errors of dq and out were 1.5 and 1.07 times the allowed ones.
 @example(Problem(None, 1, 4, 1, 293, 293, 1, 16, torch.float32, 1.0, "contiguous", seed=832, dropout_p=0.3))
 @example(Problem(None, 2, 2, 1, 78, 78, 1, 1, torch.float32, None, "contiguous", seed=391778659, dropout_p=0.3))
 def test_blockwise_is_exact(problem):
@@ -54,7 +54,7 @@ def test_blockwise_is_exact(problem):
 @pytest.mark.parametrize("most", [1, 16 * 16 * 6, 16 * 16 * 20], ids=["a row", "some rows", "some heads"])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 def test_blockwise_is_exact_a_few_scores_at_a_time(most, dropout_p):
-    """Of sequences that end in the same block, too, whose rows are listed together."""
+    """Also for sequences that end in the same block, whose rows are listed together."""
     problem = replace(
         spread_out(16, torch.float32, tokens=72, lengths=(70, 66, 69, 41), block=16), dropout_p=dropout_p
     )  # fmt: skip
@@ -86,7 +86,7 @@ def test_the_kernel_is_exact_in_the_interpreter(dtype, way, data):
     ("backend", "way"), [("triton", "pointers"), ("triton", "descriptors"), ("blockwise", "pointers")]
 )
 def test_one_key_where_the_gradients_of_scores_cancel(backend, way):
-    """With one key dp is its own sum, and of the gradient of a score only dlse is left."""
+    """With one key, dp cancels against delta, and only dlse remains of the gradient of a score."""
     problem = Problem(
         None, batch=1, heads=1, kv_heads=1, q_len=47, k_len=1, dim=24, v_dim=16, dtype=torch.float32, scale=None,
         layout="contiguous", seed=0,
@@ -128,7 +128,7 @@ def test_fp32_products_over_many_dims(dim, q_len, k_len, seed):
         check(problem, "triton")
 
 
-# The tables for architectures that are not here run here all the same; only the time they take means nothing.
+# The tables of other architectures run here as well; only their times mean nothing.
 _OTHER_TABLES = [(table, arithmetic) for table in ((8, 0), (8, 6)) for arithmetic in ("half", "tf32", "fp32")]
 
 
@@ -172,7 +172,7 @@ def test_configurations_of_other_architectures_are_exact(capability, arithmetic,
 
 
 def test_queries_in_registers_are_exact():
-    """Whatever this version of Triton is served with."""
+    """Whether or not this version of Triton uses such configurations by default."""
     config = Config(64, 64, 4, 3)
     with override(configs={"forward": config._replace(q_in_registers=True), "dk_dv": config, "dq": config}):
         check(spread_out(64, torch.float16, **HALF_SIZES), "triton")
@@ -187,7 +187,7 @@ def test_configurations_of_other_architectures_are_exact_on_the_gpu(capability, 
         check(problem, "triton", "cuda", {"half": "bfloat16", "fp32": "float32"}.get(arithmetic, arithmetic))
 
 
-# Each pair of dtype and head dims compiles its own kernels, so what else makes a new kernel is rationed.
+# Each pair of dtype and head dims compiles its own kernels, so the other factors that need new kernels are limited.
 _DIMS = [(16, 16), (32, 32), (64, 16), (64, 64), (72, 72), (80, 48), (96, 128), (128, 128), (192, 64), (256, 256)]
 _GPU_CASES = [
     pytest.param(arithmetic, dims, way, id=f"{arithmetic}-D{dims[0]}-Dv{dims[1]}-{way}")
@@ -205,14 +205,15 @@ _DROPOUT_CASES = [
 
 
 def with_examples(run, found, dims, dtype):
-    """A test of drawn problems that begins with those of the given ones that have these head dims and dtype."""
+    """A test of drawn problems, preceded by the given problems with these head dims and dtype."""
     for each in found:
         if (each.dim, each.v_dim, each.dtype) == (*dims, dtype):
             run = example(each)(run)
     return run
 
 
-# One query of a head sees one key: dq at 1.05 of what four draws allow, which had counted the queries that see nothing.
+# One query of a head sees one key: the error of dq was 1.05 times the allowed one when its four draws counted queries
+# without keys.
 _ONE_LIVE_SCORE_A_HEAD = Problem(
     Recipe(
         "from_dense",
@@ -273,7 +274,7 @@ def test_many_weights_that_are_alike_sum_to_one(k_len):
 
 
 def _alike(q_len, k_len, heads, kv_heads, scale, seed):
-    """Weights are all alike, if the scale is 0."""
+    """All weights are equal if the scale is 0."""
     arguments = {
         "q_len": q_len, "k_len": k_len, "block": (64, 64), "patterns": [["full"]], "heads": [[0] * heads],
         "holes": "none", "seed": 0,
@@ -284,7 +285,7 @@ def _alike(q_len, k_len, heads, kv_heads, scale, seed):
     )  # fmt: skip
 
 
-# What an H100 or H200 once had wrong, in fp32: sums of weights, and what tensor cores cut off.
+# Past errors of an H100 or H200, in fp32: sums of weights, and the bits that tensor cores cut off.
 _FOUND_ON_A_GPU = (
     _alike(77, 639, 4, 4, 0.0, 9587),
     _alike(1, 639, 4, 1, 0.0, 761713637),

@@ -1,4 +1,4 @@
-"""PyTorch's `FlopCounterMode` counts what `analysis.flops` says of live tiles."""
+"""PyTorch's `FlopCounterMode` counts the FLOPs of `analysis.flops` for live tiles."""
 
 import os
 

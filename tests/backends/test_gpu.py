@@ -79,7 +79,7 @@ def test_global_rows_and_columns_in_chunks_are_right_and_the_same_bits_in_twenty
 @pytest.mark.parametrize(("dim", "backend"), [(32, "triton"), (64, "triton"), (128, "triton"), (128, None)])
 @pytest.mark.parametrize("pattern", ["dense", "butterfly", "local"])
 def test_sequences_much_shorter_than_their_rows_are_what_they_are_alone(pattern, dim, backend):
-    """As in a batch for evaluation: most blocks of most rows lie past the end, and hold what would be noticed."""
+    """As in a batch for evaluation: most blocks of most rows lie past the end, and hold values whose use would show."""
     tokens, lengths = 2048, torch.tensor([2000, 501, 640, 77, 1023, 1999, 129, 768])
     build = {
         "dense": BlockMask.dense,
@@ -90,7 +90,7 @@ def test_sequences_much_shorter_than_their_rows_are_what_they_are_alone(pattern,
     q, k, v = (x.detach() for x in inputs(len(lengths), 20, tokens, dim))
     past = (torch.arange(tokens) >= lengths[:, None]).to("cuda")[:, None, :, None]
     k, v = k.masked_fill(past, 1.0), v.masked_fill(past, 20.0)
-    q = (q + 0.5).requires_grad_()  # looks for what is past the end
+    q = (q + 0.5).requires_grad_()  # attends to values past the end, if they were read
     tensors = q, k.requires_grad_(), v.requires_grad_()
     got = forward_and_backward(*tensors, mask.with_lengths(lengths.to("cuda")), backend)
     if backend == "triton":
@@ -234,7 +234,7 @@ def test_compiles_with_inductor_into_one_graph_with_gradients():
 
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 def test_a_compiled_stack_of_layers_that_choose_their_masks(mode):
-    """Inductor reuses the memory of one layer's mask for that of another."""
+    """Inductor reuses the memory of one layer's mask for another layer's mask."""
     if mode is not None and not hasattr(torch.Tag, "cudagraph_unsafe"):
         pytest.skip("this PyTorch would record the operators in CUDA graphs")
 
@@ -274,7 +274,7 @@ def test_plans_made_in_the_warm_up_of_a_compiled_cuda_graph():
 
 
 def test_a_plan_made_on_one_stream_serves_another():
-    """The second stream must wait for the plan, of which its user knows nothing, and the plan's memory must last."""
+    """The second stream must wait for the plan, which users do not see, and the plan's memory must last."""
     q, k, v = (x.detach() for x in inputs(2, 8, 8192, 64))
     first, second = torch.cuda.Stream(), torch.cuda.Stream()
     want = attention(q, k, v, masks.butterfly(8192, block=64).to("cuda"))
@@ -282,7 +282,7 @@ def test_a_plan_made_on_one_stream_serves_another():
         mask = masks.butterfly(8192, block=64).to("cuda")
         torch.cuda.synchronize()
         with torch.cuda.stream(first):
-            torch.cuda._sleep(20_000_000)  # about 10 ms, for which the plan is not made yet
+            torch.cuda._sleep(20_000_000)  # about 10 ms, before the plan is made
             one = attention(q, k, v, mask)
         with torch.cuda.stream(second):
             two = attention(q, k, v, mask)

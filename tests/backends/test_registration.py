@@ -1,4 +1,4 @@
-"""The operators are citizens of PyTorch: opcheck, torch.compile, autocast, checkpointing, no_grad."""
+"""The operators work with PyTorch's features: opcheck, torch.compile, autocast, checkpointing, no_grad."""
 
 import warnings
 from unittest import mock
@@ -188,7 +188,7 @@ def test_gradients_of_gradients_are_refused(backend):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_plan_dies_with_its_mask_without_the_garbage_collector(backend, dtype, dim, training):
-    """A circle of references would keep memory of the GPU until the collector runs, which sees no need to."""
+    """A reference cycle would keep GPU memory until the collector runs, and GPU memory does not trigger it."""
     import gc
     import weakref
 
@@ -275,7 +275,7 @@ def test_forward_mode_derivatives_are_refused_and_not_taken_for_zero(backend, dt
         return attention(x, k, v, mask, backend=backend)
 
     for _ in range(2):
-        run(q)  # a repeated call is not asked much
+        run(q)  # a repeated call skips most checks
     with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
         run(dual(q, torch.ones_like(q)))
     with pytest.raises(NotImplementedError, match=f"jvp, jacfwd.*{backend}"):
@@ -283,7 +283,7 @@ def test_forward_mode_derivatives_are_refused_and_not_taken_for_zero(backend, dt
     with pytest.raises(NotImplementedError, match="backend='reference'"):
         torch.func.jacfwd(lambda s: run(q * s))(torch.ones((), dtype=dtype))
     with torch.autograd.forward_ad.dual_level():
-        assert torch.equal(run(q), attention(q, k, v, mask, backend=backend))  # of which no tangent is wanted
+        assert torch.equal(run(q), attention(q, k, v, mask, backend=backend))  # needs no tangent
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -314,7 +314,7 @@ def test_functional_gradients_are_refused_in_our_words(backend):
 
 
 def transformed(run):
-    """What wants derivatives of `run` that no backend here has, though the innermost transform may not say so."""
+    """Transforms that need derivatives of `run` which no backend has, though the innermost one may not say so."""
 
     def total(x):
         return run(x).sum()
@@ -373,7 +373,7 @@ def test_code_that_was_compiled_before_does_not_take_a_tangent_for_zero(backend)
 @pytest.mark.parametrize("batched", ["q", "k", "v", "qkv"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_vmap_passes_gradients_on(backend, batched, compiled):
-    """What it wraps does not say that its gradient is wanted."""
+    """The wrapped tensor does not say that it requires a gradient."""
     inputs = tensors(tokens=FEW)
     mask = masks.causal(FEW, block=16)
     several = [
@@ -427,7 +427,7 @@ def test_vmap_gives_each_what_it_has_alone_in_one_call_where_it_can(backend, in_
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_several_gradients_at_once_are_those_one_by_one(backend):
-    """As `torch.autograd.functional.jacobian(vectorize=True)` asks for; what it passes looks like a plain tensor."""
+    """As in `torch.autograd.functional.jacobian(vectorize=True)`, whose batched gradients look like a plain tensor."""
     inputs = tensors(tokens=FEW)
     out, lse = attention(*inputs, masks.causal(FEW, block=16), return_lse=True, backend=backend)
     generator = torch.Generator().manual_seed(1)
@@ -447,7 +447,7 @@ def test_masks_made_in_inference_mode_can_be_trained_with(backend):
         mask = masks.causal(SOME, block=16)
         chosen = masks.top_k_blocks(torch.ones(2, 2), k=2, q_len=SOME, block=16, causal=True)
         attention(q, k, v, chosen, backend=backend)
-    again = masks.top_k_blocks(torch.ones(2, 2), k=2, q_len=SOME, block=16, causal=True)  # what was kept is used again
+    again = masks.top_k_blocks(torch.ones(2, 2), k=2, q_len=SOME, block=16, causal=True)  # saved tensors are used again
     expected = torch.autograd.grad(want.sum(), (q, k, v))
     for each in (mask, chosen, again, chosen.canonical()):
         out = attention(q, k, v, each, backend=backend)

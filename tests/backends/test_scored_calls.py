@@ -1,4 +1,4 @@
-"""Calls with changed scores are direct if they are plain, and go through the registered operator otherwise."""
+"""Calls with score modifications bypass the registered operator if they are plain, and go through it otherwise."""
 
 import contextlib
 import weakref
@@ -14,7 +14,7 @@ from sparseflash import attention, masks, scores
 from sparseflash.backends import blockwise, direct, scored_function
 from sparseflash.backends.triton import api
 
-N = 12  # one tile: what reaches the operators does not depend on how many there are
+N = 12  # one tile: the operators' arguments do not depend on the number
 OPERATORS = {"blockwise": blockwise.scored_attention, "triton": api.scored_attention}
 KINDS = ("alibi", "t5", "softcap", "function")
 

@@ -1,4 +1,4 @@
-"""The Triton kernels with changed scores: exactness in the interpreter, and on a GPU exactness and equal bits."""
+"""The Triton kernels with score modifications: exactness in the interpreter, and on a GPU exactness and equal bits."""
 
 from unittest import mock
 
@@ -144,7 +144,7 @@ def test_a_sink_of_a_query_without_keys_gets_no_gradient():
 @pytest.mark.parametrize("backend", ["reference", "blockwise", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_a_sink_of_minus_infinity_is_none(dtype, backend):
-    """Of queries without keys too."""
+    """Also for queries without keys."""
     mask = BlockMask.from_function(lambda q, k: q % 2 == 0, 20, block=16)
     q, k, v = (torch.randn(1, 2, 20, 16, dtype=dtype, requires_grad=True) for _ in range(3))
     logits = torch.full((2,), -torch.inf, requires_grad=True)
@@ -158,7 +158,7 @@ def test_a_sink_of_minus_infinity_is_none(dtype, backend):
 @pytest.mark.parametrize("backend", ["reference", "blockwise", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_a_sink_far_above_all_scores_has_all_the_weight(dtype, backend):
-    """Of queries without keys none: their exponentials would overflow."""
+    """Except for queries without keys, whose exponentials would overflow."""
     mask = BlockMask.from_function(lambda q, k: q % 2 == 0, 20, block=16)
     q, k, v = (torch.randn(1, 2, 20, 16, dtype=dtype, requires_grad=True) for _ in range(3))
     logits = torch.full((2,), 3e4, requires_grad=True)
@@ -171,7 +171,7 @@ def test_a_sink_far_above_all_scores_has_all_the_weight(dtype, backend):
 @pytest.mark.parametrize("backend", ["reference", "blockwise", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_a_query_without_keys_may_have_an_lse_whose_gradient_is_not_a_number(dtype, backend):
-    """As where parts are merged by their lse, and a query has keys in none: -inf - -inf."""
+    """As in a merge of parts by their lse, for a query without keys in any part: -inf - -inf."""
     mask = BlockMask.from_function(lambda q, k: q % 2 == 0, 20, block=16)
     q, k, v = (torch.randn(1, 2, 20, 16, dtype=dtype) for _ in range(3))
     learned = {
@@ -278,7 +278,7 @@ def test_the_rows_of_a_bias_lie_near_enough_for_offsets_of_32_bits():
 
 
 def test_gradients_of_a_capped_score_near_the_cap_keep_their_digits():
-    """The derivative 1 - tanh^2 is all but nothing there."""
+    """The derivative 1 - tanh^2 is nearly 0 there."""
     near = Recipe(
         "from_function", {"q_len": 33, "k_len": 33, "block": (16, 16), "rule_name": "near", "number": 1}, None
     )
@@ -333,7 +333,7 @@ def test_the_gradient_of_a_bias_takes_no_more_memory_than_the_bias_unless_it_is_
     "mask", [None, masks.causal(40, block=16), BlockMask.dense(40, block=16).with_lengths([40, 17])]
 )
 def test_the_gradients_of_all_pairs_are_written(mask):
-    """Whatever was in the memory that they get: PyTorch fills it with NaN here."""
+    """Whatever their memory held before: PyTorch fills it with NaN here."""
     q, k, v = (torch.randn(2, 2, 40, 16, dtype=torch.float16, requires_grad=True) for _ in range(3))
     bias = torch.randn(2, 2, 40, 40, requires_grad=True)
     gains = torch.randn(2, 2, 40, 40, requires_grad=True)
@@ -355,7 +355,7 @@ def test_sums_of_groups_are_those_of_their_rows(each):
 
 
 def test_sums_of_groups_of_known_sizes_ask_the_device_for_nothing():
-    """Else no graph could record the backward of slopes on Hopper where columns are cut."""
+    """Otherwise no CUDA graph could record the backward of slopes on Hopper where columns are cut."""
     values, group = torch.ones(8, 2), torch.zeros(8, dtype=torch.int64)
     with NoWaiting():
         found = sums_of_groups(values, group, 3, None, most=8)

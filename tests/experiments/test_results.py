@@ -1,4 +1,4 @@
-"""What is stored of results: one file a run, pages of a few minutes, and no large file but two models."""
+"""The stored results: one file a run, pages of a few minutes, and no large file but two models."""
 
 from pathlib import Path
 

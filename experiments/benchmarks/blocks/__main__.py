@@ -70,8 +70,8 @@ def main(
 
 
 def speeds(measurements: Sequence[Measurement]) -> list[str]:
-    """For each measurement, its live scores per second over those in blocks of 128 in the chosen tiling, with the aim
-    and with its predicted cost over that of the chosen tiling.
+    """For each measurement: live scores per second relative to blocks of 128 in the chosen tiling, the target for this
+    ratio, and the predicted cost relative to the chosen tiling.
     """
     from experiments.benchmarks.blocks.measuring import CHOSEN, TARGETS
 

@@ -43,8 +43,8 @@ def main(
 ) -> None:
     """Fit the constants of `sparseflash.backends.triton.schedule.tilings.Cost`, and report how well they choose.
 
-    scatter: standard deviation of the logarithm of time over cost. choice: time of the chosen tiling over that of the
-    fastest, averaged over all masks and kernels for which more than one was timed.
+    scatter: standard deviation of log(time / cost). choice: time of the chosen tiling relative to the fastest, averaged
+    over the masks and kernels with more than one timed tiling.
     """
     with short_errors():
         frame = read(times, without or (), shipped=shipped)
@@ -69,8 +69,8 @@ def main(
 
 
 def read(paths: Sequence[Path], without: Sequence[str] = (), *, shipped: bool = False) -> pd.DataFrame:
-    """The measured times. Of a tiling and configuration that was timed more than once, the first counts. If `shipped`,
-    only the fastest configuration of each tiling that would run today is kept.
+    """The measured times; if a tiling and configuration was timed more than once, the first. `shipped`: keep only the
+    fastest configuration of each tiling that would run today.
     """
     frame = pd.concat([_times(path) for path in paths], ignore_index=True)
     frame = frame[~frame.kind.isin(without)]
@@ -82,7 +82,7 @@ def read(paths: Sequence[Path], without: Sequence[str] = (), *, shipped: bool = 
 def _times(path: Path) -> pd.DataFrame:
     with reading(path, "blocks.jsonl of a run"):
         found = pd.DataFrame([each.settings | {"ms": each.value} for each in measurements.read(path)[1]])
-        found[[*_CASE, "tiling", "config", "tiles", "length", "ms"]]  # raises KeyError for a column that is not there
+        found[[*_CASE, "tiling", "config", "tiles", "length", "ms"]]  # raises KeyError for a missing column
     return found
 
 

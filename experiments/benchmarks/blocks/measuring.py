@@ -26,7 +26,7 @@ _CHANNELS = 2048  # all heads together
 
 
 class Kernels:
-    """Inputs of one head dim, 2048 channels in all, in bf16; in fp16 on a CPU, whose interpreter has no bf16."""
+    """Inputs of one head dim, 2048 channels in all: bf16, or fp16 on a CPU, because the interpreter has no bf16."""
 
     def __init__(self, dim: int, length: int, device: torch.device) -> None:
         self.dim, self.length, self.device = dim, length, device
@@ -44,8 +44,8 @@ class Kernels:
     ) -> None:  # fmt: skip
         """The kernels in the tiles of the mask and in those that the plan chooses.
 
-        If `every`, also in all other tilings that it could have chosen; and for each of `configs`, in the tiling that
-        the plan chooses with it. Raises what a kernel raises that fails.
+        every: also in all other tilings that the plan could have chosen. configs: each is timed in the tiling that the
+        plan chooses for it. Errors raised by a kernel are passed on.
         """
         mask = block_mask(kind, self.length, block).to(self.device)
         for kernel in kernels:
@@ -66,7 +66,7 @@ class Kernels:
             bench.time(f"{kind}/{self.dim}/{block}/{kernel}", ways)
 
     def _calls(self, kernel: Kernel, mask: BlockMask, *, every: bool, configs: Sequence[Config]) -> dict[str, _Call]:
-        """The kernel in each of the ways in which it is timed."""
+        """The calls of the kernel, one for each timed tiling and configuration."""
         subject = KernelOfAttention(kernel, mask, self.q, self.k, self.v, self.dout)
         tilings: list[Tiling] = []
 
@@ -101,8 +101,8 @@ class Kernels:
 
 @dataclass(frozen=True)
 class _Call:
-    """Of its settings, `tiles` are those in the lists of a head, and `predicted` is the cost of a head in units of a
-    product of 64 x 64 scores.
+    """A call to time. Its settings: `tiles`, the tiles in the lists of one head; `predicted`, the cost of one head in
+    units of a product of 64 x 64 scores.
     """
 
     run: Callable[[], None]

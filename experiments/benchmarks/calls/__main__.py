@@ -1,4 +1,4 @@
-"""`python -m experiments.benchmarks.calls`: what calls cost the host."""
+"""`python -m experiments.benchmarks.calls`: the host overhead of calls."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""The calls that are timed: each implementation does the same in its own way.
+"""The timed calls, the same work for each implementation.
 
-All use one small shape, so that the GPU finishes before the host does and the time of many calls in a row is the
-host's.
+All use one small shape, so that the GPU finishes before the host and consecutive calls take host time only.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from sparseflash import masks
 INFERENCE = "inference"
 FORWARD = "forward-gradients-wanted"  # the graph of the backward is made, and dropped
 BOTH = "forward-and-backward"  # forward and `torch.autograd.grad` for q, k and v
-# The backward runs in the thread that calls it and not in one of autograd's.
+# The backward runs in the calling thread instead of an autograd thread.
 BOTH_HERE = "forward-and-backward-one-thread"
 # Ours: `mask.with_lengths(new)`; SDPA: a Boolean mask made of the lengths; FlexAttention: `create_block_mask` of a rule
 # that reads them.
@@ -36,7 +35,7 @@ MASK = "new-causal-mask-and-a-call"
 # `BlockMask.from_kv_blocks`, in blocks of 128, as all its masks are here; SDPA has no blocks.
 CHOICE = "top-k-blocks-and-a-call"
 WAYS = (INFERENCE, FORWARD, BOTH, BOTH_HERE, LENGTHS, MASK, CHOICE)
-# Seconds of a new process: a forward and backward, the same of another head dim, and inference of a third.
+# Seconds in a new process: a forward and backward, then another with a second head dim, then inference with a third.
 FIRST_CALLS = ("first-forward-and-backward", "the-same-of-another-head-dim", "inference-a-third-head-dim")
 
 OURS, SDPA, FLEX = "sparseflash", "sdpa", "flex"
@@ -88,7 +87,7 @@ def calls_of(implementation: Implementation, shape: Shape, device: torch.device)
     q, k, v, dout = (shape.tensor(device) for _ in range(4))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     size = (shape.batch,)
-    # More than any cache holds, so that none is found again.
+    # More than any cache holds, so that no lookup hits.
     lengths = cycle([torch.randint(1, shape.tokens, size, dtype=torch.int32, device=device) for _ in range(512)])
     scores = shape.scores(device)
 
@@ -128,7 +127,7 @@ def calls_of(implementation: Implementation, shape: Shape, device: torch.device)
 
 
 def sparseflash_calls(shape: Shape, device: torch.device) -> Implementation:
-    """Ours. A mask with a known rule is made on the CPU and moved."""
+    """Calls of sparseflash. A mask with a known rule is built on the CPU and copied."""
     n, block = shape.tokens, shape.block
     standing = masks.causal(n, block=block).to(device)
 

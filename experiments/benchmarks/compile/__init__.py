@@ -1,4 +1,4 @@
-"""What the compiler makes of the kernels, for any architecture, without a GPU: ``python -m
+"""Compiles the kernels for any architecture, without a GPU, and reports their resources: ``python -m
 experiments.benchmarks.compile``.
 
 May import the library, its `backends`, `dropout` and `arguments`, `harness` and `interpreter` of benchmarks, and

@@ -202,7 +202,8 @@ def versions(
 ) -> None:  # fmt: skip
     """Compare every shipped configuration under several versions of Triton.
 
-    Compiles what is not stored yet: see the command `shipped`. Shows the kernels that differ between versions.
+    Compiles the kernels that are not stored yet: see the command `shipped`. Shows the kernels that differ between
+    versions.
     """
     words = [f"--arch={each}" for each in arch or ()] + [f"--family={each}" for each in family or ()]
     stored = {}

@@ -16,7 +16,7 @@ from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.scores.change import Scores
 
 HEADS = 2
-CHANGES = ("none", "few", "any")  # how many changes of scores
+CHANGES = ("none", "few", "any")  # the number of score modifications
 
 FACTORS: dict[str, Sequence[Any]] = {
     "arch": (80, 86, 89, 90, 100),
@@ -97,7 +97,7 @@ class Case:
         return masks.causal(self.tokens, block=self.block)
 
     def changes(self, mask: BlockMask) -> Scores | None:
-        """The changes of scores, for `HEADS` heads."""
+        """The score modifications, for `HEADS` heads."""
         made = Scores(())
         for change in self._changes(mask):
             made = made + change
@@ -146,7 +146,7 @@ def is_possible(case: Mapping[str, Any]) -> bool:
 
 
 def covering(changes: Literal["none", "few", "any"], seed: int = 0) -> list[Case]:
-    """Cases that cover every pair of factor values, with no changes of scores, at most two, or any number."""
+    """Cases that cover every pair of factor values, with no score modifications, at most two, or any number."""
 
     def possible(case: Mapping[str, Any]) -> bool:
         return is_possible(case) and (changes == "any" or sum(bool(case.get(name)) for name in PLAIN) <= 2)

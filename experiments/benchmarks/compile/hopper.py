@@ -26,7 +26,7 @@ def compiled(dim: int, dtype: torch.dtype, features: Sequence[str] = ()) -> dict
     """The kernels of a forward and a backward: `{name: (compiled kernel, names of its arguments)}`.
 
     features: "small", the mask has blocks of 64, which the forward uses unmerged; "lengths"; "parts", the forward
-    splits rows and the backward splits columns; changes of scores, from KINDS; "learned", tensors of changes get
+    splits rows and the backward splits columns; score modifications, from KINDS; "learned", their tensors require
     gradients; "dead", some tiles are dead.
     """
     if unknown := set(features) - set(FEATURES):
@@ -42,7 +42,7 @@ def compiled(dim: int, dtype: torch.dtype, features: Sequence[str] = ()) -> dict
         mock.patch.object(cuts, "RULE", cuts.Rule(far=0, worth=0, shortest=1) if parts else cuts.RULE),
         mock.patch.object(driver, "_active", NoDevice(ARCH)),
     ):
-        clear_caches()  # passes are kept by a key, and plans by their mask
+        clear_caches()  # passes are cached by a key, plans by their mask
         setting = api.setting_of(q, q, Problem.of(mask, scale=1.0), divmod(ARCH, 10))
         changes, wanted = _changes(features, unpadded, dtype), []
         if changes is not None:

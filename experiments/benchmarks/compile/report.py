@@ -1,4 +1,4 @@
-"""Compiles the kernels as a launch would, for an architecture that need not be present, and reports what ptxas says."""
+"""Compiles the kernels as a launch would, for an architecture that need not be present, and reads ptxas's reports."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ class Report:
     descriptors: bool
     lengths: bool
     dropout: bool
-    positions: bool  # the dropout reads where queries and keys stand in a whole sequence
+    positions: bool  # dropout reads the positions of queries and keys in the whole sequence
     split: bool  # for a mask whose rows and columns are cut into chunks
     gathered: bool  # tiles are gathered from the blocks of the mask
-    scores: str  # the kinds of changes of scores
+    scores: str  # the kinds of score modifications
     stages: int  # pipeline stages; fewer than in the configuration if that many do not fit in shared memory
     registers: int  # per thread
     spilled: int  # bytes that a thread writes to memory for lack of registers
     shared: int  # bytes of shared memory per program
     wgmma: int  # the number of Hopper's asynchronous matrix instructions in the code
     serialised: bool  # ptxas could not keep them asynchronous
-    direct: bool  # launches need not pass through Triton's front, with this version of Triton
-    two_layouts: bool  # a place in shared memory is read in two layouts, which ptxas 12.8 miscompiles
+    direct: bool  # launches may bypass Triton's own launcher, with this version of Triton
+    two_layouts: bool  # one shared memory address is read in two layouts, which ptxas 12.8 miscompiles
 
 
 def compile_all(
@@ -77,12 +77,12 @@ def compile_all(
 
     For float32 also the kernel that splits numbers into pieces, and dQ in two forms. Each kernel is compiled once.
     `value_dim`: the head dim of the values, if it differs. `descriptors`: load tiles by tensor descriptors where
-    possible. `positions`: the dropout is that of a call on some of a sequence's tokens. `split`: rows and columns are
-    cut into chunks, which adds the kernels that merge them. `gathered`: the mask has small blocks, and each tile is
-    gathered from as many as fit; otherwise the tiles are those of the mask.
-    `changes`: of the scores, for 2 heads and `TOKENS` tokens, whose tensors all get gradients.
-    `only`: compile only this kernel. `config`: its configuration, instead of that of the table.
-    `assemble`: leave the kernels in Triton's cache as a launch on a GPU takes them, for which ptxas runs a second time.
+    possible. `positions`: dropout as in a call on some of a sequence's tokens. `split`: rows and columns are cut into
+    chunks, which adds the kernels that merge them. `gathered`: the mask has small blocks, and each tile is gathered
+    from as many as fit; otherwise tiles are the mask's own. `changes`: score modifications, for 2 heads and `TOKENS`
+    tokens; all their tensors require gradients. `only`: compile only this kernel. `config`: its configuration, instead
+    of the table's. `assemble`: leave the kernels in Triton's cache as a launch on a GPU expects them; ptxas then runs
+    twice.
     """
     value_dim = value_dim or dim
     kernels = launched(
@@ -162,7 +162,7 @@ def _report(name: str, kernel: Any, asked: dict[str, Any]) -> Report:
     said, _ = said_by_ptxas(kernel)
     return Report(
         kernel=name.removesuffix("_kernel"),
-        descriptors="cp.async.bulk.tensor" in ptx,  # what the launcher chose; it may decline descriptors
+        descriptors="cp.async.bulk.tensor" in ptx,  # the launcher's choice; it may decline descriptors
         stages=kernel.metadata.num_stages,
         registers=said.registers,
         spilled=said.spilled,

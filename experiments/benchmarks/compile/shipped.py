@@ -27,7 +27,7 @@ OPCODES = (
     "HGMMA", "HMMA", "UTCHMMA", "MUFU", "FFMA", "FMUL", "FADD", "FSEL", "ISETP", "LOP3", "PLOP3", "P2R", "R2P", "SHFL",
     "LDL", "STL", "LDG", "LDS", "LDSM", "STS", "BAR",
 )  # fmt: skip
-# Further features, for which the tables have configurations.
+# Further features with configurations in the tables.
 _MORE = ("lengths", "block 64", "bias", "tile_bias", "table")
 _HOPPER = (
     "", "lengths", "parts", "lengths parts", "small", "softcap", "alibi", "alibi learned", "sink", "table",

@@ -19,13 +19,13 @@ from sparseflash.backends.triton.launcher import Launch
 
 
 class NoDevice:
-    """Stands in for the CUDA driver: it answers what compilation asks for."""
+    """Stands in for the CUDA driver: answers the queries that compilation makes."""
 
     def __init__(self, arch: int) -> None:
         self.arch = arch
 
     def get_current_device(self) -> int:
-        return self.arch  # Triton caches what it compiles by the number of the device
+        return self.arch  # Triton caches compiled kernels by device number
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -38,7 +38,7 @@ class NoDevice:
 
 
 def _stop_at_ptx(*given: Any) -> tuple[str, str] | None:
-    """Triton's hook between the stages of its compiler: with no arguments, it gives a name to Triton's caches."""
+    """A hook between the stages of Triton's compiler; without arguments, it returns a key for Triton's caches."""
     if not given:
         return "ptx", "ptx"
     stages = given[1]
@@ -50,9 +50,9 @@ def _stop_at_ptx(*given: Any) -> tuple[str, str] | None:
 def compiling_for(arch: int, only: Kernel | None = None, *, assemble: bool = True) -> Iterator[list[tuple[str, Any]]]:
     """Inside the context, launches on CPU tensors compile for the architecture and run nothing.
 
-    Yields a list to which each launch adds the name of its kernel and what was compiled. arch: 90 for compute
+    Yields a list; each launch appends the name of its kernel and the compiled kernel. arch: 90 for compute
     capability 9.0. only: compile only this kernel. assemble: whether Triton also runs ptxas, an eighth to a quarter of
-    the work; without it the PTX is all that there is, and nothing is left in Triton's cache for a GPU.
+    the work; without it Triton stops at PTX, and its cache holds nothing that a GPU could run.
     """
     compiled: list[tuple[str, Any]] = []
 
@@ -65,7 +65,7 @@ def compiling_for(arch: int, only: Kernel | None = None, *, assemble: bool = Tru
         mock.patch.object(driver, "_active", NoDevice(arch)),
         nullcontext() if assemble else mock.patch.object(knobs.runtime, "add_stages_inspection_hook", _stop_at_ptx),
         mock.patch.object(Launch, "start", compile_only),
-        # Launches compile here; otherwise kernels that were compiled before, side by side, would have to be loaded.
+        # Launches compile their kernels themselves: kernels compiled side by side would have to be loaded afterwards.
         mock.patch.object(api, "compile_side_by_side", lambda launches: None),
         mock.patch.object(gpu, "capability_of", lambda device: divmod(arch, 10)),
         mock.patch.object(api, "check", lambda *tensors: None),  # the check that tensors lie on a GPU

@@ -25,7 +25,7 @@ def simulate(
     commit: Commit = None,
     out: Out = Path("runs/distributed/simulated.jsonl"),
 ) -> None:
-    """Plan the library's patterns over many ranks: bytes, balance, and the model's time beside that of other ways.
+    """Plan the library's patterns over many ranks: bytes, balance, and modelled times, beside other strategies.
 
     Needs no GPU and no other process. A minute on a CPU core, and 4 GB of memory for the longest masks.
     """

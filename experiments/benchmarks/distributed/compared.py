@@ -22,7 +22,7 @@ class Compared:
         self.allowed: dict[str, float] = {}
 
     def __call__(self, way: Way) -> float | None:
-        """The largest error of the results relative to what is allowed; None without one rank to compare with."""
+        """The largest error of the results relative to the allowed error; None without one rank to compare with."""
         found = self.results(way)
         if way.tensors is self.setting.tensors:
             mask = self.setting.mask.to(self.setting.device)

@@ -30,7 +30,7 @@ PASSES = ("forward", "both")
 
 
 def calls_of(way: Way) -> tuple[Callable[[], object], Callable[[], object]]:
-    """A forward pass that keeps what a backward would need, and a forward and a backward pass."""
+    """Two calls: a forward pass that saves tensors for a backward, and a forward and backward pass."""
     q, k, v = leaves(way)
 
     def both() -> None:
@@ -40,7 +40,7 @@ def calls_of(way: Way) -> tuple[Callable[[], object], Callable[[], object]]:
 
 
 def milliseconds(call: Callable[[], object], count: int, device: torch.device) -> float:
-    """Of one call, on the slowest rank."""
+    """Milliseconds of one call, on the slowest rank."""
     dist.barrier()
     synchronize(device)
     started = time.perf_counter()
@@ -62,8 +62,9 @@ def counted(setting: Setting, call: Callable[[], object], plan: distributed.Shar
 
 
 def measured(bench: Bench, path: str, setting: Setting, names: Sequence[str]) -> None:
-    """One pattern, all ways in turns. Errors are relative to what is allowed: of one rank in fp64, of others what they
-    differ by; bytes are those that all ranks sent in one forward pass, and those of the live remote keys.
+    """Measures one pattern, all ways in turns. Errors are relative to the allowed error: one rank is compared with
+    fp64, the other ways with one rank. Bytes: sent by all ranks in one forward pass, and the size of the live remote
+    keys.
     """
     settings: dict[str, dict[str, Any]] = {}
     failures: dict[str, str] = {}
@@ -114,7 +115,7 @@ def measured(bench: Bench, path: str, setting: Setting, names: Sequence[str]) ->
 
 
 def planned(name: str, tokens: int) -> tuple[BlockMask, distributed.ShardPlan, float]:
-    """A mask, its plan, and the milliseconds that the host takes for a plan of a new mask, its best of three."""
+    """A mask, its plan, and the host's milliseconds to plan a new mask, the best of three."""
     taken = []
     for _ in range(3):
         mask = PATTERNS[name][0](tokens)

@@ -28,7 +28,7 @@ def documents(tokens: int) -> BlockMask:
     return masks.documents(lengths, causal=True, block=_BLOCK)
 
 
-# The pattern of so many tokens, and the most tokens at which its lists are still short enough to plan here.
+# Builds the pattern for a number of tokens; and the most tokens whose lists are short enough to plan here.
 PATTERNS: dict[str, tuple[Callable[[int], BlockMask], int]] = {
     "butterfly": (lambda n: masks.butterfly(n, block=_BLOCK), 1 << 24),
     "window-4096": (lambda n: masks.local(n, window=4096, causal=True, block=_BLOCK), 1 << 24),
@@ -72,7 +72,7 @@ def simulated(bench: Bench, path: str, ranks: int, mask: BlockMask) -> None:
     keys = min((each for each in estimates if each.strategy == "keys"), key=lambda each: each.total)
     gather = costs.keys_gathered(loads, counts, SHAPE, machine)
     ring = costs.keys_in_a_ring(loads, counts, SHAPE, machine)
-    # Queries where something travels, and heads where there are at least as many key heads as ranks.
+    # `queries` only if anything is sent, `heads` only with at least as many key heads as ranks.
     others = {each.strategy: each.total for each in estimates if each.strategy != "keys"}
     seconds = {
         "keys": keys.total,
@@ -88,6 +88,6 @@ def simulated(bench: Bench, path: str, ranks: int, mask: BlockMask) -> None:
         bench.add(f"{path}/sent/{way}", sent / 1e6, "MB")
     bench.add(
         f"{path}/plan/host", 1e3 * min(taken), "ms", assignment=plan.assignment.name,
-        # Live tiles of the mean rank over those of the most loaded one; share of live tiles that need no remote key.
+        # Mean over maximum of the ranks' live tiles; share of live tiles that need no remote key.
         balance=float(loads.balance), local=float(loads.local.sum() / loads.total.sum()),
     )  # fmt: skip

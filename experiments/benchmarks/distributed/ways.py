@@ -27,7 +27,7 @@ WAYS = (ONE, "auto", *_KEYS, *(f"{way}{COLLECTIVE}" for way in _KEYS[:2]), "quer
 class Way(NamedTuple):
     """Attention, its inputs and the gradient of its output: this rank's tokens, or all of them.
 
-    `whole` makes whole results of the rank's.
+    `whole` gathers whole results from the ranks' parts.
     """
 
     tensors: Sequence[Tensor]
@@ -38,7 +38,7 @@ class Way(NamedTuple):
 
 @dataclass
 class Setting:
-    """What all ways of a pattern share: the mask, the plan, and whole tensors, the same on every rank."""
+    """The inputs that all ways of a pattern share: the mask, the plan, and whole tensors, the same on every rank."""
 
     name: str
     mask: BlockMask
@@ -99,7 +99,7 @@ def by_pytorch(setting: Setting, stack: ExitStack) -> Way:
 
 
 def way_of(name: str, setting: Setting, stack: ExitStack) -> Way:
-    """One way by its name; raises ValueError if it cannot do this."""
+    """The way with this name; raises ValueError if it cannot run this setting."""
     if name == ONE:
         mask = setting.mask.to(setting.device)
         return Way(setting.tensors, setting.dout, lambda q, k, v: attention(q, k, v, mask), lambda x: x)

@@ -31,7 +31,7 @@ def drawn(
     commit: Commit = None,
     out: Out = Path("runs/exactness/drawn.jsonl"),
 ) -> None:
-    """Condense the records that the exactness tests leave. Exits with 1 if a case exceeds what is allowed."""
+    """Condense the records that the exactness tests leave. Exits with 1 if a case exceeds the allowed error."""
     with short_errors():
         found = read(records)
     device = find_device("auto")

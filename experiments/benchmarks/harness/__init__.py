@@ -1,4 +1,4 @@
-"""What all benchmarks share: ways of computing a case are checked, timed in turns, recorded and printed as a table.
+"""The harness of all benchmarks: checks the ways of computing a case, times them in turns and records them.
 
 A benchmark is one module, or one folder, that lists its cases and for each case the ways of computing it:
 

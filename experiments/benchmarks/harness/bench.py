@@ -53,7 +53,7 @@ class Bench:
         self, path: str, value: float | None, unit: str, *, spread: float | None = None, failure: str = "",
         **settings: Any,
     ) -> None:  # fmt: skip
-        """Records a value, or why there is none. path: CASE.../PASS/WAY."""
+        """Records a value, or the reason why it is missing. path: CASE.../PASS/WAY."""
         made = Measurement(f"{self.name}/{path}", value, spread, unit, settings, failure=failure)
         self.measurements.append(made)
         print(f"{path}: {failure or f'{value:.4g} {unit}'}", flush=True)
@@ -61,7 +61,7 @@ class Bench:
     def time(self, case: str, ways: Mapping[str, Way], *, host_calls: int | None = None) -> dict[str, Timing]:
         """Times the ways of a case in turns and records them, as milliseconds of the device.
 
-        ways: by PASS/WAY, or by WAY. host_calls: instead, microseconds of the host, in loops of so many calls.
+        ways: by PASS/WAY, or by WAY. host_calls: time microseconds of the host instead, in loops of this many calls.
         """
         failures: dict[str, Exception] = {}
         timed = self.timed = {}
@@ -95,6 +95,6 @@ class Bench:
         write(self.path, self.run, self.measurements)
 
     def finish(self, over: str = table.OURS) -> None:
-        """Writes the record and prints its table. over: the way whose values others are compared with."""
+        """Writes the record and prints its table. over: the way that the other ways' values are compared with."""
         self.save()
         print(f"\n{table.markdown(self.measurements, over)}\n\nWritten: {self.path}", flush=True)

@@ -14,7 +14,7 @@ _SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
 
 
 def about(run: Run) -> str:
-    """The run in a line."""
+    """Describes the run in one line."""
     versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
     helped = "".join(f"; {each}" for each in run.helped)
     return f"{run.device}, driver {run.driver}, {versions}; {run.commit}, {run.date}{helped}; {run.command}"
@@ -23,8 +23,8 @@ def about(run: Run) -> str:
 def markdown(measurements: Sequence[Measurement], over: str = OURS) -> str:
     """A row for each case and pass, a column for each way; a row for each way if the ways are many.
 
-    In brackets: rates, and the value over that of the way `over` in the same row: of times, above 1 that way is faster.
-    It is in bold where it is above 1 by more than the spread of both.
+    In brackets: rates, and the ratio to the value of the way `over` in the same row. For times, above 1 means that
+    `over` is faster. A ratio that exceeds 1 by more than both spreads is bold.
     """
     rows: dict[str, dict[str, Measurement]] = {}
     for each in measurements:

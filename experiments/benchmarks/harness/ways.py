@@ -26,9 +26,9 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Way:
-    """A call to time. Of its settings, `flops` and `bytes` of a call are printed as rates.
+    """A call to time. The settings `flops` and `bytes`, per call, are printed as rates.
 
-    like: the way of the same case with whose results those of this way must agree; compared before it is timed.
+    like: another way of the same case. The results must agree with its results before this way is timed.
     recorded: on a GPU, the call is timed as a CUDA graph.
     peer: a failure is recorded; the failure of a way of ours is raised.
     """
@@ -51,7 +51,7 @@ def difference(result: Tensor, ours: Tensor) -> float:
 
 
 def failure_of(peer: Callable[[], Results], ours: Callable[[], Results]) -> Exception | None:
-    """Why a peer is not to be timed: it fails, or its results are not ours. None if they are."""
+    """The reason why a peer must not be timed: it fails, or its results differ from ours. None otherwise."""
     try:
         results, expected = peer(), ours()
     except Exception as failure:
@@ -66,7 +66,7 @@ def failure_of(peer: Callable[[], Results], ours: Callable[[], Results]) -> Exce
 
 
 def reason(failure: Exception) -> str:
-    """A failure in one line: a peer that cannot serve a case in its own words, others with their kind."""
+    """A failure in one line: the peer's words if it cannot serve a case, otherwise the exception's type and text."""
     if isinstance(failure, Unavailable):
         return f"skipped: {failure}"
     if isinstance(failure, torch.OutOfMemoryError):

@@ -48,9 +48,9 @@ def models(
 ) -> None:
     """Compare each model's logits and gradients with eager attention, then time forward passes and training steps.
 
-    Error: the largest of logits and gradients of all parameters over what is allowed, twice that of eager attention in
-    the same dtype; above 1 it is another function. All models on one H100 take an estimated five minutes, most of them
-    compiling; with --compile twenty. What cannot run has its reason. Ends with 1 if a model is not exact with this
+    Error: the largest of logits and gradients of all parameters, in units of the allowed error, twice eager attention's
+    in the same dtype; above 1 it is another function. All models on one H100 take an estimated five minutes, most of
+    them compiling; with --compile twenty. What cannot run has its reason. Ends with 1 if a model is not exact with this
     attention.
     """
     names = chosen("--model", model, [shape.name for shape in SHAPES])
@@ -86,9 +86,9 @@ def generate(
     commit: Commit = None,
     out: Out = Path("runs/huggingface/generate.jsonl"),
 ) -> None:
-    """Generate with a Llama-shaped model: are the tokens those of eager attention, and how long do they take?
+    """Generate with a Llama-shaped model: compare the tokens with eager attention's, and time them.
 
-    On one H100 an estimated three minutes; with --compile some more. Ends with 1 if the tokens are others.
+    On one H100 an estimated three minutes; with --compile some more. Ends with 1 if the tokens differ.
     """
     bench = _start("generate", device, commit, out, small, rounds)
     late = measure.deadline(minutes)
@@ -120,7 +120,7 @@ def generate(
 
 
 def _start(name: str, device: str, commit: str | None, out: Path, small: bool, rounds: int) -> Bench:
-    """A run, once Transformers is there."""
+    """Starts a run, after checking that Transformers is installed."""
     try:
         import transformers
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Do a model's logits and gradients have the error of "eager" in the same dtype, twice at most?"""
+"""Checks that the errors of a model's logits and gradients are at most twice eager's in the same dtype."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from torch.overrides import TorchFunctionMode
 from experiments.benchmarks.huggingface.implementations import with_attention
 from sparseflash.testing import Comparison, compare_results, draws_for, plain_errors
 
-ZERO = 1e-9  # of the magnitude of a sum's parts: it cancels
-_FUSED = "sdpa: "  # before the names of what PyTorch's own attention gives
-Inputs = Callable[[int], Mapping[str, Tensor]]  # of a seed; with labels
+ZERO = 1e-9  # of the summands' magnitude, because the sum cancels
+_FUSED = "sdpa: "  # prefix of results by PyTorch's own attention
+Inputs = Callable[[int], Mapping[str, Tensor]]  # by seed; with labels
 
 
 class _Fp64Stays(TorchFunctionMode):
-    """What is in fp64 is not cast to fp32, which models name for norms and the softmax, where they mean "higher".
+    """Keeps fp64 tensors in fp64, although models cast norms and the softmax to fp32 by name.
 
-    Nor are positions: some versions multiply them by frequencies, which are in fp64.
+    Positions are kept too: some versions multiply them by frequencies in fp64.
     """
 
     def __torch_function__(
@@ -51,10 +51,10 @@ def results_of(
 
 
 class Truth:
-    """What a model with eager attention gives in fp64, with the weights that it has now.
+    """The results of a model with eager attention in fp64, with its current weights.
 
-    A call returns the results, and the magnitudes of what makes the gradients of its biases. Those of the keys' biases
-    are sums that cancel: such a bias changes all scores of a query alike, so not at all.
+    A call returns the results, and the magnitudes of the summands of bias gradients. The gradient of a key bias cancels
+    to 0: the bias shifts all scores of a query alike, which the softmax ignores.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -84,12 +84,12 @@ class Truth:
 
 @dataclass(frozen=True)
 class Yardstick:
-    """What a model's results are compared with: the truth of one batch, and the errors of "eager" over several.
+    """The yardstick of a model's results: the truth of one batch, and the errors of "eager" over several.
 
-    For gradients that are 0, of the keys' biases, the errors are those of PyTorch's own attention if these are larger.
-    It recomputes the weights in the backward and subtracts the product of the output and its gradient, as this library
-    does. That output has been rounded, whereas "eager" subtracts what its own weights give, and all but cancels. (With
-    an output in fp32 the recomputed gradients of a small BERT are as close to 0 as those of "eager".)
+    Gradients of key biases are 0. Their errors are taken from PyTorch's own attention if larger than eager's. Like this
+    library, it recomputes the weights in the backward and subtracts the product of the output and its gradient. The
+    output has been rounded, whereas "eager" subtracts a sum over its own weights, which cancels almost exactly. (With
+    an output in fp32, the recomputed gradients of a small BERT are as close to 0 as eager's.)
     """
 
     inputs: Mapping[str, Tensor]
@@ -99,7 +99,7 @@ class Yardstick:
 
     @classmethod
     def of(cls, model: nn.Module, inputs: Inputs) -> Yardstick:
-        """Of a model, in the dtype that it has, with eager attention."""
+        """The yardstick of a model with eager attention, in the model's dtype."""
         if model.config._attn_implementation != "eager":  # type: ignore[union-attr]
             raise ValueError(f"model must have eager attention; got {model.config._attn_implementation}.")  # type: ignore[union-attr]
         truth_of = Truth(model)
@@ -110,7 +110,7 @@ class Yardstick:
         fused = with_attention(model, "sdpa") if zeros else None
 
         def drawn(seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-            """What "eager" gives, and the truth; then the zeros of PyTorch's own attention, by names of their own."""
+            """Results of "eager" and the truth, then the zero gradients of PyTorch's own attention, prefixed."""
             plain, exact = results_of(model, inputs(seed)), truth if seed == 0 else truth_of(inputs(seed))[0]
             if fused is None:
                 return plain, exact
@@ -125,7 +125,7 @@ class Yardstick:
         return cls(inputs(0), truth, plain, magnitudes)
 
     def compare(self, model: nn.Module, call: Callable[..., Any] | None = None) -> Comparison:
-        """The errors of the logits and of the gradient of each parameter, beside what is allowed."""
+        """The errors of the logits and of each parameter's gradient, beside the allowed errors."""
         got = results_of(model, self.inputs, call)
         if got.keys() != self.truth.keys():
             raise ValueError(f"every parameter must have a gradient; got others of {got.keys() ^ self.truth.keys()}.")
@@ -133,5 +133,5 @@ class Yardstick:
 
 
 def worst(found: Comparison) -> tuple[str, float]:
-    """The result whose error is largest beside what is allowed, and that ratio."""
+    """The result with the largest error in units of the allowed error, and this ratio."""
     return max(found.ratios.items(), key=lambda each: each[1])

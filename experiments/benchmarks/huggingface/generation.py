@@ -1,4 +1,4 @@
-"""Tokens that a model generates greedily: are they those of "eager", and how long do they take?"""
+"""Greedy generation: compares the tokens with "eager", and times them."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Way:
 
     @property
     def path(self) -> str:
-        """In names of measurements."""
+        """The way in names of measurements."""
         return f"{slug(self.cache)}/{recorded_as(self.implementation)}"
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of `generate`. With a static cache on a GPU it compiles by itself what follows the prompt."""
+        """Options of `generate`, which by itself compiles the steps after the prompt with a static cache on a GPU."""
         if self.cache == DYNAMIC:
             return {}
         return {"cache_implementation": "static", "disable_compile": self.cache == STATIC}
@@ -47,7 +47,7 @@ class Way:
 
 @dataclass
 class _Stamps:
-    """Takes the place of a streamer: when the host has the prompt, and each new token."""
+    """A streamer that records when the host receives the prompt and each new token."""
 
     device: torch.device
     seconds: list[float] = field(default_factory=list)

@@ -15,7 +15,7 @@ _REGISTERED = "block_sparse"  # Transformers reads a name with "flash" as one of
 
 
 def available() -> list[str]:
-    """What can be asked for: Transformers' own, FlashAttention where it is installed, and this library's."""
+    """The available implementations: Transformers' own, FlashAttention where it is installed, and this library's."""
     from transformers import utils
 
     installed = {
@@ -53,13 +53,13 @@ def with_attention(model: nn.Module, implementation: str) -> nn.Module:
 
 
 def _used(module: nn.Module, default: str) -> str:
-    """The attention implementation that a part of a model names; the default for parts that name none."""
+    """The attention implementation that a part of a model names, or the default."""
     used: str = getattr(getattr(module, "config", None), "_attn_implementation", default)
     return used
 
 
 def release(device: torch.device) -> None:
-    """Gives back the memory of what is no longer used, a failed call's among it."""
+    """Frees unused memory, including a failed call's."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -26,7 +26,7 @@ Late = Callable[[], bool]
 
 
 def deadline(minutes: float | None) -> Late:
-    """Whether so many minutes have passed from now."""
+    """Returns a function that says whether `minutes` minutes have passed."""
     end = float("inf") if minutes is None else time.monotonic() + 60 * minutes
     return lambda: time.monotonic() > end
 
@@ -43,7 +43,7 @@ class Options:
 
 
 def exactness(bench: Bench, shape: Shape, names: Sequence[str], options: Options, dtype: torch.dtype) -> None:
-    """The largest error of logits and gradients over what is allowed, for each implementation but "eager"."""
+    """The largest error of logits and gradients in units of the allowed error, for each implementation but "eager"."""
     failures: dict[str, str] = {}
     tokens = min(CHECKED_TOKENS, options.tokens or CHECKED_TOKENS)
     try:
@@ -69,7 +69,7 @@ def exactness(bench: Bench, shape: Shape, names: Sequence[str], options: Options
 def speed(bench: Bench, shape: Shape, names: Sequence[str], options: Options, dtype: torch.dtype) -> None:
     """Milliseconds of a forward pass and of a training step, implementations in turns, and what the first call took."""
     tokens, batch = options.tokens or shape.tokens, options.batch or shape.batch
-    models: dict[str, nn.Module | str] = {}  # or why there is none
+    models: dict[str, nn.Module | str] = {}  # or the reason why it is missing
     ways: dict[str, Way] = {}
     try:
         model = shape.made(dtype, bench.device, tokens=tokens, small=options.small, check=False)
@@ -102,7 +102,7 @@ def _prepared(model: nn.Module, name: str, compiles: bool) -> nn.Module | str:
 
 
 def _forward(model: nn.Module, inputs: dict[str, torch.Tensor]) -> Callable[[], object]:
-    # Without labels, but those of an encoder-decoder are also what its decoder reads.
+    # Without labels, except for an encoder-decoder, whose decoder reads them.
     is_pair = model.config.is_encoder_decoder  # type: ignore[union-attr]
     given = {name: each for name, each in inputs.items() if name != "labels"}
     if is_pair:
@@ -124,7 +124,7 @@ def _training_step(model: nn.Module, inputs: dict[str, torch.Tensor]) -> Callabl
 
 
 def _first_calls(bench: Bench, path: str, call: Callable[[], object], weights: nn.Module) -> str:
-    """Two calls: in the first all is compiled, of the second the memory is noted. Returns why they failed."""
+    """Makes two calls: the first compiles, the second records the memory. Returns the reason if they fail."""
     failed = ""
     try:
         seconds, _ = first_call(call, bench.device)
@@ -147,8 +147,8 @@ def measure(bench: Bench, shape: Shape, names: Sequence[str], options: Options, 
     import torch._dynamo
 
     torch._dynamo.reset()  # graphs of other models
-    # Each implementation has graphs of its own of the same code, and FlexAttention compiles itself for each layout.
-    # Past the default limits nothing would be compiled, with no more than a warning.
+    # Each implementation compiles its own graphs of the same code, and FlexAttention one for each layout. Past the
+    # default limits PyTorch would run uncompiled, with only a warning.
     torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 2048
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     for part in (exactness, speed):
@@ -157,6 +157,6 @@ def measure(bench: Bench, shape: Shape, names: Sequence[str], options: Options, 
 
 
 def inexact(measurements: Sequence[Measurement]) -> list[str]:
-    """The models for which this library's attention gave something else."""
+    """The models that were not exact with this library's attention."""
     ours = [each for each in measurements if each.name.endswith(f"/{ERROR}/{OURS}")]
     return [each.name.split("/")[1] for each in ours if each.value is not None and not each.value <= 1.0]

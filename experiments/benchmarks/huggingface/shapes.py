@@ -22,10 +22,10 @@ _TINY = {
 class Shape:
     """A model of random weights, and the size of its inputs.
 
-    model, config: names of Transformers' classes. settings, small: of the config, and what a trial changes in them.
-    checked: what the comparison with "eager" changes, so that a window is shorter than its short sequences. positions:
-    the setting that must be as large as a sequence is long. without: implementations that must not run, because they
-    damage what runs after them, with the reason. tokens: of a row, or 0 for images, of which `batch` are a step's.
+    model, config: names of Transformers' classes. settings: of the config. small: changes for a trial. checked: changes
+    for the comparison with "eager", so that a window is shorter than its short sequences. positions: the setting that
+    must be as large as a sequence is long. without: implementations that must not run, because they break later runs,
+    with the reason. tokens: per row, or 0 for images. batch: rows or images of a step.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Shape:
             values[self.positions] = tokens
         config = getattr(transformers, self.config)(**values, pad_token_id=0)
         torch.manual_seed(0)
-        # The grouped product of experts has no fp64; what is compared is attention.
+        # The grouped product of experts has no fp64, and attention is the subject of the comparison.
         experts = {"experts_implementation": "eager"} if check and "num_local_experts" in values else {}
         with device:
             made: nn.Module = getattr(transformers, self.model)._from_config(
@@ -69,7 +69,7 @@ class Shape:
     def inputs(
         self, model: nn.Module, device: torch.device, *, tokens: int, batch: int, seed: int = 0
     ) -> dict[str, Tensor]:
-        """A batch of random tokens or images, and what a loss needs."""
+        """A batch of random tokens or images, with labels for the loss."""
         generator = torch.Generator().manual_seed(seed)
         config: Any = model.config
         if not self.tokens:
@@ -86,7 +86,7 @@ class Shape:
         return {"input_ids": source, "labels": drawn(max(1, tokens // 4)) if config.is_encoder_decoder else source}
 
     def count(self, inputs: Mapping[str, Tensor]) -> int:
-        """Tokens, or images, of a batch; those of source and target."""
+        """The tokens (of source and target) or images of a batch."""
         if not self.tokens:
             return len(inputs["pixel_values"])
         source, target = inputs["input_ids"], inputs["labels"]

@@ -61,7 +61,7 @@ def theorem(
     commit: Commit = None,
     out: Out = Path("runs/io/theorem.jsonl"),
 ) -> None:
-    """Bytes over density and head dim beside those of the IO theorem, at a size that the cache cannot hold."""
+    """Bytes over density and head dim beside the IO theorem's, at a size that the cache cannot hold."""
     shapes = [_case(batch, heads, length, each, block, dtype) for each in dim or (32, 64, 128)]
     run("theorem", shapes, counters, device, commit, out)
 

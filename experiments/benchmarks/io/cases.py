@@ -36,7 +36,7 @@ class Case:
 
     @property
     def shape(self) -> str:
-        """In names of measurements."""
+        """The shape in names of measurements."""
         return f"{self.batch}x{self.length}-heads{self.heads}-d{self.head_dim}"
 
     def mask(self) -> BlockMask:

@@ -14,14 +14,14 @@ from experiments.benchmarks.io.cases import Case
 
 ROOT = Path(__file__).resolve().parents[3]
 _READ, _WRITTEN = "dram__bytes_read.sum", "dram__bytes_write.sum"
-# Sectors of 32 bytes that multiprocessors request from the L2 cache, which is what a model without a cache counts.
+# Sectors of 32 bytes that multiprocessors request from the L2 cache: the count that a model without a cache predicts.
 _FROM_L2, _TO_L2 = "lts__t_sectors_op_read.sum", "lts__t_sectors_op_write.sum"
 _SECTOR = 32
 SECONDS = 120.0
 
 
 class NoCountersError(RuntimeError):
-    """The reason why there are no counters."""
+    """Raised with the reason if counters are not available."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A model of what a case costs: bytes moved between HBM and on-chip memory, and operations."""
+"""A cost model of a case: bytes moved between HBM and on-chip memory, and operations."""
 
 from __future__ import annotations
 

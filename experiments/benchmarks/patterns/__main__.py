@@ -23,7 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 RESULTS = Path("experiments/results/patterns.json")
-# The patterns for which FlexAttention is measured. It evaluates all scores, so variants of a rule take equally long.
+# FlexAttention is measured on these patterns. It evaluates all scores, so variants of a rule take equally long.
 PEERS = ("families", "all", "none")
 
 Only = Annotated[list[str] | None, typer.Option("--only", help="A pattern's name; may be repeated. All by default.")]

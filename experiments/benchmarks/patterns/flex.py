@@ -45,7 +45,7 @@ def longest(name: str, mode: str, *, block: int, seconds: float, gigabytes: floa
 
 
 def output_within(command: Sequence[str], seconds: float) -> tuple[str, str]:
-    """What a command printed before it ended or was stopped, and why it ended early ("" if it did not)."""
+    """The output of a command until it ended or was stopped, and why it ended early ("" if it did not)."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         printed, errors = process.communicate(timeout=seconds)
@@ -59,7 +59,7 @@ def output_within(command: Sequence[str], seconds: float) -> tuple[str, str]:
 
 
 def read(printed: str, ended: str) -> Peer | None:
-    """The last complete build in what the process printed."""
+    """The last complete build in the output of the process."""
     lines = [json.loads(line) for line in printed.splitlines() if line.startswith("{") and line.endswith("}")]
     builds = [line for line in lines if "tokens" in line]
     if not builds:

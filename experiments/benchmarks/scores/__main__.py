@@ -1,4 +1,4 @@
-"""`python -m experiments.benchmarks.scores`: the time of changed scores over that of plain attention."""
+"""`python -m experiments.benchmarks.scores`: the cost of score modifications, relative to plain attention."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def main(
     commit: Commit = None,
     out: Out = Path("runs/scores"),
 ) -> None:
-    """Time causal attention in bf16 with each change of scores, forward and with the backward.
+    """Time causal attention in bf16 with each score modification, forward and with the backward.
 
-    Unchanged scores are timed beside each case, with the same --backend, whose kernels may be others: explain() tells.
+    Plain attention is timed beside each case, with the same --backend. Its kernels may differ: see explain().
     With all cases about a minute on an H100, most of it compiling; with --flex about four on an H200. With --first half
     a minute a case.
     """
@@ -78,13 +78,13 @@ def _first_use(bench: Bench, name: str, library: str, sizes: Sizes) -> None:
         for what, seconds in seconds_of(name, library, sizes).items():
             if f"scores/first-use/{what}" not in [each.name for each in bench.measurements]:  # plain, of another case
                 bench.add(f"first-use/{what}", seconds, "s")
-    except RuntimeError as failure:  # the others are worth having
+    except RuntimeError as failure:  # keep the other results
         bench.add(f"first-use/{name}-forward/{library}", None, "s", failure=str(failure))
     bench.save()
 
 
 def over_plain(bench: Bench) -> list[str]:
-    """For each case and pass: the time over that of plain attention in the same turns, and the aim."""
+    """For each case and pass: the time relative to plain attention in the same turns, and the target."""
     lines = []
     for each in bench.measurements:
         _, _, case, what = each.name.split("/")[:4]

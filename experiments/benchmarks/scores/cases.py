@@ -1,4 +1,4 @@
-"""Changes of scores, and the same as FlexAttention's `score_mod`."""
+"""Score modifications, and their equivalents as FlexAttention's `score_mod`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sparseflash import BlockMask, scores
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
-# The most time over plain attention that each should take, where there is an aim.
+# The target for the time relative to plain attention, for the cases that have one.
 TARGETS = {
     "alibi": 1.05, "fixed_alibi": 1.05, "softcap": 1.05, "sink": 1.05, "table": 1.10, "key_bias": 1.10, "bias": 1.25,
     "tile_bias": 1.25,
@@ -24,11 +24,11 @@ NAMES = (*TARGETS, "function")
 
 @dataclass(frozen=True)
 class Case:
-    """One change of scores: what it learns, and how both libraries take it."""
+    """One score modification: its learned tensors, and its form for both libraries."""
 
     name: str
     learned: tuple[Tensor, ...]  # leaves that require gradients
-    changes: Callable[[], Any]  # makes what attention(scores=) takes
+    changes: Callable[[], Any]  # makes the argument of attention(scores=)
     score_mod: ScoreMod | None  # None if FlexAttention cannot express it
 
 
@@ -57,7 +57,7 @@ def _alibi(leaf: Leaf, heads: int, mask: BlockMask) -> Case:
 
 
 def _fixed_alibi(leaf: Leaf, heads: int, mask: BlockMask) -> Case:
-    """As most models have it: the slopes are not learned."""
+    """As in most models, the slopes are not learned."""
     return replace(_alibi(lambda *shape: leaf(*shape).detach(), heads, mask), name="fixed_alibi", learned=())
 
 
@@ -101,7 +101,7 @@ def _tile_bias(leaf: Leaf, heads: int, mask: BlockMask) -> Case:
 
 
 def _function(leaf: Leaf, heads: int, mask: BlockMask) -> Case:
-    """A gain of each head for the keys nearby: nothing that the other changes can say."""
+    """A gain of each head for nearby keys, which no other modification can express."""
     gains = leaf(heads)
 
     def near(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, gain: Tensor) -> Tensor:

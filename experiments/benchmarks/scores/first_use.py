@@ -1,4 +1,4 @@
-"""How long one waits for the first result with changed scores: seconds, in a new process with empty caches."""
+"""The wait for the first result with a score modification: seconds, in a new process with empty caches."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def seconds_of(name: str, library: str, sizes: Sizes) -> dict[str, float]:
     """Seconds until each first result of a case, the forward's and then the backward's, by CASE-PASS/WAY, after those
     of plain attention.
 
-    So a case pays for what it needs besides plain attention, as if one had worked with the library before and now
-    writes a new change. {} where the library cannot express the case. Raises RuntimeError if the process fails.
+    A case thus pays only for its own kernels, as for a user of plain attention who adds a modification. {} where the
+    library cannot express the case. Raises RuntimeError if the process fails.
     """
     found: dict[str, float] = answer_of(measured, name, library, sizes)
     return found

@@ -1,4 +1,4 @@
-"""Causal attention of random inputs by this library and by FlexAttention, plain and with changed scores."""
+"""Causal attention of random inputs by this library and by FlexAttention, plain and with score modifications."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Way(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Of one batch element, and where it lies."""
+    """The sizes of one batch element, and its device."""
 
     length: int
     heads: int
     dim: int
     device: str
-    backend: str  # of BACKENDS: what attention() is asked for
+    backend: str  # one of BACKENDS, for attention()
 
 
 class Ways:
@@ -62,7 +62,7 @@ class Ways:
         return Way(lambda: attention(*self.leaves, self.mask, backend=self.backend), self.leaves)
 
     def changed(self, case: Case, library: str) -> Way | None:
-        """None where the library cannot express the case."""
+        """The way with a score modification; None if the library cannot express the case."""
         wanted = [*self.leaves, *case.learned]
         if library == FLEX:
             return None if case.score_mod is None else Way(lambda: self._flex(score_mod=case.score_mod), wanted)

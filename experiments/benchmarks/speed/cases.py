@@ -15,7 +15,7 @@ FIRST = (FIRST_FORWARD, FIRST_BACKWARD)
 # A backward runs five matrix products of the same size as the forward's two.
 FLOPS_OF_PASS = {FORWARD: 1.0, BACKWARD: 2.5, BOTH: 3.5, CALL: 1.0}
 
-# The question that each group answers, and its minutes on one H100 with every peer, most of which compile the peers.
+# The question that each group answers, and its minutes on one H100 with every peer, mostly spent compiling the peers.
 GROUPS = {
     "calls": "Host time of one inference call at 256 tokens, and the first call of a new process (2 minutes)",
     "masks": "All masks at 16384 tokens: is time in proportion to density? (4 minutes)",
@@ -65,7 +65,7 @@ class Case:
 
     @property
     def path(self) -> str:
-        """The case in names of measurements, with what is not as in most: other groups have names of their own."""
+        """The case in names of measurements: its mask in the groups masks, windows and blocks, otherwise its name."""
         if self.group in ("masks", "windows"):
             return f"{self.kind}/{self.head_dim}"
         if self.group == "blocks":
@@ -230,7 +230,7 @@ CASES: tuple[Case, ...] = (
 
 
 def select(patterns: str, *, groups: tuple[str, ...] = (), quick: bool = False) -> list[Case]:
-    """The cases of `groups` (all if there are none) whose name matches one of the comma-separated globs; with `quick`
+    """The cases of `groups` (all if empty) whose name matches one of the comma-separated globs; with `quick`
     the main ones only, without the pass BOTH."""
     unknown = [name for name in groups if name not in GROUPS]
     if unknown:

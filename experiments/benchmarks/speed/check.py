@@ -37,7 +37,7 @@ def part(pattern: Pattern, *, limit: int = LIVE_SCORES_IN_FULL, blocks: int = 16
 
 
 def _chunks(pattern: Pattern, rows: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """The query rows in chunks of whole blocks: their positions int64 [R], and those of the keys live in them [C].
+    """The query rows in chunks of whole blocks: their positions int64 [R], and the positions [C] of their live keys.
 
     `rows`: bool [M], the block rows to take, all if None. A chunk has about 1024 rows, fewer if it would hold more than
     SCORES_AT_ONCE scores.

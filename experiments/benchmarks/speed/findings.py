@@ -1,4 +1,4 @@
-"""What the times of a run say: efficiency relative to the ideal, the cost of small blocks, memory per token."""
+"""Conclusions from the times of a run: efficiency relative to the ideal, the cost of small blocks, memory per token."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _SHAPE = ("batch", "heads", "kv_heads", "tokens", "head_dim", "dtype")
 
 
 def findings(measurements: Sequence[Measurement]) -> list[str]:
-    """A line each, of what was measured in one run."""
+    """One line for each conclusion from one run."""
     timed = [each for each in measurements if each.value is not None]
     return [*_efficiency(timed), *_blocks(timed), *_first_calls(timed), *_memory(timed)]
 
 
 def _without(each: Measurement, *names: str) -> tuple[object, ...]:
-    """What a measurement has in common with others that differ in these settings alone."""
+    """The key of measurements that differ only in these settings."""
     shared = [each.settings[name] for name in ("mask", "block", *_SHAPE) if name not in names]
     return (each.name.split("/")[-2], each.way, *shared)
 

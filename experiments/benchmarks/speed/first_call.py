@@ -42,7 +42,7 @@ def in_new_process(case: Case, name: str, options: Options, *, limit: float = SE
 
 
 def answers(case: Case, name: str, options: Options) -> list[Answer]:
-    """The first calls of `name` in this process, and after them those of ours, with which the results are compared."""
+    """The first calls of `name` in this process, and after them ours, to compare the results."""
     from experiments.benchmarks.speed.peers import PEERS, ours
 
     device = options.device

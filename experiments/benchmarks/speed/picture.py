@@ -18,7 +18,7 @@ MOST = 2.0  # the ratio whose colour is the strongest, and its inverse
 
 
 def ratios(measurements: Sequence[Measurement]) -> dict[str, dict[str, float]]:
-    """By workload, and by pass and peer: the peer's time over ours."""
+    """By workload, then by pass and peer: how many times as fast as the peer ours is."""
     timed = {each.name: each.value for each in measurements if each.value is not None and each.unit == "ms"}
     found: dict[str, dict[str, float]] = {}
     for name, value in timed.items():

@@ -1,4 +1,4 @@
-"""The results of a case as rows, each of which is one measurement."""
+"""The results of a case as rows; each row is one measurement."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _UNITS = {CALL: "us", MEMORY: "MiB", **dict.fromkeys(FIRST, "s")}  # of other pa
 class Row:
     """One case, one implementation, one pass. Numbers that do not exist are None.
 
-    `ratio`: the peer's time over ours; above 1 ours is faster. `error`: that of ours, in units of the yardstick of
-    check.py, at most 1. `difference`: the relative difference of a peer from ours.
+    `ratio`: how many times as fast as the peer ours is. `error`: of our result, in units of the yardstick of check.py,
+    at most 1. `difference`: the relative difference of a peer from ours.
     """
 
     case: Case

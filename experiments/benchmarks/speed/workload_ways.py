@@ -1,7 +1,7 @@
 """The ways of computing a workload: compared with fp64 on sampled rows, with one another, and timed.
 
 Peers get what their authors would give them: FlashAttention-4 its own arguments for causal masks and windows, packed
-sequences for documents, and lists for other masks; FlexAttention rules that read no memory where there are such.
+sequences for documents, and lists for other masks; FlexAttention rules that read no memory, where possible.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PEERS = ("flex", "fa4", "sdpa-cudnn", "sdpa-fa2", "flex-autotune")
 
 
 def select(globs: str) -> list[Workload]:
-    """The workloads whose names match one of the comma-separated globs; raises ValueError if there are none."""
+    """The workloads whose names match one of the comma-separated globs; raises ValueError if none match."""
     found = [each for each in WORKLOADS if any(fnmatch(each.name, glob.strip()) for glob in globs.split(","))]
     if not found:
         names = ", ".join(each.name for each in WORKLOADS)
@@ -117,7 +117,7 @@ def _sdpa(w: Workload, inputs: Inputs, backend: SDPBackend) -> Runner:
 def makers(
     w: Workload, mask: BlockMask | None, rule: Rule | None, inputs: Inputs, peers: Sequence[str]
 ) -> Iterator[tuple[str, Callable[[], Runner]]]:
-    """By name: what makes each implementation, ours first."""
+    """By name: the function that makes each implementation, ours first."""
     yield OURS, lambda: Runner(lambda q, k, v: attention(q, k, v, mask), inputs)
     if w.kind == "documents":
         ends = torch.tensor([0, *w.lengths(w.queries)]).cumsum(0)
@@ -147,7 +147,7 @@ def results(runner: Runner, which: str) -> tuple[Tensor, ...]:
 
 
 def checked(w: Workload, mask: BlockMask | None, inputs: Inputs) -> float:
-    """The largest error of ours on sampled rows, over what is allowed."""
+    """Our largest error on sampled rows, in units of the allowed error."""
     found = testing.compare(
         lambda q, k, v: attention(q, k, v, mask), inputs.q, inputs.k, inputs.v, mask, dout=inputs.dout,
         gradients=w.backward, heads=1, blocks=2, every_draw=False,
@@ -156,7 +156,7 @@ def checked(w: Workload, mask: BlockMask | None, inputs: Inputs) -> float:
 
 
 def run(bench: Bench, w: Workload, peers: Sequence[str], seed: int) -> bool:
-    """Records one workload: the error of ours, then the times of what computes the same; whether ours was right."""
+    """Records one workload: our error, then the times of all ways that agree. Returns whether ours was right."""
     mask, rule = KINDS[w.kind](w, bench.device)
     mask = None if mask is None else mask.to(bench.device)
     inputs = inputs_of(w, bench.device, seed)
@@ -198,7 +198,7 @@ def run(bench: Bench, w: Workload, peers: Sequence[str], seed: int) -> bool:
 
 
 def run_all(bench: Bench, chosen: Sequence[Workload], peers: Sequence[str], seed: int, minutes: float) -> bool:
-    """Records workloads, as long as no more minutes have passed; whether ours was right in all."""
+    """Records workloads until the minutes have passed. Returns whether ours was right in all."""
     begin, right = time.monotonic(), True
     for number, w in enumerate(chosen, 1):
         if time.monotonic() - begin > 60 * minutes:
@@ -212,7 +212,7 @@ def run_all(bench: Bench, chosen: Sequence[Workload], peers: Sequence[str], seed
 
 
 def cells(measurements: Sequence[Measurement]) -> dict[str, tuple[float, str]]:
-    """For each workload and pass: the fastest peer's time over ours, above 1 ours is faster, and that peer."""
+    """For each workload and pass: how many times as fast as the fastest peer ours is, and this peer."""
     rows: dict[str, dict[str, float]] = {}
     for each in measurements:
         if each.value is not None and each.unit == "ms":

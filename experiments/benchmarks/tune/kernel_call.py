@@ -33,7 +33,7 @@ class KernelCall(NamedTuple):
 
 # The attributes of passes and their layouts that hold each kernel, and the kernel that merges its chunks.
 _PLACE: dict[Kernel, str] = {"forward": "kernel", "dq": "queries", "dk_dv": "keys"}
-# The arguments that the kernel writes, and those of them that are results.
+# The arguments that the kernel writes, and the results among them.
 _WRITTEN: dict[Kernel, tuple[str, ...]] = {
     "forward": ("out_ptr", "lse_ptr", "maximum_ptr", "inverse_ptr"),
     "dq": ("dq_ptr",),
@@ -79,7 +79,7 @@ class KernelOfAttention:
 
 
 class _Launched:
-    """Takes the place of a kernel's launch in a pass, and keeps what it is given except buffers for partial results."""
+    """Replaces a kernel's launch in a pass, and keeps its arguments except buffers for partial results."""
 
     def __init__(self, run: Forward | Backward, kernel: Kernel) -> None:
         self.given: dict[str, Any] = {}

@@ -26,7 +26,7 @@ _CHANNELS = 2048  # all heads together
 
 
 class Measured(NamedTuple):
-    """A candidate's time over that of the shipped configuration, by mask and as the mean; below 1 it is faster."""
+    """A candidate's time relative to the shipped configuration, by mask and as the mean; below 1 it is faster."""
 
     config: Config
     ratios: dict[str, float]

@@ -24,7 +24,7 @@ from sparseflash.backends.triton.changes.kind import Changes, Functions
 
 
 class WithoutKey(Changes):
-    """What Triton makes of the functions if nothing but their names tells them apart."""
+    """Functions without a `cache_key` of their own: only their names tell them apart."""
 
     cache_key = property(lambda self: "no key", lambda self, value: None)
 

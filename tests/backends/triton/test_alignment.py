@@ -1,4 +1,4 @@
-"""Tensors whose rows begin anywhere are copied before a kernel reads them, and nothing else is."""
+"""Tensors with unaligned rows are copied before a kernel reads them, and no others are."""
 
 import pytest
 import torch

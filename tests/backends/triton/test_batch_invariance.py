@@ -13,7 +13,7 @@ def results(q, k, v, mask):
 
 
 def same_bits(mask, dim, dtype, *, batch, heads, tokens, device):
-    """Compares the results of one element of a batch, and of one of its heads, with those of the whole batch."""
+    """Compares the results of one element of a batch, and of one of its heads, with the whole batch's."""
     generator = torch.Generator().manual_seed(dim)
     shape = (batch, heads, tokens, dim)
     q, k, v = (torch.randn(shape, generator=generator).to(device, dtype) for _ in range(3))

@@ -1,4 +1,4 @@
-"""Calls like earlier ones: they skip the checks, give the same, and no other call is taken for one."""
+"""Repeated calls skip the checks and give the same results, and no other call is taken for a repeat."""
 
 import re
 from unittest import mock
@@ -91,7 +91,7 @@ def test_calls_of_any_order_do_not_disturb_one_another(calls):
 
 
 def test_calls_that_differ_in_anything_have_keys_of_their_own():
-    """Also in what Triton's interpreter does not notice, such as alignment."""
+    """Also if they differ in properties that Triton's interpreter ignores, such as alignment."""
     base, mask = [x[..., :16] for x in tensors(tokens=48, dim=24)], mask_of()
 
     def others(x):
@@ -224,7 +224,7 @@ def test_training_calls_are_repeated_too_whatever_the_layout_of_the_gradient(mas
     dout = torch.randn(1, 2, TOKENS, 16, generator=generator).half()
     dlse = torch.randn(1, 2, TOKENS, generator=generator)
     inside = dout.transpose(1, 2).contiguous().transpose(1, 2)
-    one = torch.ones((), dtype=torch.float16).expand_as(dout)  # what a sum() sends back
+    one = torch.ones((), dtype=torch.float16).expand_as(dout)  # the gradient from a sum()
     given = [(dout,), (inside,), (one,), (dout, dlse), (dout, dlse.transpose(1, 2).contiguous().transpose(1, 2))]
     with mock.patch.object(call_cache, "place_of", return_value=None):
         expected = [gradients(q, k, v, mask, *each) for each in given]
@@ -237,7 +237,7 @@ def test_training_calls_are_repeated_too_whatever_the_layout_of_the_gradient(mas
 
 
 def test_lengths_are_those_of_each_call():
-    """All masks of other lengths share what is cached with the arrays."""
+    """Masks that differ only in lengths share the cache of their arrays."""
     base = mask_of()
     q, k, v = tensors()
     dout = torch.ones(1, 2, TOKENS, 16, dtype=torch.float16)

@@ -1,4 +1,4 @@
-"""What kernels are compiled for if scores are changed: their code follows from the functions that they are given."""
+"""The compilation of kernels with score modifications: the device functions determine the code."""
 
 import pytest
 import torch

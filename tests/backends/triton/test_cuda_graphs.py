@@ -1,4 +1,4 @@
-"""What a CUDA graph may record: nothing that is made now and kept, and what it reads is kept."""
+"""Recording CUDA graphs: nothing made during a capture is cached, and everything that a graph reads is kept."""
 
 from unittest import mock
 

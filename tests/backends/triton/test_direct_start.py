@@ -202,7 +202,7 @@ def test_parameters_of_other_sizes_than_the_code_declares_are_refused(codes, dat
 
 
 class Utils:
-    """Stands in for what Triton loads binaries with."""
+    """Stands in for Triton's loader of binaries."""
 
     def __init__(self, most_shared=1000, most_threads=1024):
         self.most_shared, self.most_threads, self.loads = most_shared, most_threads, 0

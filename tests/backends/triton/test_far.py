@@ -80,7 +80,7 @@ def test_distances_are_those_of_whole_numbers_wherever_tokens_stand(place, is_lo
 @pytest.mark.parametrize("kind", ["alibi", "log_decay", "relative", "function"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_scores_of_far_positions_are_exact(kind, dtype):
-    """With equal keys, lse is that of the changes of scores."""
+    """With equal keys, lse depends on the score modifications alone."""
     table = torch.linspace(-1, 1, 9).expand(2, 9)
     slopes = torch.tensor([0.5, 0.03125])
     change = {

@@ -1,4 +1,4 @@
-"""Full fp32 as three pieces of 8 bits: what the pieces are, and that six of their products are enough."""
+"""Full fp32 as three pieces of 8 bits: the values of the pieces, and that six of their products are enough."""
 
 import numpy as np
 import pytest
@@ -132,7 +132,7 @@ def _product_kernel(
 
 
 def product(x: Tensor, y: Tensor, mirrored: bool = False, precision: str | None = None) -> Tensor:
-    """Of [rows, dim] each. precision: None for that of the GPU at hand."""
+    """The product of two [rows, dim] matrices. precision: None for the default on the GPU at hand."""
     rows, dim = x.shape
     out = x.new_empty(rows, rows)
     if precision is None:
@@ -206,7 +206,7 @@ def _whole_product_kernel(
 
 
 def whole_product(x: Tensor, y: Tensor, mirrored: bool = False) -> Tensor:
-    """Of [rows, dim] each, which the kernel splits."""
+    """The product of two [rows, dim] matrices, which the kernel splits."""
     out = x.new_empty(len(x), len(x))
     precision = precision_of("fp32", capability_of(x.device), in_pieces=False)
     _whole_product_kernel[(1,)](x, y, out, *x.shape, precision, mirrored)
@@ -242,7 +242,7 @@ def test_products_of_whole_tiles_are_as_good_as_in_fp32_and_keep_infinities(dim,
 
 @pytest.mark.gpu
 def test_sums_of_numbers_of_one_sign_are_not_worse_than_in_fp32():
-    """Tensor cores cut off what does not fit, always towards zero."""
+    """Tensor cores truncate low bits, always towards zero."""
     tokens = 8192
     q, k = (torch.rand(1, 2, tokens, 64, device="cuda") for _ in range(2))
     v = torch.rand(1, 2, tokens, 64, device="cuda") + 1

@@ -29,7 +29,7 @@ HEADS = 4
 
 
 def by(way):
-    """Makes dynamic masks be planned one of the ways."""
+    """Plans dynamic masks in this way."""
     return mock.patch.object(planning, "_DEVICES", ["cpu", "cuda"] if way == "kernels" else [])
 
 

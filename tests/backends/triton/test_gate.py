@@ -46,7 +46,7 @@ kernel_check.main(*sys.argv[1:])
 
 @pytest.fixture
 def new_version(monkeypatch, tmp_path):
-    """A version that was not measured, and nothing known of it."""
+    """A version of Triton without measurements, and without a stored verdict."""
     monkeypatch.setattr(gate, "triton_version", lambda: (9, 9))
     monkeypatch.setattr(gate, "triton_release", lambda: "9.9.9")
     monkeypatch.setattr(notice, "_said", notice.BoundedDict(64))
@@ -58,7 +58,7 @@ def new_version(monkeypatch, tmp_path):
 
 @pytest.fixture
 def hopper(monkeypatch, new_version):
-    """The same on a machine that seems to have an H100, whose kernels are not run. Yields what is tried."""
+    """The same on a machine that seems to have an H100, whose kernels are not run. Yields the tried kernels."""
     tried, answers = [], {"": ("", True)}
     facts = {"triton": "9.9.9", "device": "NVIDIA H100", "sources": "abc"}
 
@@ -75,7 +75,7 @@ def hopper(monkeypatch, new_version):
 
 
 def forget():
-    """As a new process would begin."""
+    """Restores the state of a new process."""
     clear_caches()
 
 
@@ -456,7 +456,7 @@ print(repr(fault_in(report.getvalue(), {"forward_kernel": 168, "backward_kernel"
 
 
 def test_the_installed_triton_prints_such_a_report():
-    """And its kernels pass; the last is asked for another number of registers than it has."""
+    """And its kernels pass; the last one is checked against a wrong number of registers."""
     done = python("-c", COMPILED)
     assert done.stdout.startswith("'finish_kernel has"), done.stdout + done.stderr[-2000:]
 

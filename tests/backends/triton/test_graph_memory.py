@@ -1,4 +1,4 @@
-"""What CUDA graphs read lives as long as they do, and no longer."""
+"""The memory that CUDA graphs read lives as long as the graphs, and no longer."""
 
 import ctypes
 import gc
@@ -34,7 +34,7 @@ def inputs(tokens=256, seed=0):
 
 
 def overwrite_what_is_free():
-    """Fills the memory that PyTorch has to give out, in pieces of many sizes, with what would be noticed."""
+    """Fills PyTorch's free memory, in blocks of many sizes, with values whose use would show."""
     filled = [
         torch.full((1 << size,), -1, device="cuda", dtype=torch.int32) for size in range(4, 22) for _ in range(24)
     ]
@@ -43,7 +43,7 @@ def overwrite_what_is_free():
 
 
 def recorded(step):
-    """A graph of the step, and what the step returned while it was recorded."""
+    """A graph of the step, and the result of the step while it was recorded."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -58,7 +58,7 @@ def recorded(step):
 @pytest.mark.gpu
 @pytest.mark.parametrize("choose", ["top_k_blocks", "mass_blocks", "selected_keys"])
 def test_a_graph_that_chooses_stays_right_after_other_lengths_were_chosen(choose):
-    """The tiles that there are to choose from are cached, 32 sets of them: the graph still reads its own."""
+    """The candidate tiles are cached, 32 sets of them: the graph still reads its own."""
     q, k, v = inputs()
 
     def chosen(tokens, q, k):

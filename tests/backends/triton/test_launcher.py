@@ -1,4 +1,4 @@
-"""Launching what Triton has compiled: the same as Triton's own launch, hooks and all, in less time."""
+"""Launching compiled Triton kernels: the same as Triton's own launch, including hooks, in less time."""
 
 import weakref
 from concurrent.futures import Future
@@ -20,7 +20,7 @@ GPU = torch.device("cuda", 0)
 
 
 class Kernel:
-    """A Triton kernel that writes down how Triton's front is asked to compile and to launch it."""
+    """A Triton kernel that records how Triton is asked to compile and to launch it."""
 
     __name__ = "kernel"
     arg_names = ("x_ptr", "work_ptr", "scale", "y_ptr", "SIZE")
@@ -44,7 +44,7 @@ class Kernel:
 
 
 class Started:
-    """Stands in for DirectStart: writes down what it is made of and called with."""
+    """Stands in for DirectStart: records its arguments and its calls."""
 
     def __init__(self, function, metadata, parameters, arguments, given, device):
         self.kernel, self.arguments, self.given = function, arguments, given
@@ -133,7 +133,7 @@ def test_a_kernel_that_does_not_fit_in_shared_memory_gets_fewer_stages_when_it_i
     launch = Launch(made, {"scale": 0.5}, examples, {}, bound=("work_ptr",)).bind(1, work_ptr=work)
     launch(named(x, x)), launch(named(x, x))
     assert [options["num_stages"] for _, options in kernel.warmed] == tried
-    assert made.options == kernel.warmed[-1][1]  # Triton's own launcher is told the same
+    assert made.options == kernel.warmed[-1][1]  # Triton's own launcher receives the same
 
 
 def test_launches_of_one_variant_have_work_of_their_own():

@@ -1,4 +1,4 @@
-"""Choices made from outside: they hold for what is prepared inside, and for nothing else."""
+"""Overrides hold for the launches prepared inside them, and for no others."""
 
 import pytest
 import torch

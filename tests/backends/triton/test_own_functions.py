@@ -1,4 +1,4 @@
-"""One's own functions of scores in the kernels: each operation, functions written in Triton, and what is refused."""
+"""User functions of scores in the kernels: each operation, functions written in Triton, and what is refused."""
 
 import linecache
 import re
@@ -67,7 +67,7 @@ def test_powers_are_pytorchs_at_zero_and_below(exponent):
 @pytest.mark.parametrize(("backend", "padded"), [("triton", False), ("triton", True), ("blockwise", False)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
 def test_slopes_of_scores_that_do_not_exist_may_be_infinite(dtype, backend, padded):
-    """Tiles are filled up with zeros, where a root has an infinite slope; so may padding be."""
+    """Tiles are padded with zeros, where a root has an infinite slope; a sequence's padding may be zeros, too."""
     length, tokens = 15, 20 if padded else 15
     generator = torch.Generator().manual_seed(3)
     learned = [torch.randn(2, n, generator=generator).requires_grad_() for n in (tokens, tokens, 3)]

@@ -1,4 +1,4 @@
-"""Launches are prepared once and kept: what is kept must be told apart by all that it depends on."""
+"""Launches are prepared once and cached: the key must contain everything that a launch depends on."""
 
 from unittest import mock
 
@@ -37,7 +37,7 @@ def assert_right(q, k, v, mask):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # of fp32 a kernel sees pieces, which are contiguous
 @pytest.mark.parametrize("masked", [True, False])
 def test_one_mask_serves_tensors_that_differ_in_anything(masked, dtype):
-    """Pairs that share strides, or all but one thing: the second must not run what was prepared for the first."""
+    """Pairs with equal strides, or with one difference: the second must not reuse the launch of the first."""
     mask = masks.causal(10, block=16) if masked else None
     q, k, v = (wide(tokens=10, seed=seed).to(dtype) for seed in range(3))
     for slices in [
@@ -120,7 +120,7 @@ def test_another_mask_of_the_same_kind_is_bound_to_the_same_variants():
 
 @pytest.mark.parametrize(("way", "wanted"), [("descriptors", True), ("pointers", False)])
 def test_tiles_are_loaded_the_way_that_is_asked_for(way, wanted):
-    """What the exactness tests call descriptors and pointers is what runs."""
+    """The exactness tests' "descriptors" and "pointers" run as named."""
     q, k, v = (x.half().requires_grad_() for x in (wide(dim=32), wide(dim=32, seed=1), wide(dim=32, seed=2)))
     mask = masks.local(40, window=9, block=16)
     with loads(way):
@@ -155,7 +155,7 @@ def test_descriptors_are_for_aligned_tensors_only():
 
 
 def test_examples_have_the_layout_of_what_the_kernels_read():
-    """They decide what is compiled, and the strides that kernels are told."""
+    """They determine the compiled code, and the strides passed to kernels."""
     for dtype in (torch.float16, torch.float32):
         for dim in (16, 18, 24):
             q, k, v = (wide(dim=dim + 8, tokens=300, seed=seed).to(dtype)[..., :dim] for seed in range(3))

@@ -22,7 +22,7 @@ from strategies import block_masks
 
 
 def walked(side, heads, count):
-    """What the work items say is live: `{(batch element, head, tile row, member of the group): [(block, tile id)]}`."""
+    """The work items' live tiles: `{(batch element, head, tile row, member of the group): [(block, tile id)]}`."""
     found = {}
     for item in side.work.tolist():
         for member, (number, start, full, total, first_full, first_masked, first_tile, _) in enumerate(item):

@@ -1,4 +1,4 @@
-"""Calls with changed scores like earlier ones: they skip checks and plans, and no other call is taken for one."""
+"""Repeated calls with score modifications skip checks and plans, and no other call is taken for a repeat."""
 
 import gc
 import weakref
@@ -162,7 +162,7 @@ BASE = {"kind": "t5", "layout": "contiguous", "dtype": torch.float32}
     ids=str,
 )  # fmt: skip
 def test_what_launches_depend_on_is_in_the_key(other):
-    """Also what Triton's interpreter does not notice, such as alignment."""
+    """Including properties that Triton's interpreter ignores, such as alignment."""
     mask, tensors = mask_of(), inputs()
     results(*drawn(**BASE), mask, tensors, mode="no_grad")
     with planned() as plans:

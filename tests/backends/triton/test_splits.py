@@ -33,7 +33,7 @@ def fresh(mask):
 
 
 def block_counts(side):
-    """How many tiles each program of a side walks, and each would if none were cut."""
+    """The tiles that each program of a side walks, and would walk if no list were cut."""
     sizes, whole = side.work[..., 3].sum(1).tolist(), {}
     for number, size in zip(side.work[:, 0, 0].tolist(), sizes):
         whole[number] = whole.get(number, 0) + size
@@ -41,7 +41,7 @@ def block_counts(side):
 
 
 def makespan(sizes, slots=264):
-    """The tiles that the busiest of the slots walks, where whichever is idle takes the longest item that is left."""
+    """The tiles of the busiest slot, if each idle slot takes the longest remaining item."""
     busy = [0] * slots
     for size in sorted(sizes, reverse=True):
         heapq.heapreplace(busy, busy[0] + size)
@@ -66,7 +66,7 @@ def test_global_rows_end_with_the_others(heads):
 @pytest.mark.parametrize("tile", [64, 128])
 @pytest.mark.parametrize("kind", ["bigbird", "causal", "dense", "butterfly", "random12"])
 def test_what_is_cut_does_not_depend_on_how_many_heads_there_are(kind, tile):
-    """Nor do, therefore, the bits of a row."""
+    """Therefore the bits of a row do not depend on it either."""
     mask = patterns.block_mask(kind, 16384, 128)
     for axis in (0, 1):
         lists = []
@@ -302,7 +302,7 @@ def test_lengths_may_change_from_call_to_call():
 
 
 def test_the_bits_do_not_depend_on_what_else_was_run():
-    """Parts lie in memory that was used before; what a merge reads has all been written."""
+    """Parts lie in memory that was used before; a merge must read only written values."""
     mask = masks.causal(64, block=16)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 1, 64, 16, generator=generator).requires_grad_() for _ in range(3))

@@ -89,7 +89,7 @@ def test_the_lists_of_every_tiling_have_the_live_scores_of_the_mask(data):
 
 @given(block_masks(most_tokens=300, blocks=(16, 32)), st.sampled_from([0, 1]))
 def test_the_blocks_of_both_parts_of_a_gathered_list_increase(mask, axis):
-    """And what is missing from the last tile lies past the end: sequence lengths are found by that."""
+    """Missing blocks of the last tile lie past the end; sequence lengths rely on it."""
     streamed = (mask.block_k, mask.block_q)[axis]
     lists = retiled(mask).lists(axis, Tiling(64, 128, streamed))
     blocks = lists.index.view(len(lists.tile), -1)

@@ -1,4 +1,4 @@
-"""Comparisons of runs: they pause and go on, and what their table says is what the runs' logs say."""
+"""Comparisons of runs: they pause and go on, and their table agrees with the runs' logs."""
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"""Training with the tokens of each sequence in several processes: the losses are those of one process."""
+"""Training with the tokens of each sequence in several processes: the losses equal a single process's."""
 
 import csv
 import json
@@ -28,7 +28,7 @@ def started(store, out, processes):
 
 @pytest.fixture(scope="module")
 def pair(store, tmp_path_factory):
-    """Two processes that share every sequence: what the first one saw, and the folder of their runs."""
+    """Two processes that share every sequence: the results of the first, and the folder of their runs."""
     return started(store, tmp_path_factory.mktemp("pair"), 2)
 
 

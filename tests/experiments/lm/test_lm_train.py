@@ -87,7 +87,7 @@ def test_a_run_begins_with_the_weights_of_a_shorter_context(store, whole, tmp_pa
         "pattern": "dense", "context": 64, "tokens": before["tokens"], "seconds": before["seconds"], "before": None
     }  # fmt: skip
     assert metrics["initial"] == {**told, "sha256": sha256(folder / "model.safetensors")}
-    # Once more, resumed in between: what began it is told, not the paused run.
+    # Once more, resumed in between: the record names the run that it began with, not the paused one.
     again = replace(config, initial=str(tmp_path / "longer"))
     assert Run(again, store, tmp_path / "again").train(pause=lambda step: step == 1) is None
     resumed_run = Run(again, store, tmp_path / "again", resume=True).train()
@@ -95,7 +95,7 @@ def test_a_run_begins_with_the_weights_of_a_shorter_context(store, whole, tmp_pa
 
 
 def test_a_run_begins_with_weights_that_do_not_tell_how_long_they_were_trained(store, whole, tmp_path):
-    """Those of before there was --initial."""
+    """Weights from before --initial existed."""
     path = tmp_path / "model.safetensors"
     tensors, about = tensor_files.read(whole[0], train.KIND)
     tensor_files.write(path, tensors, {name: about[name] for name in ("kind", "config", "steps")})

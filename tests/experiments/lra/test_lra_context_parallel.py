@@ -1,4 +1,4 @@
-"""Training with the tokens of each sequence in several processes: the losses are those of one process."""
+"""Training with the tokens of each sequence in several processes: the losses equal a single process's."""
 
 import json
 from dataclasses import replace
@@ -106,7 +106,7 @@ def test_every_kind_of_model_trains_as_in_one_process(name, pair, folders, tmp_p
 
 
 def test_it_resumes_with_the_same_bits(pair):
-    """With dropout, of which each process has its own."""
+    """With dropout, which each process draws by itself."""
     for each in pair[0]:
         assert (each["resumed_at"], each["same_bits"]) == (3, True)
     assert pair[0][0]["random"] != pair[0][1]["random"]

@@ -1,4 +1,4 @@
-"""Self-pretraining: what is hidden, that it is learned, and that another run begins with what was learned."""
+"""Self-pretraining: which tokens are hidden, that they are learned, and that another run starts from the weights."""
 
 import hashlib
 import json

@@ -66,7 +66,7 @@ def test_the_log_is_of_all_processes_together(pair, alone):
 
 
 def test_two_processes_resume_with_the_same_bits(pair):
-    """With dropout, of which each process has its own, and a time limit, which each clock would see differently."""
+    """With dropout, which each process draws by itself, and a time limit, which each clock would see differently."""
     seen, _ = pair
     for each in seen:
         assert (each["resumed_at"], each["same_bits"]) == (3, True)

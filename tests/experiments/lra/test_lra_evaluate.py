@@ -1,4 +1,4 @@
-"""A finished run tested again: as it was tested at its end, by what its answers depend on, and not on what it saw."""
+"""A finished run tested again: the same result as at its end, accuracies by group, and no test on training data."""
 
 import json
 from dataclasses import replace
@@ -48,7 +48,7 @@ def evaluated(run, *words):
 
 
 def check_groups(found):
-    """They are all of the examples, and their accuracies make up that of all."""
+    """The groups cover all examples, and their accuracies average to the accuracy of all."""
     groups = found["kinds"]["groups"]
     assert sum(group["examples"] for group in groups) == found["test_examples"]
     right = sum(group["examples"] * group["accuracy"] for group in groups)

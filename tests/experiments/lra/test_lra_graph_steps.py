@@ -125,7 +125,7 @@ def test_recorded_steps_are_those_of_the_host(attention, compiled):
         expected, found = plain(batch, 1e-3), steps(batch, 1e-3)
         assert float(found.loss) == pytest.approx(float(expected.loss), abs=2e-3)
         assert abs(int(found.right) - int(expected.right)) <= 1
-    assert len(steps.captured) == 5  # of which one, the longest, came first
+    assert len(steps.captured) == 5  # one of them, the longest, came first
     for one, other in zip(first.parameters(), second.parameters()):
         assert torch.allclose(one, other, atol=5e-3)
 
@@ -173,7 +173,7 @@ def test_dropout_is_another_at_every_replay_and_the_same_from_the_same_state(dro
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("mask", ["dense", "butterfly", "local"])
 def test_what_is_trained_is_what_is_tested(mask, compiled):
-    """The loss that a step tells is that of an evaluation, whichever examples share their rows' length."""
+    """The loss that a step reports equals an evaluation's, whichever examples share their rows' length."""
     config = replace(
         CONFIG, mask=mask, block=128, max_tokens=2000, depth=3, width=256, heads=4, mlp=256, precision="bf16",
         positions="nested", pool="mean+max", qk_norm=True, compiled=compiled,

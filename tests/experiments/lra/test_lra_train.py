@@ -88,7 +88,7 @@ def test_a_paused_and_resumed_run_gives_the_same_bits(data, whole, tmp_path, sto
 
 def test_a_run_killed_between_checkpoints_gives_the_same_bits(data, whole, tmp_path):
     def die(step):
-        if step == 8:  # the newest checkpoint is that of step 6
+        if step == 8:  # the newest checkpoint is from step 6
             raise RuntimeError("killed")
         return False
 
@@ -263,7 +263,7 @@ def test_starting_up_takes_none_of_a_runs_minutes(data, tmp_path, monkeypatch):
 
 
 def test_what_is_prepared_in_the_middle_of_a_run_is_no_training(data, tmp_path, monkeypatch):
-    """As steps are that are recorded when a batch of a new shape comes."""
+    """For example the recording of a step when a batch has a new shape."""
 
     class PreparesLate(steps.Steps):
         calls = 0

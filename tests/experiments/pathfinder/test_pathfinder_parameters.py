@@ -1,4 +1,4 @@
-"""Parameters beyond the arena: the rule by which 512 pixels are extrapolated, and paths of other lengths."""
+"""Parameters beyond the arena: the rule that extrapolates to 512 pixels, and paths of other lengths."""
 
 from math import floor
 

@@ -1,4 +1,4 @@
-"""Seeds: those of training, validation and test are disjoint, and no two images of a run share an index."""
+"""Seeds: training, validation and test have disjoint seeds, and no two images of a run share an index."""
 
 import pytest
 

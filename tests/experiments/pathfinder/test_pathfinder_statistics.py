@@ -1,4 +1,4 @@
-"""Statistics and shortcuts of generated Pathfinder images, beside those of the original generator."""
+"""Statistics and shortcuts of generated Pathfinder images, beside the original generator's."""
 
 import re
 from math import hypot

@@ -1,4 +1,4 @@
-"""What several of these files take."""
+"""Fixtures of several of these files."""
 
 import pytest
 

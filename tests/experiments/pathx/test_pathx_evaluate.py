@@ -54,7 +54,7 @@ def test_a_test_result_is_that_of_the_images_in_their_order(finished, tests, str
     assert found.labels.tolist() == load_vectors(tests[1]).labels[:30].tolist()
     said = evaluation.result(found, tests[1])
     assert said["task"] == "LRA-parameter generated Pathfinder-32, contour length 9"
-    assert said["layers"] == "near:8,dense"  # those of the stage
+    assert said["layers"] == "near:8,dense"  # the stage's layers
     assert said["images"] == 30
     assert "auxiliary" not in said  # what helped is told of the whole chain, beside it
     with Stream(1) as other:

@@ -60,7 +60,7 @@ def test_every_rendering_has_a_row_of_the_same_images(tests):
     accuracies = [row["accuracy"] for row in found["rows"]]
     assert found["worst_below_best"] == max(accuracies) - min(accuracies)
     said = {row["rendering"]: row["said_connected"] for row in found["rows"]}
-    assert said["brightness 0.85"] < said["brightness 1.1"]  # what such a model does is seen in the table
+    assert said["brightness 0.85"] < said["brightness 1.1"]  # the table shows that this model reads brightness
     text = rendering_table.markdown(found)
     assert text.count("\n| ") == len(RENDERINGS) + 1 and "levels below 32 left out" in text
 

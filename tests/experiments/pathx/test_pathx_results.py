@@ -23,7 +23,7 @@ IMAGES = 8
 
 def test_the_best_model_of_each_task_is_stored_and_no_other():
     """The best of those that were trained in drawn renderings and from class labels alone, where there are some, and of
-    several seeds the first. Path-512's is not stored: it is minutes away from that of Path-256.
+    several seeds the first. Path-512's model is not stored: it takes minutes to train from Path-256's.
     """
     best = {}
     for name, note in table.found_below(RESULTS):

@@ -304,7 +304,7 @@ def test_runs_that_follow_one_another_see_other_images(whole, stream, tmp_path, 
     (tmp_path / "old" / "config.json").write_text(json.dumps(saved))
     seeds, run = seen(monkeypatch, config, tmp_path / "old", stream, resume=True)
     assert seeds == {training_seed(TINY.seed)}
-    # Weights that such a run has trained had two runs at least.
+    # Its weights count as trained by at least two runs.
     config = replace(short, initial=str(run.folder / "model.safetensors"))
     assert Run(config, tmp_path / "new", stream).before["runs"] == 2
 

@@ -1,4 +1,4 @@
-"""What is stored of the machine and the command with a result."""
+"""The description of machine and command that is stored with a result."""
 
 import sys
 

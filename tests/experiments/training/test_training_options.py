@@ -1,4 +1,4 @@
-"""Settings as options of commands: every setting has one, and what the user leaves out is told from what is chosen."""
+"""Settings as options of commands: every setting has an option, and defaults are told from the user's choices."""
 
 from dataclasses import dataclass, fields
 from typing import Annotated

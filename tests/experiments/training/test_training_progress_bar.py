@@ -1,4 +1,4 @@
-"""What is said of a run's progress where there is no terminal."""
+"""Reports of a run's progress without a terminal."""
 
 from __future__ import annotations
 

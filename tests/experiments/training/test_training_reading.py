@@ -1,4 +1,4 @@
-"""A file that a command cannot read is named in one line, with what it must be."""
+"""An error of one line names a file that a command cannot read, and the required kind of file."""
 
 import importlib
 import json

@@ -14,7 +14,7 @@ from sparseflash import BlockMask, masks
 GROUP = "chosen from data, seeded here"
 
 
-@lru_cache(maxsize=1)  # so that building a mask again takes only the time of the choice, not that of drawing
+@lru_cache(maxsize=1)  # so that building a mask again times only the choice, not the drawing
 def queries_and_keys(tokens: int) -> tuple[Tensor, Tensor]:
     """`q, k [1, 1, N, 32]`, interpolated linearly between random vectors every 64 tokens. The queries' vectors are the
     keys' plus others of their own.

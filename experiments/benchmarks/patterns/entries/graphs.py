@@ -1,4 +1,4 @@
-"""Random graphs of blocks. They have no formula, so there is none for FlexAttention either."""
+"""Random graphs of blocks. They have no formula, so no `mask_mod` either."""
 
 from __future__ import annotations
 

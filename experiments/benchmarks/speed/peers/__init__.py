@@ -38,7 +38,7 @@ DEFAULT_PEERS = {
 
 
 def named(text: str, offered: Iterable[str] = PEERS) -> tuple[str, ...]:
-    """The peers of a list with commas, each once; "none" stands for none. Raises ValueError for others than offered."""
+    """The peers of a list with commas, each once; "none" stands for none. Raises ValueError for unknown names."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip() not in ("", "none")))
     if unknown := [name for name in names if name not in offered]:
         raise ValueError(f"--peers must be from {', '.join(offered)}; got {', '.join(unknown)}.")

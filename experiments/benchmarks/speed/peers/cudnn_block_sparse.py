@@ -69,13 +69,13 @@ def arguments(case: Case, pattern: Pattern, device: torch.device) -> dict[str, A
 
 
 def cudnn_sparse(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
-    """cuDNN's kernels for lists of full tiles, without autotuning, which they do not have."""
+    """cuDNN's kernels for lists of full tiles; they have no autotuning."""
     require_half_on_gpu(case, inputs)
     return runner(case, pattern, inputs, load())
 
 
 def runner(case: Case, pattern: Pattern, inputs: Inputs, package: Package) -> Runner:
-    """The same with a package at hand."""
+    """`cudnn_sparse` with a given package."""
     options = arguments(case, pattern, inputs.q.device)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -96,13 +96,13 @@ def _of_lists(
 
 
 def fa4(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
-    """FlashAttention-4 with the configuration that it chooses, which adds gradients in any order."""
+    """FlashAttention-4 with its default configuration, which adds gradients in any order."""
     return _runner(case, pattern, inputs)
 
 
 def fa4_deterministic(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
-    """FlashAttention-4 with gradients that have the same bits every time, as ours have. 4.0.0b36 asserts on Hopper that
-    there are no block-sparse lists then.
+    """FlashAttention-4 with deterministic gradients, as ours are. In this mode, 4.0.0b36 asserts on Hopper that it has
+    no block-sparse lists.
     """
     if case.kind not in ("dense", "causal", *WINDOWS):
         raise Unavailable("its deterministic backward has dense, causal and window masks only")

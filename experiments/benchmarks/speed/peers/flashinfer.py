@@ -58,8 +58,8 @@ def masks_of_heads(
 
 
 def heads_as_rows(mask: BlockMask, q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> Callable[[], Tensor]:
-    """The same by the wrapper that has one mask for all heads: heads of keys follow one another as rows and columns of
-    one sequence, with whole blocks as pages. Tensors have its order from the start, so none is copied.
+    """The same attention by the wrapper with one mask for all heads: heads of keys are concatenated into one sequence,
+    with whole blocks as pages. Tensors have the wrapper's order from the start, so none is copied.
     """
     wrapper = load().BlockSparseAttentionWrapper(_workspace(q.device))
     layout = _layout(mask, q, k)

@@ -58,7 +58,7 @@ def compiled(mode: str | None) -> Callable[..., Tensor]:
     torch._dynamo.config.accumulated_recompile_limit = 2048
     # The backward is timed on a retained graph, which does not work with donated buffers.
     torch._functorch.config.donated_buffer = False
-    # fullgraph: raise an error for what cannot be compiled, instead of running N x N scores in eager mode.
+    # fullgraph: raise an error for code that cannot be compiled, instead of running N x N scores in eager mode.
     return torch.compile(flex_attention, dynamic=False, fullgraph=True, mode=mode)
 
 
@@ -77,8 +77,8 @@ def arguments(case: Case, pattern: Pattern) -> dict[str, Any]:
 def small_tiles(block: int) -> dict[str, int]:
     """`kernel_options` for masks with blocks of fewer than 128 tokens.
 
-    The tiles that FlexAttention chooses do not fit such blocks, and it raises an error. Those of the forward can be cut
-    to the block; for the backward it checks its own choice (PyTorch 2.11) and raises if that does not fit.
+    FlexAttention's default tiles do not fit small blocks, and it raises an error. Its forward tiles can be cut to the
+    block; for the backward it checks its own choice (PyTorch 2.11) and raises if that does not fit.
     """
     tile = {"BLOCK_M": block, "BLOCK_N": block, "num_warps": 4}
     return {f"fwd_{name}": value for name, value in tile.items()}

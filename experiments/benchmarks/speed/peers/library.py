@@ -1,4 +1,4 @@
-"""sparseflash itself: the default kernels for the device, those asked for, and the dense reference."""
+"""sparseflash itself: the default kernels for the device, kernels by name, and the dense reference."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def require_half_on_gpu(case: Case, inputs: Inputs) -> None:
 
 
 def planned(plan: Callable[[], Callable[[], Tensor]]) -> Callable[[], Tensor]:
-    """The call that `plan` returns. It plans when it is first called: what cannot be planned is a call that fails."""
+    """The call that `plan` returns. Planning happens in the first call, so a failure to plan is a failed call."""
     once = cache(plan)
     return lambda: once()()
 

@@ -1,4 +1,4 @@
-"""The experiment on small blocks: what it times is what it says, and a wrong result is an error."""
+"""The experiment on small blocks: it times the tilings that it names, and a wrong result is an error."""
 
 import pytest
 import torch

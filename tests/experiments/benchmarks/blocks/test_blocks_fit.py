@@ -1,4 +1,4 @@
-"""The fit of the plan's cost: constants that made the times are found again, and a bad choice is said to be one."""
+"""The fit of the plan's cost: constants that made the times are found again, and a bad choice is reported."""
 
 import math
 

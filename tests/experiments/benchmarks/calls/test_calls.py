@@ -1,4 +1,4 @@
-"""The benchmark of short calls: what it calls is right, and its table says what was measured and what failed."""
+"""The benchmark of short calls: its calls give right results, and its table shows measurements and failures."""
 
 from unittest import mock
 

@@ -12,7 +12,7 @@ from experiments.benchmarks.compile.pairs import pairwise
 from uninterpreted import python
 
 STORED = sorted((Path(__file__).parents[4] / "experiments/results/compile").glob("fits-triton-*.csv"))
-# Of each the kernel asked for more than there is with the stages that were chosen for the tiles alone.
+# The kernel of each exceeded shared memory with the stages that were chosen for the tiles alone.
 TOO_LARGE = {
     "a bias in fp32 and a function, H100": (
         'arch=90, arithmetic="float16", dims=(128, 128), block=128, tokens=128, lengths=True, pairs="bias fp32", '
@@ -64,7 +64,7 @@ def test_a_covering_array_has_every_possible_pair_of_values():
     for one, other in combinations(factors, 2):
         wanted = {(x, y) for x in factors[one] for y in factors[other] if possible({one: x, other: y})}
         assert {(case[one], case[other]) for case in cases} == wanted
-    assert len(cases) < 20  # of 66 that there are
+    assert len(cases) < 20  # of 66 in all
 
 
 def test_a_covering_array_says_where_no_value_is_possible():

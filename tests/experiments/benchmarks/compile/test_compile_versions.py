@@ -1,4 +1,4 @@
-"""What the compiler makes of kernels is read whole, and stands beside what other versions of Triton make of them."""
+"""Reports on compiled kernels are read completely, and compared between versions of Triton."""
 
 import json
 import subprocess
@@ -37,7 +37,7 @@ def test_what_a_kernel_uses_is_that_of_the_code_that_is_launched():
 
 
 def test_hopper_kernels_of_one_process_are_those_that_were_asked_for(monkeypatch):
-    """Passes are kept by a key, which does not hold everything that a mask or a rule may change."""
+    """Passes are cached by a key, which does not contain everything that a mask or a rule may change."""
     monkeypatch.setattr(BoundLaunch, "compiled", lambda self: self)
     found = [
         hopper.compiled(dim, torch.bfloat16, features)["forward_kernel"][0].launch

@@ -47,7 +47,7 @@ def test_a_measurement_without_torchrun_is_refused(tmp_path):
 
 
 def timed_briefly(*command):
-    """The command with short series: a test asks what is timed, not how exactly. Deprecated names are errors."""
+    """The command with short series, because tests check only which calls are timed. Deprecated names are errors."""
     from experiments.benchmarks.distributed import measure
 
     warnings.simplefilter("error", FutureWarning)

@@ -1,4 +1,4 @@
-"""The benchmark of Transformers' models tells equal from other functions, and has a row for what cannot run."""
+"""The benchmark of Transformers' models tells equal from other functions, and has a row for each failure."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def bench(tmp_path):
 
 
 def failures(bench):
-    """By implementation and what was measured."""
+    """By implementation and measurement."""
     return {(each.way, each.name.split("/")[-2]): each.failure for each in bench.measurements}
 
 
@@ -59,7 +59,7 @@ def test_another_function_is_not_exact():
 
 
 def test_a_compiled_model_is_compared_as_it_is_called():
-    torch.compiler.reset()  # PyTorch compiles a function only so many times, and other tests have compiled this one
+    torch.compiler.reset()  # PyTorch limits how often it compiles a function, and other tests compiled this one
     model, inputs = made("llama")
     yardstick, ours = Yardstick.of(model, inputs), with_attention(model, OURS)
     graphs = CompileCounter()

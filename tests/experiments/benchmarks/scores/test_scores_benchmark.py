@@ -1,4 +1,4 @@
-"""The benchmark of changed scores runs, and both libraries compute the same in each case."""
+"""The benchmark of score modifications runs, and both libraries compute the same in each case."""
 
 import pytest
 import torch

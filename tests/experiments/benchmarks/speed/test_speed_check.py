@@ -1,4 +1,4 @@
-"""The benchmark's exactness check: its truth is right, and what is wrong gets no time."""
+"""The benchmark's exactness check: its truth is right, and wrong results are not timed."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -17,7 +17,7 @@ CASE = Case("case", "butterfly", 2, 2, 1024, 16, dtype=torch.float32)
 
 
 def mask_of(options):
-    """The mask that lists of key blocks say, of each head."""
+    """The mask of each head, from lists of key blocks."""
     index, counts = options["q2k_block_index"], options["q2k_block_nums"]
     live = torch.arange(index.shape[-1]) < counts[..., None]
     layout = torch.zeros(*index.shape[:3], index.shape[2], dtype=torch.bool).scatter_(3, index.long(), live)

@@ -1,4 +1,4 @@
-"""What is said about the times of a run, from rows whose times are known."""
+"""The conclusions from the times of a run, on rows with known times."""
 
 from dataclasses import replace
 

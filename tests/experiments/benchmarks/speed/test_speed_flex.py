@@ -1,4 +1,4 @@
-"""FlexAttention's block lists, built for the benchmark, say the same as our mask."""
+"""FlexAttention's block lists, built for the benchmark, equal our mask."""
 
 from dataclasses import replace
 

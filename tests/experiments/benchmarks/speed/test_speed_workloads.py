@@ -1,4 +1,4 @@
-"""Workloads: masks are what their rules say, peers compute the same, and what is wrong gets no time."""
+"""Workloads: masks follow their rules, peers compute the same, and wrong results are not timed."""
 
 from types import SimpleNamespace
 

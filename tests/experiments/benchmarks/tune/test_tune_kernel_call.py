@@ -1,4 +1,4 @@
-"""One kernel as a call of its own gives what it gives in an attention."""
+"""A kernel called by itself gives the same results as inside an attention."""
 
 import pytest
 import torch

@@ -183,8 +183,8 @@ def test_an_epoch_sees_every_example_once(sizes, batch, seed, buckets):
 
 @given(SIZES, st.integers(1, 10), st.integers(0, 5))
 def test_the_examples_of_a_batch_are_of_one_size(sizes, batch, seed):
-    """As far as that can be: an epoch has at most one batch more of mixed sizes than there are borders between sizes,
-    which is the one that it shares with the next epoch."""
+    """As far as possible: an epoch has at most one batch of mixed sizes for each border between sizes, and the one that
+    it shares with the next epoch."""
     sizes = np.array(sizes)
     order = Order(len(sizes), min(batch, len(sizes)), seed, sizes)
     mixed = sum(len(set(sizes[order.rows(step)])) > 1 for step in range(len(sizes) // order.batch))
@@ -217,7 +217,7 @@ def test_rows_are_measured_in_blocks_as_collate_makes_them():
 
 
 def test_rows_can_be_shorter_than_whole_blocks():
-    """As suits an attention without blocks; what comes together does not depend on it."""
+    """For an attention without blocks; the composition of batches does not depend on it."""
     lengths = [1, 15, 16, 17, 47, 48, 90]
     whole, eights = Shape(16, 60, cls=16), Shape(16, 60, cls=16, multiple=8)
     made = [collate(examples(lengths), np.array([row]), eights).ids.shape[1] for row in range(7)]

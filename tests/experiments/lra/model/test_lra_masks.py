@@ -1,4 +1,4 @@
-"""Masks by name, one's own masks, their picture, and the errors for names that give none."""
+"""Masks by name, user-defined masks, their picture, and the errors for unknown names."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The paper's table: right implementations are timed, accuracies are of runs that belong together, gaps are told."""
+"""The paper's table: only right implementations are timed, accuracies are from runs that belong together."""
 
 import json
 
@@ -258,7 +258,7 @@ def test_of_several_settings_none_is_chosen_but_released_data_come_before_genera
 def test_runs_on_other_data_are_other_rows(tmp_path):
     finished_run(tmp_path / "a", seed=0, generated=True, data="seed 1", longer_than=500)
     finished_run(tmp_path / "b", seed=1, generated=True, data="seed 7", longer_than=500)
-    finished_run(tmp_path / "c", seed=1, generated=True, data="seed 1", longer_than=20)  # --data says what was read
+    finished_run(tmp_path / "c", seed=1, generated=True, data="seed 1", longer_than=20)  # the data that --data names
     assert sorted(each.seeds for each in collect(tmp_path)) == ["0 1", "1"]
 
 

@@ -301,14 +301,14 @@ def test_the_empty_image_of_the_release_is_left_out(tmp_path):
 
 
 def png_header(side):
-    """A grey image of so many pixels, without its pixels."""
+    """The header of a grey image of this size, without its pixels."""
     header = b"IHDR" + side.to_bytes(4, "big") * 2 + b"\x08\0\0\0\0"
     chunks = [(13).to_bytes(4, "big") + header + zlib.crc32(header).to_bytes(4, "big")]
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunks) + bytes(4) + b"IDAT" + zlib.crc32(b"IDAT").to_bytes(4, "big")
 
 
 def npy_header(dtype, shape):
-    """An array without its values."""
+    """The header of an array, without its values."""
     file = io.BytesIO()
     np.lib.format.write_array_header_1_0(file, {"descr": dtype, "fortran_order": False, "shape": shape})
     return file.getvalue()

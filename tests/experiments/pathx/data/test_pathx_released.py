@@ -87,7 +87,7 @@ def test_released_pixels_have_the_statistics_of_ours(size, sheet):
         with Image.open(RELEASED / sheet) as file:
             page = np.asarray(file)
         released = np.stack([page[2 : 2 + size, 2 + i * (size + 2) : 2 + i * (size + 2) + size] for i in range(8)])
-    contour = 14 if size == 128 else 9  # those of 14 take a second each to draw at 64 pixels
+    contour = 14 if size == 128 else 9  # paths of 14 dashes take a second each to draw at 64 pixels
     parameters = lra(size, contour)
     ours = render(collect(parameters, 8, [draw(parameters, 8, index) for index in range(12)]))
     assert (released.max((1, 2)) == 255).all() and (released.min((1, 2)) == 0).all()

@@ -1,4 +1,4 @@
-"""The masks of images as tokens: packed ones and those of whole images are the relations, pair by pair."""
+"""The masks of images as tokens equal the relations, pair by pair, for packed and for whole images."""
 
 import numpy as np
 import pytest

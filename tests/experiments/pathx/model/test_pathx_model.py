@@ -66,7 +66,7 @@ def test_leaving_out_the_background_is_masking_it(registers):
 
 
 def test_with_the_background_the_answers_are_others():
-    """What the test above could not tell if black pixels never mattered."""
+    """Otherwise the test above would pass even if black pixels never mattered."""
     model = model_of().double()
     packed = on_device(pack(IMAGES, LABELS, LAYERS, block=16), LAYERS, CPU)
     whole = on_device(stack(IMAGES, LABELS, LAYERS, block=16), LAYERS, CPU)
