@@ -35,12 +35,6 @@ def dilated_grid(
     Source: xformers' `dilated_2d_pattern`. In row-major order nearly all live tiles are partial; with
     `order=order.residues(shape, dilation)` tokens that see one another are neighbours, and the mask is block-diagonal.
 
-    Args:
-        shape: side lengths in tokens, as (height, width) or (frames, height, width).
-        dilation: tokens, one value or one for each axis.
-        order: token t of the mask is token `order[t]` of the grid in row-major order.
-        block: tokens per side of a tile.
-
         2 x 4, dilation 2
         X . X . . . . .
         . X . X . . . .
@@ -50,6 +44,12 @@ def dilated_grid(
         . . . . . X . X
         . . . . X . X .
         . . . . . X . X
+
+    Args:
+        shape: side lengths in tokens, as (height, width) or (frames, height, width).
+        dilation: tokens, one value or one for each axis.
+        order: token t of the mask is token `order[t]` of the grid in row-major order.
+        block: tokens per side of a tile.
 
     >>> dilated_grid((64, 64), dilation=4, order=order.residues((64, 64), 4))
     BlockMask(4096 x 4096, blocks of 128, 64 tiles: 64 full + 0 partial, density 6.25 %)
