@@ -66,7 +66,7 @@ def changed_scores(
     CHANGES: tl.constexpr, changes, read, scores, scale, at, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """`(modified scores, kept)`, with what each score modification keeps for its gradient. scores: q k^T, unscaled.
+    """`(modified scores, values that score modifications keep for their gradients)`. scores: q k^T, unscaled.
 
     Modified scores include the scale, so the softmax multiplies them by `log2(e)` instead of `scale * log2(e)`.
     """

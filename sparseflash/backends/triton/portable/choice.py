@@ -107,9 +107,9 @@ class Chooser:
 
     def _choose(self, tiling: Tiling, why_tiling: str) -> Choice:
         block = held_and_streamed(self._kernel, (tiling.held, tiling.streamed))
-        # Tiles of fewer than 64 rows are too small for wgmma, which reads shared memory, so they are multiplied from
-        # registers, as all tiles are on GPUs without wgmma. TMA would still load them to shared memory first, which
-        # does not have room with wide heads or pieces.
+        # Tiles of fewer than 64 rows are too small for instructions that multiply from shared memory (wgmma, tcgen05),
+        # so they are multiplied from registers, as all tiles are on GPUs without these instructions. TMA would load
+        # them to shared memory first, which costs too much with wide heads or pieces.
         rows = min(block)
         if self._pieces:
             rows = held_and_streamed(self._kernel, self._config(block, True)[:2])[0]

@@ -1,5 +1,4 @@
-"""delta in full fp32: a mean under the recomputed weights, computed together with their inverse sums; see `dq_kernel`.
-"""
+"""delta in full fp32: a mean under the recomputed weights, computed with their inverse sums; see `dq_kernel`."""
 
 import triton
 import triton.language as tl

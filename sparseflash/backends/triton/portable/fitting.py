@@ -36,7 +36,7 @@ def config_for(
     if tuned is None and uses_hopper_tables(capability) and descriptors and held_and_streamed(kernel, block)[0] == 64:
         chosen = HOPPER_64.get(entry, chosen)
     block_m, block_n = min(chosen.block_m, block[0]), min(chosen.block_n, block[1])
-    if arithmetic == "fp32":  # the pieces need the registers of all warps, so small tiles do not reduce their number
+    if arithmetic == "fp32":  # the pieces need the registers of at least four warps
         is_cut = (block_m, block_n) != chosen[:2] and padded_dim <= 128
         return chosen._replace(block_m=block_m, block_n=block_n, num_warps=4 if is_cut else chosen.num_warps)
     # Tiles cut down to small blocks need fewer warps. But the accumulators of the widest heads fill the registers of
