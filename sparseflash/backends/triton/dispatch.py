@@ -55,7 +55,7 @@ FAMILIES = (
 
 
 class Decision(NamedTuple):
-    """The family that serves a pass, or None, and the reasons why the families before it do not."""
+    """The family that serves a pass, or None, and the reason why each family that was tried before it does not."""
 
     family: Family | None
     refusals: dict[str, str]

@@ -1,8 +1,8 @@
 """Full fp32 on bf16 tensor cores: every number is split into a sum of three bf16 pieces with 8 bits each.
 
-x = x1 + x2 + x3 to 24 bits, the full precision of fp32. Of the nine products of two such sums the three smallest are
-dropped, less than 2^-24 of the result, half an ulp. So six bf16 products, each exact and summed in fp32, are as good as
-one fp32 product, and on tensor cores they take a fraction of its time. (The scheme is known as bf16x6; see Henry, Tang
+x = x1 + x2 + x3 to 24 bits, the full precision of fp32. A product of two such sums has nine terms. The three smallest
+are dropped: together less than 2^-24 of the result, half an ulp. So six bf16 products, each exact and summed in fp32,
+are as good as one fp32 product, and faster on tensor cores. (The scheme is known as bf16x6; see Henry, Tang
 and Heinecke, "Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision Computations", 2019.)
 
 Tensors that are loaded many times are split in advance, by `pieces_kernel`. Computed numbers, and tensors that are

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from sparseflash.backends.triton.configs import Config, Kernel
 
-_SHARED_MEMORY = 227 * 1024  # bytes per multiprocessor of an H100 that programs may use
-_REGISTERS = 65_536  # per multiprocessor
+_SHARED_MEMORY = 227 * 1024  # bytes per SM of an H100 that programs may use
+_REGISTERS = 65_536  # per SM
 _USUAL_REGISTERS = 128  # per thread
 
 

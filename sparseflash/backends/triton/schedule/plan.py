@@ -267,8 +267,7 @@ def dense_plan(
 
 
 def _dense_lists(rows: int, cols: int, last_col: int, last_row: int, words: Tensor, tiling: Tiling) -> TileLists:
-    """The lists of a dense mask: one list for the last row, where the length may cut all tiles, and one for the others.
-    """
+    """The lists of a dense mask: one for the last row, where the length may cut all tiles, and one for all others."""
     index = torch.arange(cols, dtype=torch.int32, device="cpu")
     tile = torch.zeros(2, cols, dtype=torch.int32, device="cpu")
     tile[0, -1] = last_col

@@ -60,7 +60,7 @@ class Cost(NamedTuple):
 
         >>> round(HALF.of_step(64, 64), 2), round(HALF.of_step(64, 128), 2)
         (1.55, 2.65)
-        >>> round(16 * HALF.of_step(16, 16), 2)  # for as many scores
+        >>> round(16 * HALF.of_step(16, 16), 2)  # the same number of scores as 64 x 64
         3.2
         """
         scores = held * streamed
