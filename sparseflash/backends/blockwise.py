@@ -24,7 +24,7 @@ from sparseflash.scores.change import Scores
 
 
 def _as_given(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Disables autocast: the inputs have been cast already, and what is computed in fp32 here must stay in fp32."""
+    """Disables autocast: the inputs have been cast already, and products in fp32 must stay in fp32."""
 
     @wraps(function)
     def run(q: Tensor, *rest: Any) -> Any:
@@ -108,9 +108,9 @@ def _backward(
             kept_weights = mask.kept(part, dropout)
             dweights *= kept_weights
             passed = weights * kept_weights
-        # The rounded weights do not quite sum to 1, which would matter where a key has nearly all the weight, so that
-        # delta nearly cancels its dweights. Hence the estimate is subtracted first and only the rest summed, as in the
-        # kernels.
+        # The rounded weights do not quite sum to 1. That matters where one key has nearly all the weight, because its
+        # dweights and delta then nearly cancel. So the estimate is subtracted first and only the rest is summed, as in
+        # the kernels.
         dweights -= estimate
         rest = (weights * dweights).sum(-1, keepdim=True)
         sink_weights = mask.sink_weights(part, changes, maximum, total)

@@ -27,7 +27,7 @@ class Rows(NamedTuple):
     rows: Tensor  # [R], block rows
     cols: Tensor  # [R, c], block columns
     tile: Tensor  # [R, c]
-    numbers: Tensor  # [R, c], the places of the tiles in the mask's list
+    numbers: Tensor  # [R, c], indices of the tiles in the mask's list
     stop: Tensor | None  # [n, 2], the live queries and keys of the heads' sequences, if the mask has lengths
 
 

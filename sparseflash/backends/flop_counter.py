@@ -37,7 +37,7 @@ def tell(*operators: tuple[Any, Formula]) -> None:
 
 
 def forward_flops(q: Tensor, k: Tensor, v: Tensor, *problem: Any, out_val: Any = None) -> int:
-    """Two products over the scores of the live tiles."""
+    """The flops of a forward: two products over the scores of the live tiles."""
     return 2 * scores(q, k, Problem(*problem)) * (q.shape[-1] + v.shape[-1])
 
 
@@ -45,7 +45,7 @@ def backward_flops(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Tensor,
     *problem: Any, out_val: Any = None,
 ) -> int:  # fmt: skip
-    """Five products; one recomputes the scores. PyTorch counts five for its own attention, too."""
+    """The flops of a backward: five products; one recomputes the scores. PyTorch counts five for its own attention."""
     return 2 * scores(q, k, Problem(*problem)) * (3 * q.shape[-1] + 2 * v.shape[-1])
 
 

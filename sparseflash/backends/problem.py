@@ -35,7 +35,7 @@ class Problem(NamedTuple):
     seed: Tensor | None = None  # of the dropout, one int64; None: no dropout
     dropped: int = 0  # out of 256 weights
     kernels: str = ""  # the kernels of the Triton backend that must be used; "" lets it choose
-    dropout_rows: Tensor | None = None  # where the weights stand in a whole problem: see `Dropout`
+    dropout_rows: Tensor | None = None  # global coordinates of the weights, for a part of a problem: see `Dropout`
     dropout_queries: Tensor | None = None
     dropout_groups: Tensor | None = None
 

@@ -139,7 +139,7 @@ class ForwardPass(Protocol):
         """All kernel launches of a call."""
 
     def choices(self) -> list[KernelChoice]:
-        """How its kernels run, except for those that only prepare or merge."""
+        """How the kernels run, except for kernels that only prepare or merge."""
 
 
 class BackwardPass(Protocol):
@@ -158,11 +158,11 @@ class BackwardPass(Protocol):
         """All kernel launches of a call."""
 
     def choices(self) -> list[KernelChoice]:
-        """How its kernels run, except for those that only prepare or merge."""
+        """How the kernels run, except for kernels that only prepare or merge."""
 
 
 class Family(NamedTuple):
-    """A set of kernels that belong together. `forward_pass.py` and `backward_pass.py` in `portable/` show `passes`."""
+    """A set of kernels that belong together. For an example of `passes` see `forward_pass.py` in `portable/`."""
 
     name: str
     refuses: Callable[[Request], str | None]  # why it cannot serve a request, or None

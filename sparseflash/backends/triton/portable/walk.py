@@ -109,11 +109,11 @@ def count_below(index_ptr, start, stop, limit, STRIDE: tl.constexpr):
 def cut_at_length(
     index_ptr, start, full, count, length, BLOCK: tl.constexpr, TOKENS: tl.constexpr, GATHERED: tl.constexpr
 ):  # fmt: skip
-    """Removes the tiles at or past a sequence's length: `(full, at_end, masked)`.
+    """Removes the tiles at or past a sequence's length: `(inside, at_end, masked)`.
 
-    A row lists `full` full tiles, then `count - full` partial ones, each of one block of BLOCK tokens, or of TOKENS
-    tokens gathered from increasing blocks. The first `full` (as returned) of the full tiles lie inside the length; if
-    `at_end` is 1, the next one is cut by it. The first `masked` of the partial tiles begin inside.
+    A row lists `full` full tiles, then `count - full` partial tiles, each of one block of BLOCK tokens, or of TOKENS
+    tokens gathered from increasing blocks. The first `inside` full tiles lie inside the length; if `at_end` is 1, the
+    length cuts the next full tile. The first `masked` partial tiles begin inside the length.
     """
     UNIT: tl.constexpr = GATHERED if GATHERED > 0 else BLOCK
     PARTS: tl.constexpr = TOKENS // GATHERED if GATHERED > 0 else 1

@@ -258,7 +258,7 @@ def row_of(
     do_not_specialize_on_alignment=["pattern_ptr", "count_ptr"],
 )
 def size_kernel(
-    pattern_ptr, count_ptr, keys_ptr,  # int32 [B, Hq], [rows]; [items], int32 if EXACT and else int8
+    pattern_ptr, count_ptr, keys_ptr,  # int32 [B, Hq], [rows]; [items], int32 if EXACT, otherwise int8
     batch_stride, head_stride, items, heads, tiles, blocks, tile, held,  # heads: without the group
     EXACT: tl.constexpr, GROUP: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip

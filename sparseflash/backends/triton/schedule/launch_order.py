@@ -1,4 +1,4 @@
-"""The order in which programs start: long ones first, but neighbours together, because they share keys in the cache."""
+"""The order in which programs start: longest first, but neighbours together, to share keys in the L2 cache."""
 
 from __future__ import annotations
 
