@@ -1,6 +1,6 @@
-"""The backends that compute attention, one file or folder each. `registration.py` makes each a PyTorch operator,
-`scored.py` one with changed scores.
+"""The backends that compute attention, one file or folder each.
 
-They may import `blockmask`, `scores` and `dropout`, but not one another; `cached`, for few queries and a cache of keys,
-computes by the definition in `reference`. `attention.py` and `decode.py` import them.
+`registration.py` makes each backend a PyTorch operator; `scored.py` adds an operator that takes score modifications.
+Backends may import `blockmask`, `scores` and `dropout`, but not one another. The one exception is `cached` (few queries
+against a KV cache), which computes by the definition in `reference`. `attention.py` and `decode.py` import backends.
 """

@@ -1,8 +1,8 @@
 """The CPU backend: PyTorch over the live tiles only, with gradients, in fp16, bf16, fp32 and fp64.
 
 Block rows with the same number of tiles are computed together: the keys and values of their tiles are gathered side by
-side, and the rest is ordinary softmax attention over those. A bounded number of scores exists at a time (but at least
-those of one block row), and the backward recomputes them, so memory grows with the inputs and the mask, not with `Nq *
+side, and the rest is ordinary softmax attention. Block rows are processed a few at a time, so that the number of scores
+in memory is bounded, and the backward recomputes scores. So memory grows with the inputs and the mask, not with `Nq *
 Nk`.
 """
 
@@ -24,7 +24,7 @@ from sparseflash.scores.change import Scores
 
 
 def _as_given(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Disables autocast: the inputs have been cast already, and what is computed in fp32 here must stay in fp32."""
+    """Disables autocast: the inputs have been cast already, and products in fp32 must stay in fp32."""
 
     @wraps(function)
     def run(q: Tensor, *rest: Any) -> Any:
@@ -76,7 +76,7 @@ def _backward(
     dout: Tensor, dlse: Tensor | None, saved: Saved, problem: Problem, changes: Scores | None = None,
     learned: Sequence[Tensor | None] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """learned: zeros for each tensor of `changes`, to which its gradient is added; None for no gradient."""
+    """learned: for each tensor of `changes`, zeros that its gradient is added to, or None for no gradient."""
     q, k, v, out, lse, kept = saved
     if q.numel() == 0 or k.numel() == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
@@ -108,9 +108,9 @@ def _backward(
             kept_weights = mask.kept(part, dropout)
             dweights *= kept_weights
             passed = weights * kept_weights
-        # The rounded weights do not quite sum to 1, which would matter where a key has nearly all the weight, so that
-        # delta nearly cancels its dweights. Hence the estimate is subtracted first and only the rest summed, as in the
-        # kernels.
+        # The rounded weights do not quite sum to 1. That matters where one key has nearly all the weight, because its
+        # dweights and delta then nearly cancel. So the estimate is subtracted first and only the rest is summed, as in
+        # the kernels.
         dweights -= estimate
         rest = (weights * dweights).sum(-1, keepdim=True)
         sink_weights = mask.sink_weights(part, changes, maximum, total)
@@ -134,7 +134,7 @@ def _backward(
 
 
 def _empty_kept(q: Tensor) -> Tensor:
-    """Room for the maximum and the sum of exponentials of every query: `[2, B, Hq, Nq]`."""
+    """An uninitialised tensor for the maximum and the sum of exponentials of every query: `[2, B, Hq, Nq]`."""
     return q.new_empty((2, *q.shape[:-1]), dtype=torch.promote_types(q.dtype, torch.float32))
 
 
@@ -144,7 +144,7 @@ attention = Operator("blockwise", _forward, _backward, _empty_kept)
 def _scored_backward(
     dout: Tensor, dlse: Tensor | None, saved: Saved, changes: Scores, wanted: Sequence[bool], problem: Problem
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
-    """Gradients of tensors are summed in the precision in which everything is computed."""
+    """The backward with score modifications. Gradients of their tensors are summed in at least fp32."""
     dtype = torch.promote_types(saved.q.dtype, torch.float32)
     learned = [
         torch.zeros(x.shape, dtype=torch.promote_types(dtype, x.dtype), device=x.device) if wants else None
@@ -158,10 +158,10 @@ scored_attention = ScoredOperator("blockwise", _forward, _scored_backward, _empt
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """`a @ b`, as exact for a single column as for several: BLAS sums that one term by term."""
+    """`a @ b`. A single column is summed separately, because BLAS sums it term by term, with larger errors."""
     return a @ b if b.shape[-1] > 1 else (a * b.mT).sum(-1, keepdim=True)
 
 
 def _or_one(total: Tensor) -> Tensor:
-    """The sums, with 1 for queries without keys, whose weights are 0 anyway."""
+    """Replaces sums of 0 by 1: these queries have no keys, and their weights are 0 anyway."""
     return total.masked_fill(total == 0, 1.0)

@@ -1,4 +1,4 @@
-"""Tensors in the tiles of a mask, and the block rows that the CPU backend computes together; see `blockwise.py`."""
+"""Cuts tensors into the tiles of a mask, and groups the block rows that `blockwise.py` computes together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sparseflash.scores.change import Place, Scores
 
 _SCORES_AT_ONCE = 1 << 22  # 16 MB in fp32, which nearly fits the cache; larger chunks were not faster
 
-Blocks = tuple[int, int]  # that hold a sequence's live queries and keys
+Blocks = tuple[int, int]  # how many blocks hold a sequence's live queries, and its live keys
 
 
 class Rows(NamedTuple):
@@ -27,14 +27,12 @@ class Rows(NamedTuple):
     rows: Tensor  # [R], block rows
     cols: Tensor  # [R, c], block columns
     tile: Tensor  # [R, c]
-    numbers: Tensor  # [R, c], the places of the tiles in the mask's list
+    numbers: Tensor  # [R, c], indices of the tiles in the mask's list
     stop: Tensor | None  # [n, 2], the live queries and keys of the heads' sequences, if the mask has lengths
 
 
 class Tiles:
-    """The mask's arrays together with the shapes of the inputs: cuts tensors into tiles and lists the rows to
-    compute.
-    """
+    """Cuts tensors into the tiles of a mask, and lists the block rows to compute."""
 
     def __init__(self, q: Tensor, k: Tensor, problem: Problem) -> None:
         self.batch, self.heads, self.q_len = q.shape[:3]
@@ -51,16 +49,16 @@ class Tiles:
         self.stops = None if lengths is None else lengths.long().T.repeat_interleave(self.heads, dim=0)  # [B * Hq, 2]
         self.block_q, self.block_k = block_q, block_k
         self.row_blocks = -(-self.q_len // block_q)
-        # Queries per tile. With few queries and many keys, as in decoding, a tile has only as many as there are.
+        # Queries per tile. With few queries and many keys, as in decoding, a tile is cut to the number of queries.
         self.height = self.q_len if self.row_blocks == 1 else block_q
         self.bits = words.view(-1, block_q, bitmask.words_per_row(block_k))[:, : self.height]
         self.dtype = torch.promote_types(q.dtype, torch.float32)  # half precision is computed in fp32
 
     def cut(self, x: Tensor, block: int, *, last: bool = False) -> Tensor:
-        """Cuts `[B, H, N, D]` into tiles `[B * H, ceil(N / block), block, D]`, padded with zeros, or the last token.
+        """Cuts `[B, H, N, D]` into tiles `[B * H, ceil(N / block), block, D]`.
 
-        Queries and keys are padded with the last one: a change of scores must be finite, with its derivatives, for the
-        scores of tokens, but need not be for 0.
+        The padding is zeros, or copies of the last token if `last`. Queries and keys are padded with the last token,
+        because a score modification and its derivatives need only be finite for scores of tokens, not for 0.
         """
         batch, heads, length, dim = x.shape
         count = -(-length // block)
@@ -76,18 +74,18 @@ class Tiles:
         return x.reshape(batch, heads, -1, *x.shape[3:])[:, :, :length]
 
     def products(self, part: Rows, q_tiles: Tensor, k_tiles: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
-        """All scores `[n, R, height, c * block_k]`, dead ones, too, the queries, and the key heads `[n]`."""
+        """`(scores [n, R, height, c * block_k], queries, key heads [n])`. Dead scores are included."""
         keys = part.heads // self.heads * self.kv_heads + part.heads % self.heads // (self.heads // self.kv_heads)
         queries = q_tiles[part.heads[:, None], part.rows[None, :]]  # [n, R, height, D]
         return (queries @ self.gather(k_tiles, keys, part.cols).transpose(-1, -2)) * scale, queries, keys
 
     def of_live(self, part: Rows, scores: Tensor) -> Tensor:
-        """The scores with -inf for dead ones, in place."""
+        """Sets dead scores to -inf, in place."""
         live = self.live(part)
         return scores if live is None else scores.masked_fill_(~live, -torch.inf)
 
     def place(self, part: Rows) -> Place:
-        """Where the scores of these rows lie; those past the ends, which are dead, are placed at the ends."""
+        """The positions of the scores of these rows. Scores past the ends, which are dead, are placed at the ends."""
         rows, device = len(part.rows), part.rows.device
         q = part.rows[:, None] * self.block_q + torch.arange(self.height, device=device)
         k = part.cols[:, :, None] * self.block_k + torch.arange(self.block_k, device=device)
@@ -108,17 +106,17 @@ class Tiles:
         sink = self.sink(part, changes)
         if sink is None:
             return None
-        empty = total == 0  # whose maximum does not bound the sink
+        empty = total == 0  # queries without keys: their maximum of 0 does not bound the sink
         return torch.exp((sink.unsqueeze(-1) - maximum).masked_fill(empty, -torch.inf)) / total.masked_fill(empty, 1.0)
 
     def add_sinks(self, part: Rows, learned: Sequence[Tensor | None], weights: Tensor, drow: Tensor) -> None:
-        """Adds the gradients of the sinks; `drow`: of the score of a key without a value, divided by its weight."""
+        """Adds the gradients of the sinks. `drow`: the gradient of a sink's score, divided by its weight."""
         zeros = learned[-1]  # a sink is the last change and has one tensor
         if zeros is not None:
             zeros.index_add_(0, part.heads % self.heads, (weights * drow).sum((1, 2, 3)).to(zeros.dtype))
 
     def live(self, part: Rows) -> Tensor | None:
-        """The live scores, bool `[R, height, c * block_k]`, with lengths `[n, R, ...]`; None if every one is live."""
+        """The live scores, bool `[R, height, c * block_k]`, or `[n, R, ...]` with lengths; None if all are live."""
         rows, count = part.cols.shape
         live = None
         if bool((part.tile > 0).any()):
@@ -170,8 +168,10 @@ class Tiles:
                         yield Rows(h, rows[here], cols[here], tile[here], numbers[here], stop)
 
     def _patterns(self) -> Iterator[tuple[int, Tensor, Blocks | None]]:
-        """Yields each pattern in use, the indices of (batch element, head) that use it with lengths of as many blocks,
-        and these blocks, if the mask has lengths.
+        """Yields `(pattern, indices of (batch element, head), blocks)` for each pattern in use.
+
+        If the mask has lengths, only sequences with the same number of live blocks are yielded together; `blocks` are
+        those numbers, or None without lengths.
         """
         keys = self.pattern.long().unsqueeze(1)
         if self.stops is not None:
@@ -181,7 +181,7 @@ class Tiles:
             yield number, (which == kind).nonzero().squeeze(1), tuple(blocks) or None
 
     def _rows_by_count(self, number: int, blocks: Blocks | None) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """The block rows of a pattern, grouped by their number of tiles, without tiles past the lengths."""
+        """The block rows of a pattern, grouped by their number of tiles. Tiles past `blocks` are left out."""
         if blocks is not None:
             return self._counted_rows(number, blocks)
         return once(mask_cache(self.indices), ("rows by count", number), lambda: self._counted_rows(number, None))

@@ -1,6 +1,6 @@
-"""Few queries against a cache of keys: what is live, as data, and the computation in plain PyTorch.
+"""Few queries against a KV cache, in plain PyTorch.
 
-What is live is defined once, in `live_keys`; the kernels in `triton/decode` must agree with it.
+`live_keys` defines which keys are live; the kernels in `triton/decode` must agree with it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sparseflash.blockmask.ops.tilelist import take_rows
 
 @dataclass(frozen=True)
 class Cached:
-    """Which keys of a cache are live, and where they lie. Checked by `sparseflash.decode`.
+    """Which keys of a cache are live, and where they lie. `sparseflash.decode` checks the fields.
 
     With `n = lengths[b]` tokens in the cache (never more than it has room for), query i of Nq is token
     `p = n - Nq + i`. Key t of key head h is live iff
@@ -36,7 +36,7 @@ class Cached:
     mask: BlockMask | None = None
 
     def capacity(self, k_cache: Tensor) -> int:
-        """The most tokens that a sequence can have."""
+        """The maximum number of tokens of a sequence."""
         return k_cache.shape[2] if self.block_table is None else self.block_table.shape[1] * self.page
 
 
@@ -46,7 +46,7 @@ def attention(
     """`(out [B, Hq, Nq, Dv], lse [B, Hq, Nq])`, computed in fp32 or, for fp64, in fp64."""
     k, v = (x if of.block_table is None else _gathered(x, of.block_table) for x in (k_cache, v_cache))
     live = live_keys(of, q.shape, k.shape[1], k.shape[2])
-    # What is dead need not be finite: nobody may have written it yet.
+    # Dead keys and values need not be finite: that memory may never have been written.
     used = (live.any(2) if live.shape[1] == k.shape[1] else live.any(2).any(1, keepdim=True)).unsqueeze(-1)
     k, v = (torch.where(used, x, 0) for x in (k, v))
     if live.shape[1] not in (1, q.shape[1]):
@@ -68,7 +68,7 @@ def live_keys(of: Cached, shape: torch.Size, kv_heads: int, k_len: int) -> Tenso
         live &= (key > position - of.window) | (key < start + of.sinks)
     if of.pages is not None:
         chosen = torch.zeros(*of.pages.shape[:2], -(-k_len // of.page) + 1, dtype=torch.bool, device=device)
-        # A number that names no page goes to one past the last.
+        # Numbers of pages that do not exist are sent to a dummy entry past the last page.
         last = chosen.shape[2] - 1
         named = torch.where((of.pages < 0) | (of.pages >= last), last, of.pages.long())
         chosen = chosen.scatter_(2, named, True)[..., :last].repeat_interleave(of.page, 2)[..., :k_len]
@@ -82,7 +82,7 @@ def live_keys(of: Cached, shape: torch.Size, kv_heads: int, k_len: int) -> Tenso
 
 
 def rows_of(mask: BlockMask, positions: Tensor) -> Tensor:
-    """The rows of some queries of a mask: bool `[B, H or 1, n, Mk * block_k]` for positions int64 `[B, n]`.
+    """The rows of a mask at some query positions, int64 `[B, n]`: bool `[B, H or 1, n, Mk * block_k]`.
 
     >>> from sparseflash import masks
     >>> rows_of(masks.causal(40, block=16), torch.tensor([[2, 33]]))[0, 0].sum(-1).tolist()
@@ -102,8 +102,9 @@ def rows_of(mask: BlockMask, positions: Tensor) -> Tensor:
 
 
 def _gathered(cache: Tensor, block_table: Tensor) -> Tensor:
-    """The pages of each sequence one behind the other, `[B, Hkv, n * page, D]`. Numbers that name no page are of pages
-    that are not in use yet.
+    """The pages of each sequence concatenated, `[B, Hkv, n * page, D]`.
+
+    Page numbers out of range are clamped: the block table may hold anything for pages that are not in use yet.
     """
     pages = cache[block_table.long().clamp(0, cache.shape[0] - 1)]  # [B, n, Hkv, page, D]
     return pages.transpose(1, 2).flatten(2, 3)

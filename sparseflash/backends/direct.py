@@ -1,4 +1,4 @@
-"""Calls a backend's functions directly, as one autograd node, where nothing compiles, traces or transforms the call."""
+"""Calls a backend's functions directly, as one autograd node, when nothing compiles, traces or transforms the call."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from torch.autograd import forward_ad
 
 from sparseflash.backends.saved import Saved
 
-# A parameter, as most learned tensors of changes are, is a subclass that takes no notice of operators; others may.
+# Parameters are the only subclass of Tensor that surely does not override operators. Most learned tensors are ones.
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class Differentiable(Protocol):
-    """A forward and its backward, for tensors and a problem that have been checked to fit.
+    """A forward and its backward, for tensors and a problem that have already been checked.
 
-    It lives as long as the graph, so it must not hold q, k, v or the tensors of changes of scores (`tensors`, if there
-    are any): these are saved where PyTorch's hooks for saved tensors reach them.
+    The object lives as long as the graph. So it must not hold q, k, v or the tensors of the score modifications
+    (`tensors`): autograd saves these, where hooks for saved tensors reach them.
     """
 
     seed: Tensor | None  # of the dropout
 
     def forward(self, *inputs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
-        """`(out, lse, kept)` of `(q, k, v, *tensors)`; `kept` is what the backward needs besides these and results."""
+        """`(out, lse, kept)` of `(q, k, v, *tensors)`. `kept` holds anything else that the backward needs."""
 
     def backward(self, *arguments: Any) -> tuple[Tensor | None, ...]:
         """`(dq, dk, dv, *gradients)` of `(dout, dlse, saved, seed, *tensors)`.
 
-        `dlse` is None if no gradient arrives for lse. A gradient is None if its tensor wants none.
+        `dlse` is None if no gradient arrives for lse. A tensor that needs no gradient has None as its gradient.
         """
 
     def operator_backward(self, *arguments: Any) -> tuple[Tensor | None, ...]:
-        """The same through the registered operator, which raises if its gradients are differentiated again."""
+        """`backward` through the registered operator, which raises if its gradients are differentiated again."""
 
 
 class _Direct(torch.autograd.Function):
@@ -65,9 +65,9 @@ class _Direct(torch.autograd.Function):
 
 
 def call_directly(run: Differentiable, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-    """`(out, lse)` of a plain call, with a graph for the backward if a gradient is wanted.
+    """`(out, lse)` of a plain call, with a graph for the backward if any input requires a gradient.
 
-    tensors: of the changes of scores.
+    tensors: the tensors of the score modifications.
     """
     if torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or any([x.requires_grad for x in tensors])
@@ -78,7 +78,7 @@ def call_directly(run: Differentiable, q: Tensor, k: Tensor, v: Tensor, *tensors
 
 
 def as_recorded(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v, detached where no graph is recorded: a backend prepares the backward of those that require one."""
+    """q, k and v, detached if no graph is recorded, so that a backend does not prepare a backward for them."""
     if torch.is_grad_enabled():
         return q, k, v
     q, k, v = [x.detach() if x.requires_grad else x for x in (q, k, v)]
@@ -86,7 +86,7 @@ def as_recorded(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor
 
 
 def differentiably(run: Differentiable, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-    """`(out, lse)` as one autograd node, even where tensors do not say whether a gradient is wanted."""
+    """`(out, lse)` as one autograd node, whether or not an input requires a gradient."""
     out, lse = _Direct.apply(run, q, k, v, *tensors)  # type: ignore[no-untyped-call]
     return out, lse
 
@@ -106,12 +106,12 @@ def is_plain_call(*tensors: Tensor) -> bool:
 
 
 def are_plain(*tensors: Tensor) -> bool:
-    """Whether tensors have memory that kernels can read, and no class that takes notice of operators."""
+    """Whether kernels can read the tensors' memory, and no tensor subclass overrides operators."""
     return all([type(x) in _PLAIN and not (x.is_meta or x.is_neg()) for x in tensors])  # faster than a generator
 
 
 def _holds_several(gradient: Tensor) -> bool:
-    """Whether it holds several gradients, as with `torch.autograd.grad(is_grads_batched=True)`, and only the dispatcher
-    knows.
+    """Whether a tensor is a batch of gradients from `torch.autograd.grad(is_grads_batched=True)`. Its Python type and
+    shape do not show that.
     """
     return torch._C._functorch.is_legacy_batchedtensor(gradient)

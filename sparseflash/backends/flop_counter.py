@@ -1,7 +1,7 @@
 """Flop formulas of our operators for PyTorch's `FlopCounterMode`: the products over live tiles, as in `analysis.flops`.
 
-The counter counts 0 for operators that are not registered with it. Importing its module takes a third of a second, so
-our operators are registered at the first call that is counted.
+The counter counts 0 for operators that are not registered with it. Importing `torch.utils.flop_counter` takes a third
+of a second, so our operators are registered at the first call under a counter.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ Formula = Callable[..., int]
 
 
 def tell(*operators: tuple[Any, Formula]) -> None:
-    """Registers flop formulas of operators (`torch.ops.x.y`) with PyTorch's counter, and with counters already
-    active.
-    """
+    """Registers flop formulas of operators (`torch.ops.x.y`) with PyTorch's counter and with all active counters."""
     module = sys.modules.get("torch.utils.flop_counter")
     if module is None:  # not imported, so nothing counts
         return
@@ -39,7 +37,7 @@ def tell(*operators: tuple[Any, Formula]) -> None:
 
 
 def forward_flops(q: Tensor, k: Tensor, v: Tensor, *problem: Any, out_val: Any = None) -> int:
-    """Two products over the scores of the live tiles."""
+    """The flops of a forward: two products over the scores of the live tiles."""
     return 2 * scores(q, k, Problem(*problem)) * (q.shape[-1] + v.shape[-1])
 
 
@@ -47,12 +45,12 @@ def backward_flops(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, kept: Tensor,
     *problem: Any, out_val: Any = None,
 ) -> int:  # fmt: skip
-    """Five products, one of which recomputes the scores: as many as PyTorch counts for its own attention."""
+    """The flops of a backward: five products; one recomputes the scores. PyTorch counts five for its own attention."""
     return 2 * scores(q, k, Problem(*problem)) * (3 * q.shape[-1] + 2 * v.shape[-1])
 
 
 def with_more(formula: Formula, first: int, count: int) -> Formula:
-    """The formula for an operator that takes `count` arguments more after the first ones."""
+    """The formula for an operator that takes `count` more arguments after the first `first` ones."""
 
     def of_more(*arguments: Any, out_val: Any = None) -> int:
         return formula(*arguments[:first], *arguments[first + count :])
@@ -61,9 +59,10 @@ def with_more(formula: Formula, first: int, count: int) -> Formula:
 
 
 def scores(q: Tensor, k: Tensor, problem: Problem) -> int:
-    """The scores of all live tiles of all heads; tiles that `lengths` cut off are counted.
+    """The number of scores in all live tiles of all heads. Tiles past `lengths` are counted, too.
 
-    For fake tensors, whose contents are unknown: the mean over the patterns, and the full capacity of a dynamic mask.
+    The contents of fake tensors are unknown. They count as the mean over the patterns, and a dynamic mask counts with
+    its full capacity.
     """
     (batch, heads, q_len), k_len = q.shape[:3], k.shape[2]
     indptr, indices, pattern, block_q, block_k = (

@@ -1,7 +1,7 @@
-"""An attention problem as every backend gets it: the mask's arrays and the numbers that go with them.
+"""The arguments of every backend besides q, k and v: the mask's arrays, the scale, the dropout.
 
-Its fields, in this order, are the arguments of the registered operators after q, k and v. A field added here must also
-be added to the operators and to what their backward receives.
+The fields, in this order, are the arguments of the registered operators after q, k and v. A field added here must also
+be added to the operators and to their backward.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Problem(NamedTuple):
     >>> Problem.of(None, scale=0.125).block_q
     128
 
-    The arrays are those of a `BlockMask`; all are None for dense attention.
+    The arrays are the fields of a `BlockMask` of the same names; all are None for dense attention.
     """
 
     indptr: Tensor | None
@@ -35,7 +35,7 @@ class Problem(NamedTuple):
     seed: Tensor | None = None  # of the dropout, one int64; None: no dropout
     dropped: int = 0  # out of 256 weights
     kernels: str = ""  # the kernels of the Triton backend that must be used; "" lets it choose
-    dropout_rows: Tensor | None = None  # where the weights stand in a whole problem: see `Dropout`
+    dropout_rows: Tensor | None = None  # global coordinates of the weights, for a part of a problem: see `Dropout`
     dropout_queries: Tensor | None = None
     dropout_groups: Tensor | None = None
 
@@ -43,8 +43,8 @@ class Problem(NamedTuple):
     def of(
         cls, mask: BlockMask | None, *, scale: float, batch: int = 1, dropout: Dropout | None = None, kernels: str = ""
     ) -> Problem:
-        """The problem of a mask; `batch`: the batch size of q, to which shared lengths are expanded."""
-        # Not by `_replace`: torch.compile of PyTorch 2.11 loses its result where a function of scores breaks the graph.
+        """The problem of a mask. Shared lengths are expanded to `batch`, the batch size of q."""
+        # No `_replace`: torch.compile of PyTorch 2.11 loses its result where `scores.function` breaks the graph.
         dropped: dict[str, Any] = {}
         if dropout is not None:
             dropped = {
@@ -78,7 +78,7 @@ _TYPES = {
 
 
 def schema(*, with_defaults: bool = True) -> str:
-    """The part of an operator's schema that is a problem.
+    """The arguments of a `Problem` in an operator's schema.
 
     >>> schema()  # doctest: +ELLIPSIS
     'Tensor? indptr, ..., float scale, Tensor? seed=None, int dropped=0, str kernels="", ...'

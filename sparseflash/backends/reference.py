@@ -1,6 +1,6 @@
 """The definition: masked softmax attention on whole matrices, in plain PyTorch.
 
-It defines what every other backend must compute. In fp64 it is the truth of the tests. fp16 and bf16 inputs are
+Every other backend must compute the same. The tests compare with this backend in fp64. fp16 and bf16 inputs are
 computed in fp32 and rounded at the end, because scores above 65,504 overflow in fp16. `plain_attention` rounds every
 step to its inputs' dtype instead; its error bounds the errors of the other backends. Memory grows with `Nq * Nk`.
 """
@@ -24,7 +24,7 @@ def attention(
     """`(out [B, Hq, Nq, Dv], lse [B, Hq, Nq])`, differentiable by autograd. Shapes as in `sparseflash.attention`.
 
     A query without a live key has `out = 0` and `lse = -inf`, and passes on no gradient. `lse` is fp32 for inputs of
-    lower precision, as in the other backends. changes: those of the scores, prepared for these sizes.
+    lower precision, as in the other backends. changes: the score modifications, prepared for these sizes.
     """
     wide = _lse_dtype(q)
     if wide == q.dtype:
@@ -49,8 +49,9 @@ def attention_of_live(
     q: Tensor, k: Tensor, v: Tensor, live: Tensor | None, scale: float, dropout: Dropout | None = None,
     changes: Scores | None = None, at: Place | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`attention` with the live scores as bools, `[B or 1, Hq or 1, Nq, Nk]`. at: where the scores lie, if they are a
-    part of those that `changes` are for.
+    """`attention` with the live scores as bools, `[B or 1, Hq or 1, Nq, Nk]`.
+
+    at: the positions of the scores, if these are only a part of the problem that `changes` were prepared for.
     """
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)  # [B, Hq, Nk, D]
@@ -83,8 +84,8 @@ def attention_of_live(
 
 
 def _product(x: Tensor, y: Tensor) -> Tensor:
-    """`x @ y`, in lower precisions summed in fp32 and rounded once. PyTorch's own loops for fp16 on CPUs do so too, but
-    take ten times as long as BLAS does in fp32.
+    """`x @ y`, summed in fp32 and rounded once. For fp16 on CPUs PyTorch's own loops do the same, but take ten times as
+    long as BLAS in fp32.
     """
     if x.dtype == torch.float16 and x.device.type == "cpu":
         return (x.float() @ y.float()).to(x.dtype)

@@ -1,6 +1,4 @@
-"""Derivatives and transforms that PyTorch would silently get wrong, or refuse with an obscure error, and how backends
-refuse them.
-"""
+"""Refuses derivatives and transforms that PyTorch would silently get wrong, or reject with an obscure error."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from torch.autograd import forward_ad
 
 
 def refuse_second_gradients(name: str) -> Callable[..., NoReturn]:
-    """A backward of a backend's backward, which says that there is none."""
+    """A function to register as the backward of a backend's backward; it raises NotImplementedError."""
 
     def refuse(ctx: Any, *gradients: Any) -> NoReturn:
         raise NotImplementedError(
@@ -32,14 +30,14 @@ asked = threading.local()
 def refuse_unasked(name: str) -> None:
     """Raises if forward-mode derivatives are taken around compiled code, which would silently treat them as 0.
 
-    It cannot be seen here whether any of the operator's own inputs has a tangent.
+    Inside the operator, PyTorch does not show whether an input has a tangent, so any forward-mode level is refused.
     """
     if forward_ad._current_level >= 0 and not getattr(asked, "tangents", False):
         raise _no_forward_mode(name)
 
 
 def refuse_functional_gradients(name: str) -> None:
-    """Raises within torch.func.grad, which PyTorch would silently treat as 0, or refuse with an obscure error."""
+    """Raises inside torch.func.grad: PyTorch would silently return 0, or fail with an obscure error."""
     if not torch.compiler.is_compiling() and torch._C._functorch.TransformType.Grad in _transforms():
         raise NotImplementedError(
             f"torch.func.grad and functions based on it are not implemented by the {name} backend; torch.autograd.grad "
@@ -48,7 +46,7 @@ def refuse_functional_gradients(name: str) -> None:
 
 
 def refuse_tangents(name: str, *tensors: Tensor | None) -> None:
-    """Raises if any of these has a tangent, which PyTorch would silently treat as 0."""
+    """Raises if any tensor has a forward-mode tangent, which PyTorch would silently treat as 0."""
     if forward_ad._current_level < 0 or torch.compiler.is_compiling():
         return
     transforms = _transforms()
@@ -59,8 +57,9 @@ def refuse_tangents(name: str, *tensors: Tensor | None) -> None:
 
 
 def refuse_vmap(name: str, *tensors: Tensor, around: bool) -> None:
-    """Raises for tensors that torch.vmap wraps, for which an operator with a list of tensors has no rule; `around`:
-    wherever it is taken around the call.
+    """Raises for tensors wrapped by torch.vmap: an operator with a list of tensors has no batching rule.
+
+    around: raise inside any torch.vmap, even if no tensor is wrapped.
     """
     if torch.compiler.is_compiling():
         return
@@ -74,7 +73,7 @@ def refuse_vmap(name: str, *tensors: Tensor, around: bool) -> None:
 
 
 def refuse_batched_gradients(name: str, *gradients: Tensor | None) -> None:
-    """Raises for incoming gradients that hold several, for which an operator with a list of tensors has no rule."""
+    """Raises for batches of gradients: an operator with a list of tensors has no batching rule."""
     if any(x is not None and torch._C._functorch.is_legacy_batchedtensor(x) for x in gradients):
         raise NotImplementedError(
             f"gradients in batches (is_grads_batched=True) are not implemented by the {name} backend where scores are "
@@ -83,10 +82,10 @@ def refuse_batched_gradients(name: str, *gradients: Tensor | None) -> None:
 
 
 def refuse_recording(name: str) -> None:
-    """Raises while torch.export or another tracer records operations: there is no operator for a function of scores, so
-    what the backend computes would be left out.
+    """Raises while torch.export or another tracer records operations. `scores.function` has no registered operator, so
+    the recording would miss the backend's work.
     """
-    # Not imported for this, which may take seconds, and another thread may be about to: a tracer has done so.
+    # The module is not imported here, which may take seconds: an active tracer has imported it already.
     proxy_mode = getattr(sys.modules.get("torch.fx.experimental.proxy_tensor"), "get_proxy_mode", lambda: None)
     if torch._C._is_tracing() or proxy_mode() is not None:
         raise NotImplementedError(
@@ -96,7 +95,7 @@ def refuse_recording(name: str) -> None:
 
 
 def _transforms() -> list[Any]:
-    """The kinds of all transforms around a call: for torch.func.grad(torch.vmap(f)) the innermost one is vmap."""
+    """The kinds of all torch.func transforms around a call, the outermost first."""
     return [each.key() for each in torch._C._functorch.get_interpreter_stack() or ()]
 
 

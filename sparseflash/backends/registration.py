@@ -1,12 +1,12 @@
 """Makes a backend callable: directly in plain eager mode, and as a registered PyTorch operator everywhere else.
 
-A backend is a forward and a backward function of plain tensors and a `Problem`. What backends share with PyTorch is
-here, in `direct.py` and in `refused_derivatives.py`, so that all behave alike: `opcheck` passes,
+A backend is a forward and a backward function of plain tensors and a `Problem`. This module, `direct.py` and
+`refused_derivatives.py` connect all backends to PyTorch in the same way: `opcheck` passes,
 `torch.compile(fullgraph=True)` sees one opaque node, and nothing is saved for a backward that will not run.
 
-Going through PyTorch's dispatcher and the Python of its autograd registration costs about 150 us for a forward and a
-backward, more than both take on a short sequence. So unless something compiles, traces, profiles or transforms the
-call, the backend's functions are called directly, in an autograd function of our own; see `direct.py`.
+PyTorch's dispatcher and the Python of its autograd registration cost about 150 us for a forward and a backward, more
+than the kernels take on a short sequence. So unless something compiles, traces, profiles or transforms the call, the
+backend's functions are called directly, in our own autograd function; see `direct.py`.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ from sparseflash.limits import FAR, is_near
 # `torch.library.custom_op` would add 8 us per call: it checks at run time what opcheck checks in the tests.
 LIBRARY = torch.library.Library("sparseflash", "DEF")
 
-# With cudagraph_unsafe torch.compile(mode="reduce-overhead") leaves the operator out of its CUDA graphs; a plan that
-# the first call makes and caches would otherwise be allocated in their memory. Old versions of PyTorch lack the tag.
+# cudagraph_unsafe makes torch.compile(mode="reduce-overhead") leave the operator out of its CUDA graphs. Otherwise the
+# plan that the first call makes and caches would be allocated in the graph's memory pool. Old PyTorch lacks the tag.
 _TAGS = tuple(getattr(torch.Tag, tag) for tag in ("pt2_compliant_tag", "cudagraph_unsafe") if hasattr(torch.Tag, tag))
 
 _PROBLEM, _SAVED = len(Problem._fields), len(Saved._fields)
 
 
 class RegisteredOperator(ABC):
-    """The operators `sparseflash::{operator}` and `{operator}_backward` of a backend: what `Operator` and
-    `scored.ScoredOperator` share.
+    """The operators `sparseflash::{operator}` and `{operator}_backward` of a backend; the base class of `Operator` and
+    `scored.ScoredOperator`.
 
-    The first takes q, k and v, then what a subclass adds, then the problem; the second takes dout, dlse and what is
-    `Saved` in place of q, k and v.
+    The forward operator takes q, k and v, then the arguments that a subclass adds, then the problem. The backward
+    operator takes dout, dlse and the fields of `Saved` in place of q, k and v.
     """
 
     def __init__(
         self, name: str, operator: str, empty_kept: Callable[[Tensor], Tensor], *, problem: str,
         added: Sequence[str] = (), added_backward: Sequence[str] = (), added_gradients: Sequence[str] = (),
     ) -> None:  # fmt: skip
-        """Registers both. The keyword arguments are parts of their schemas.
+        """Registers both operators. The keyword arguments are parts of their schemas.
 
-        added: of both; if anything, then first a list of tensors, of which the backward returns a list of gradients.
-        added_backward: after these, of the backward alone.
+        added: arguments of both. If not empty, the first one is a list of tensors, and the backward also returns a list
+        of their gradients. added_backward: arguments of the backward alone, after `added`.
         """
         self.name, self._empty_kept, self._added = name, empty_kept, len(added)
         inputs = ", ".join(("Tensor q, Tensor k, Tensor v", *added, problem))
@@ -92,11 +92,11 @@ class RegisteredOperator(ABC):
 
     @abstractmethod
     def _run_backward(self, dout: Tensor, dlse: Tensor | None, *others: Any) -> tuple[Any, ...]:
-        """`(dq, dk, dv, *lists of gradients)` of the arguments of the backward's operator."""
+        """`(dq, dk, dv, *lists of gradients)` of the backward operator's arguments."""
 
     @abstractmethod
     def _fake_backward(self, dout: Tensor, dlse: Tensor | None, *others: Any) -> tuple[Any, ...]:
-        """Empty tensors of the same shapes and strides."""
+        """Empty tensors with the shapes and strides of the results of `_run_backward`."""
 
     @abstractmethod
     def _gradients(
@@ -120,7 +120,7 @@ class RegisteredOperator(ABC):
         return out, lse
 
     def _backward(self, dout: Tensor, dlse: Tensor | None, saved: Saved, *others: Any) -> tuple[Any, ...]:
-        """What the registered operator of the backward returns."""
+        """The results of the registered backward operator."""
         if saved.kept is None:
             saved = saved._replace(kept=self._empty_kept(saved.q))
         gradients: tuple[Any, ...] = self._dispatched(self._backward_op, (dout, dlse, *saved, *others))
@@ -148,9 +148,9 @@ class RegisteredOperator(ABC):
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(output[2])
         ctx.save_for_backward(q, k, v, *output, problem.seed, *tensors)
-        # The mask's arrays are not saved like the tensors that depend on the inputs. They never change; their plans are
-        # cached on them, and copies made by hooks for saved tensors would have none; and masks made under
-        # inference_mode(), which cannot be saved, may be used in training.
+        # The mask's arrays are kept as attributes, not with save_for_backward. They never change. Plans are cached on
+        # them, and copies made by hooks for saved tensors would lose the plans. And masks made under inference_mode(),
+        # which autograd cannot save, may be used in training.
         ctx.problem = problem._replace(seed=None)
 
     def _differentiate(
@@ -175,8 +175,8 @@ class Operator(RegisteredOperator):
         self, name: str, forward: Callable[..., Any], backward: Callable[..., Any],
         empty_kept: Callable[[Tensor], Tensor],
     ) -> None:  # fmt: skip
-        """`forward(q, k, v, problem)` returns `(out, lse, kept)`, where `kept`, of the shape of `empty_kept(q)`, is
-        what the backward needs besides the inputs and results.
+        """`forward(q, k, v, problem)` returns `(out, lse, kept)`. `kept` has the shape of `empty_kept(q)` and holds
+        anything that the backward needs besides q, k, v, out and lse.
 
         `backward(dout, dlse, saved, problem)` returns `(dq, dk, dv)`; `dlse` is None if no gradient arrives for lse.
         Outputs must have the strides of `empty_out`, `empty_lse` and `empty_gradient`.
@@ -193,8 +193,8 @@ class Operator(RegisteredOperator):
         return self._forward(q, k, v, *problem)
 
     def _mapped(self, info: Any, dims: Sequence[int | None], *arguments: Any) -> tuple[tuple[Tensor, ...], Any]:
-        """The forward under torch.vmap: the mapped dimension becomes a part of the batch, unless the batch's elements
-        have patterns of their own, which plans are made for, or dropout, or more than q, k and v is mapped.
+        """The forward under torch.vmap. The mapped dimension is folded into the batch, except with a pattern per batch
+        element, with dropout, or if more than q, k and v is mapped: then the slices run one after another.
         """
         tensors, problem, size = arguments[:3], Problem(*arguments[3:]), info.batch_size
         own_patterns = problem.pattern is not None and len(problem.pattern) > 1
@@ -255,7 +255,7 @@ class _Run:
 
 
 def define(name: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Registers an operator and its fake implementation; returns its packet, with all overloads."""
+    """Registers an operator and its fake implementation; returns its `OpOverloadPacket`."""
     LIBRARY.define(name + schema, tags=_TAGS)
     LIBRARY.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"sparseflash::{name}", fake, lib=LIBRARY)
@@ -263,7 +263,8 @@ def define(name: str, schema: str, function: Callable[..., Any], fake: Callable[
 
 
 def empty_out(q: Tensor, v: Tensor) -> Tensor:
-    """`[B, Hq, Nq, Dv]` in the layout of `q`: heads inside tokens if q's are, so that merging heads needs no copy.
+    """An empty tensor `[B, Hq, Nq, Dv]` in the layout of `q`, `[B, N, H, D]` in memory if q is, so that merging heads
+    needs no copy.
 
     Contiguous if the token stride would overflow the kernels' 32-bit offsets.
     """
@@ -274,13 +275,13 @@ def empty_out(q: Tensor, v: Tensor) -> Tensor:
 
 
 def empty_gradient(x: Tensor) -> Tensor:
-    """A tensor in the layout of `x`; contiguous if `x` overlaps itself so that tokens would become innermost, or if the
-    token stride would overflow the kernels' 32-bit offsets.
+    """An empty tensor in the layout of `x`. It is contiguous instead if `x` overlaps itself and tokens would become the
+    innermost dimension, or if the token stride would overflow the kernels' 32-bit offsets.
     """
     gradient = torch.empty_like(x)
     return gradient if is_near(gradient) else x.new_empty(x.shape)
 
 
 def empty_lse(q: Tensor) -> Tensor:
-    """`[B, Hq, Nq]`, fp32, or fp64 for fp64 inputs."""
+    """An empty tensor `[B, Hq, Nq]`, fp32, or fp64 for fp64 inputs."""
     return q.new_empty(q.shape[:-1], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)

@@ -1,4 +1,4 @@
-"""What autograd saves of a forward, as the backward of every backend gets it."""
+"""The tensors that autograd saves in a forward, and every backend's backward takes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Saved(NamedTuple):
     v: Tensor
     out: Tensor
     lse: Tensor
-    kept: Tensor | None  # what the backend's backward needs besides these; None: nothing
+    kept: Tensor | None  # anything else that the backend's backward needs
 
 
 def schema() -> str:
-    """The part of a backward operator's schema that is saved.
+    """The arguments of `Saved` in a backward operator's schema.
 
     >>> schema()
     'Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor kept'

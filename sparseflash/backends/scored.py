@@ -1,4 +1,4 @@
-"""Makes a backend with changed scores callable, with gradients of the learned tensors, too.
+"""Makes a backend with score modifications callable, with gradients of their learned tensors.
 
 As in `registration.py`, plain calls are direct, and all others go through a registered operator.
 """
@@ -39,20 +39,20 @@ class ScoredOperator(RegisteredOperator):
     ) -> None:  # fmt: skip
         """`forward(q, k, v, problem, changes)` and `empty_kept` are as in `registration.Operator`.
 
-        `backward(dout, dlse, saved, changes, wanted, problem)` returns dq, dk, dv and a gradient for each tensor of the
-        changes, None where `wanted` is False.
+        `backward(dout, dlse, saved, changes, wanted, problem)` returns dq, dk, dv and a list with the gradient of each
+        tensor of the score modifications, None where `wanted` is False.
         """
         self.forward, self._direct_backward = forward, backward
         changes = "Tensor[] tensors", "str changes"
-        # PyTorch drops arguments that are equal to their defaults, and with a list among the inputs it then expects as
-        # many gradients as it has kept.
+        # The schema has no defaults: PyTorch drops arguments that equal their defaults, and with a list among the
+        # inputs it then expects only as many gradients as arguments are left.
         super().__init__(
             name, f"{name}_scored", empty_kept, problem=schema(with_defaults=False), added=changes,
             added_backward=["bool[] wanted"], added_gradients=["Tensor[]"],
         )  # fmt: skip
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores) -> tuple[Tensor, Tensor]:
-        """`(out, lse)`, differentiable. changes: prepared for these tensors."""
+        """`(out, lse)`, differentiable. changes: the score modifications, prepared for these tensors."""
         tensors = changes.tensors()
         if is_plain_call(q, k, v, *tensors):
             return self.directly(q, k, v, problem, changes, tensors)
@@ -67,7 +67,7 @@ class ScoredOperator(RegisteredOperator):
         return self._forward(q, k, v, tensors, changes.described(), *problem)
 
     def with_passes(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> ScoredOperator:
-        """The same operator, whose direct calls run these functions of one call; see `__init__`."""
+        """A copy of this operator whose direct calls run the given functions; see `__init__`."""
         other = copy.copy(self)
         other.forward, other._direct_backward = forward, backward
         return other
@@ -75,13 +75,13 @@ class ScoredOperator(RegisteredOperator):
     def directly(
         self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores, tensors: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """`(out, lse)`, differentiable, of a plain call. tensors: of the changes."""
+        """`(out, lse)`, differentiable, of a plain call. tensors: the tensors of `changes`."""
         return call_directly(_Run(self, problem, changes), q, k, v, *tensors)
 
     def past_the_operator(
         self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores
     ) -> tuple[Tensor, Tensor]:
-        """`(out, lse)`, differentiable, of a call that need not be plain, without a registered operator."""
+        """`(out, lse)`, differentiable, without a registered operator. The tensors may be fake."""
         refuse_tangents(self.name, q, k, v, *changes.tensors())
         operator = self if have_contents(q) else self.with_passes(self._fake_forward, _shapes_of_backward)
         return differentiably(_Run(operator, problem, changes), q, k, v, *changes.tensors())
@@ -97,7 +97,7 @@ class ScoredOperator(RegisteredOperator):
         saved, (tensors, changes, wanted, *problem) = Saved(*others[:_SAVED]), others[_SAVED:]
         together = put_together(changes, tensors)
         dq, dk, dv, *learned = self.direct_backward(dout, dlse, saved, together, wanted, Problem(*problem))
-        # Contiguous, as `_fake_backward` promises; kernels may leave room after rows.
+        # Contiguous, as in `_fake_backward`; kernels may pad rows.
         given = [x.new_empty(0) if g is None else g.contiguous() for x, g in zip(tensors, learned, strict=True)]
         return dq, dk, dv, given
 
@@ -111,7 +111,7 @@ class ScoredOperator(RegisteredOperator):
     def direct_backward(
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, changes: Scores, wanted: Sequence[bool], problem: Problem
     ) -> tuple[Any, ...]:
-        """dq, dk, dv and those of the tensors, in their dtypes; None where none is wanted."""
+        """`(dq, dk, dv, *gradients of the tensors)`, in the tensors' dtypes; None where `wanted` is False."""
         dq, dk, dv, learned = self._direct_backward(dout, dlse, saved, changes, wanted, problem)
         tensors = changes.tensors()
         return dq, dk, dv, *(None if g is None else g.to(x.dtype) for x, g in zip(tensors, learned, strict=True))
@@ -120,7 +120,7 @@ class ScoredOperator(RegisteredOperator):
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, tensors: list[Tensor], changes: str, wanted: list[bool],
         problem: Problem,
     ) -> tuple[Any, ...]:  # fmt: skip
-        """The same through the registered operator. changes: described, without their tensors."""
+        """`direct_backward` through the registered operator. changes: as `Scores.described` returns them."""
         refuse_batched_gradients(self.name, dout, dlse)
         dq, dk, dv, learned = self._backward(dout, dlse, saved, tensors, changes, wanted, *problem)
         return dq, dk, dv, *(x if wants else None for x, wants in zip(learned, wanted, strict=True))
@@ -133,7 +133,7 @@ class ScoredOperator(RegisteredOperator):
 
 
 class _Run:
-    """A backend applied to one problem and changes of one kind; see `direct.Differentiable`."""
+    """A backend applied to one problem with score modifications; see `direct.Differentiable`."""
 
     def __init__(self, operator: ScoredOperator, problem: Problem, changes: Scores) -> None:
         self._operator, self._problem, self.seed = operator, problem, problem.seed
@@ -155,7 +155,7 @@ class _Run:
     def operator_backward(
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, seed: Tensor | None, *tensors: Tensor
     ) -> tuple[Any, ...]:
-        if self._changes.find("function") is not None:  # the registered operator takes none
+        if self._changes.find("function") is not None:  # the registered operator cannot take a function
             refuse_batched_gradients(self._operator.name, dout, dlse)
             refuse_tangents(self._operator.name, dout, dlse, *saved, *tensors)
             return _Once.apply(self._operator.name, self.backward, dout, dlse, *saved, seed, *tensors)  # type: ignore[no-any-return, no-untyped-call]
@@ -164,7 +164,7 @@ class _Run:
 
 
 class _Once(torch.autograd.Function):
-    """A backward without a registered operator, whose gradients cannot be differentiated again either."""
+    """A backward without a registered operator. It raises if its gradients are differentiated again."""
 
     @staticmethod
     def forward(

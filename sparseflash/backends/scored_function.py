@@ -1,4 +1,4 @@
-"""Attention with a function among the changes of scores, which no registered operator can take, in compiled code."""
+"""Attention with `scores.function` in compiled code: a registered operator cannot take a Python function."""
 
 from __future__ import annotations
 

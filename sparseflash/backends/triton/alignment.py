@@ -29,7 +29,7 @@ def can_describe(x: Tensor) -> bool:
 
 
 def describable_strides(x: Tensor) -> list[int]:
-    """Strides for a descriptor: that of a dimension of size 1 is never used, but must look valid."""
+    """Strides for a descriptor. The stride of a dimension of size 1 is never used, but must be valid."""
     return [16 if n == 1 else s for n, s in zip(x.shape[:3], x.stride()[:3], strict=True)] + [1]
 
 
@@ -39,10 +39,10 @@ def is_readable(x: Tensor) -> bool:
 
 
 def readable(x: Tensor) -> Tensor:
-    """`x` if the portable kernels can read it; otherwise a copy whose rows are aligned by padding, one after another.
+    """`x` if the portable kernels can read it; otherwise a copy with rows padded to aligned starts.
 
-    A kernel that must read unaligned rows element by element holds an address for each element: at D = 64 the forward
-    then spills 1,000 bytes per thread on Hopper, and none for aligned rows. A copy reads and writes each element once.
+    A kernel that reads unaligned rows element by element keeps an address per element: the forward at D = 64 then
+    spills 1,000 bytes per thread on Hopper, against none with aligned rows. A copy costs one read and one write.
     """
     return x if is_readable(x) else with_aligned_rows(x).copy_(x)
 
@@ -53,11 +53,11 @@ def with_aligned_rows(x: Tensor) -> Tensor:
 
 
 def with_padded_rows(x: Tensor) -> Tensor:
-    """The same with what follows its rows."""
+    """An empty tensor like `x` whose last dimension includes the padding that aligns the rows."""
     numbers = _BYTES // x.element_size()
     return x.new_empty(*x.shape[:-1], -(-x.shape[-1] // numbers) * numbers)
 
 
 def aligned_start(x: Tensor) -> Tensor:
-    """`x`, or a copy if its address is not aligned, which can happen to saved tensors that hooks restored."""
+    """`x`, or a copy if its address is not aligned, as can happen after hooks restore a saved tensor."""
     return x if x.data_ptr() % _BYTES == 0 else x.clone()

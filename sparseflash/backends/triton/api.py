@@ -1,4 +1,4 @@
-"""The Triton backend: checks what only this backend requires, then plans and launches. Importing it needs Triton."""
+"""The entry point of the Triton backend: checks its own requirements, plans and launches. Importing it needs Triton."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from sparseflash.blockmask.cache import BoundedDict
 from sparseflash.limits import check_near, check_tokens
 from sparseflash.scores.change import Scores
 
-_SHORT = 64  # without a mask, tiles of as many tokens are enough where neither side is longer
+_SHORT = 64  # without a mask, tiles have at most this many tokens if neither q nor k is longer
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -80,7 +80,7 @@ scored_attention = ScoredOperator("triton", _forward, _scored_backward, empty_ke
 def as_kernels_read(
     dout: Tensor, dlse: Tensor | None, saved: Saved
 ) -> tuple[Tensor, Tensor | None, Saved]:  # fmt: skip
-    """Incoming gradients and what was saved, in layouts that kernels can read."""
+    """Copies incoming gradients and saved tensors where kernels cannot read their layout."""
     if dout.stride(-1) != 1:  # sum() sends back one number, expanded
         dout = dout.contiguous()
     dlse = None if dlse is None else aligned_start(dlse.contiguous())
@@ -106,8 +106,8 @@ def forward_pass(q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Sco
         made = forward(setting, (q.device, key), q, k, v, problem.scale, problem.dropped, **more)
         setting.plan.launches.put(key, made)
         launches = made.launches()
-        # A backward follows, unless it is called without gradients, for which `as_recorded` detaches q, k and v. Inside
-        # of an autograd.Function gradients are off, and these still say whether a graph is recorded.
+        # Inside of an autograd.Function grad mode is off, so requires_grad of q, k and v shows whether a backward will
+        # follow: `as_recorded` detaches them if no graph is recorded.
         follows = any([x.requires_grad for x in (q, k, v)])
         is_recorded = follows or torch.is_grad_enabled()
         wanted = [] if changes is None else [is_recorded and x.requires_grad for x in changes.tensors()]
@@ -115,7 +115,7 @@ def forward_pass(q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Sco
             Request.of(setting, q, v, changes, wanted, backward=True), problem.kernels
         ).family is not None:  # fmt: skip
             out = empty_out(like(q), like(v))
-            with suppress(ValueError):  # what a backward refuses, it refuses when it is called
+            with suppress(ValueError):  # the backward raises when it is called
                 launches += backward_pass(
                     q, k, v, out, out, problem, dlse=False, changes=changes, wanted=wanted, compiles=False
                 ).launches()  # fmt: skip
@@ -127,8 +127,10 @@ def backward_pass(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, problem: Problem, *, dlse: bool,
     changes: Scores | None = None, wanted: Sequence[bool] = (), compiles: bool = True,
 ) -> BackwardPass:  # fmt: skip
-    """The backward for tensors of this layout, cached with the plan. wanted: which tensors of the changes get a
-    gradient. compiles: its kernels side by side; otherwise the caller does.
+    """The backward for tensors of this layout, cached with the plan.
+
+    wanted: which tensors of the score modifications need a gradient. compiles: start compiling the kernels here;
+    otherwise the caller does.
     """
     setting, request, decision = _decided(q, k, v, problem, changes, wanted, backward=True)
     family = decision.serving()
@@ -162,8 +164,8 @@ def _decided(
 
 
 def check_gradients(q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores | None = None) -> None:
-    """Raises ValueError if the kernels that a plain call insists on lack a gradient that it wants, which would be known
-    only in the backward.
+    """Raises ValueError if a plain call requests kernels that cannot compute a gradient it needs. Otherwise the error
+    would come only in the backward.
     """
     if not (problem.kernels and torch.is_grad_enabled() and q.numel() and k.numel()):
         return
@@ -175,18 +177,18 @@ def check_gradients(q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: 
 
 
 def insisted_gradients(problem: Problem, changes: Scores) -> list[bool]:
-    """Which tensors of the changes get a gradient by kernels that a call insists on; none if it insists on none."""
+    """For a call that requests certain kernels, which tensors of the score modifications need a gradient; else []."""
     if problem.kernels and torch.is_grad_enabled():
         return [x.requires_grad for x in changes.tensors()]
     return []
 
 
 def key_of_changes(changes: Scores | None) -> tuple[Any, ...]:
-    """Everything that launches depend on besides `_key`: all about the changes but the values of their tensors."""
+    """The part of a launch's key about score modifications: everything but the values of their tensors."""
     if changes is None:
         return ()
     function = changes.find("function")
-    return (  # lists, which are faster than generators
+    return (  # lists are faster than generators here
         None if function is None else function.identity,
         *[(each.kind, each.numbers()) for each in changes.changes],
         *[(x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in changes.tensors()],
@@ -198,8 +200,8 @@ def choices(
 ) -> tuple[tuple[Decision, Decision], list[KernelChoice], str | None]:
     """The kernels that a GPU of this capability would run for a forward and a backward.
 
-    The third value is a note on the installed Triton, or None. Raises ValueError if the kernels that the problem
-    insists on cannot serve a pass; a backward that is not needed is not checked.
+    The third value is a note on the installed Triton, or None. Raises ValueError if the problem requests kernels that
+    cannot serve a pass; a backward that is not needed is not checked.
     """
     device = q.device if q.device.type != "meta" else torch.device("cpu")  # a plan needs real arrays
     setting = setting_of(q, k, problem, capability, device)
@@ -227,12 +229,12 @@ def setting_of(
 ) -> Setting:
     """The plan of a problem, and everything else that determines its kernels.
 
-    device: of the plan of dense attention; by default q's.
+    device: for the plan of dense attention; q's device by default.
     """
     heads, tokens = (q.shape[0], q.shape[1]), (q.shape[2], k.shape[2])
     block = problem.block_q, problem.block_k
     if problem.indptr is None:
-        # Hopper kernels have tiles of 128 only; a long side keeps them worth while.
+        # The Hopper kernels need tiles of 128, and are worth it if either side is long.
         if max(tokens) <= _SHORT and problem.kernels != "hopper":
             block = min(block[0], _SHORT), min(block[1], _SHORT)
         plan = dense_plan(heads, k.shape[1], tokens, block, device or q.device)
@@ -260,7 +262,8 @@ def _refuse(plan: Plan) -> None:
 class Call:
     """A prepared call for one layout, mask and set of numbers, which skips all checks and planning.
 
-    It must not hold the mask: it is cached on the mask's indices. Of changes of scores it keeps the layout alone.
+    A call is cached on the mask's indices, so it must not hold the mask. It does not hold the tensors of score
+    modifications either, only their layout.
     """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores | None = None) -> None:
@@ -279,7 +282,7 @@ class Call:
     def scored_backward(
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, changes: Scores, wanted: Sequence[bool], problem: Problem
     ) -> tuple[Any, ...]:
-        """As `_scored_backward`."""
+        """The gradients of q, k and v, and of the tensors of the score modifications; see `_scored_backward`."""
         dout, dlse, saved = as_kernels_read(dout, dlse, saved)
         run: Any = self._backward_pass(lambda: problem, dout, dlse, saved, changes, wanted)
         gradients, learned = run.with_learned(dout, dlse, saved, problem.lengths, None, changes)
@@ -294,7 +297,7 @@ class Call:
             dout.stride(), q.stride(), k.stride(), v.stride(), out.stride(), dlse is None,
             dout.data_ptr() % 16, q.data_ptr() % 16, k.data_ptr() % 16, v.data_ptr() % 16,
         )  # fmt: skip
-        if changes is not None:  # hooks may have changed the layout of its tensors since the forward
+        if changes is not None:  # saved-tensor hooks may have changed the layout of their tensors
             key = (*key, *key_of_changes(changes), *wanted)
         run: BackwardPass | None = self._backwards.get(key)
         if run is None:
@@ -306,7 +309,7 @@ class Call:
 
 
 def scored_call(q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores) -> ScoredOperator:
-    """The operator with the passes of a call prepared, for calls without dropout in half precision."""
+    """The scored operator with prepared passes, for calls in half precision without dropout."""
     call = Call(q, k, v, problem, changes)
     forward: Any = call.forward
     return scored_attention.with_passes(
@@ -324,7 +327,7 @@ def check(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_layout(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raises TypeError or ValueError unless the kernels can read such tensors on some GPU."""
+    """Raises TypeError or ValueError unless kernels on some GPU can read tensors of this layout."""
     if q.dtype not in _DTYPES:
         raise TypeError(
             f"q must be fp16, bf16 or fp32 for the triton backend; got {q.dtype}. backend='blockwise' takes fp64, too."

@@ -1,4 +1,4 @@
-"""Whether the kernels run here. Modules import it before any with kernels: without Triton it says what is missing."""
+"""Whether the kernels run here. Import this module before modules with kernels, for its error if Triton is missing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ INTERPRETED = isinstance(_nothing, InterpretedFunction)
 
 
 def check_runs(q: Tensor) -> None:
-    """Raises TypeError or RuntimeError unless the kernels run on q's device, with numbers of its dtype."""
+    """Raises TypeError or RuntimeError unless the kernels run on q's device in q's dtype."""
     if INTERPRETED and q.device.type != "meta":
         if q.dtype == torch.bfloat16:
             raise TypeError("Triton's interpreter silently computes bf16 wrongly; use fp16 or fp32 with it.")

@@ -1,9 +1,9 @@
 """Caches prepared calls, so that a repeated call skips checks and planning.
 
-A call on a short sequence spends most of its time on the host, in checks and in finding the plan and the kernels. These
-depend only on the layout of the tensors, the mask and a few numbers. So a call is cached with its mask under these as a
-key, and the next one like it only allocates and launches. Where scores are changed, the kinds of the changes and the
-layout of their tensors belong to the key, and only the changes are checked each time.
+A call on a short sequence spends most of its time on the host, in checks and in finding the plan and the kernels. The
+outcome depends only on the layout of the tensors, the mask and a few numbers. So a prepared call is cached on its mask,
+with these as the key, and the next call with the same key only allocates and launches. With score modifications, their
+kinds and the layout of their tensors are part of the key, and only the modifications are checked at each call.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
     from sparseflash.backends.triton.api import Call
     from sparseflash.scores.change import Scores
 
-_MOST = 64  # per mask: a program with more layouts than that repeats none often enough
+_MOST = 64  # per mask; a program with more layouts would not gain from the cache
 _HALF = (torch.float16, torch.bfloat16)
 _dense_calls = BoundedDict(_MOST)
 
-# The cached calls of a mask, and the key of one of them. A plain tuple, because that is the fastest.
+# The cached calls of a mask, and the key of one of them. A plain tuple is the fastest.
 Place = tuple[BoundedDict, Any]
 
 
@@ -38,7 +38,7 @@ def place_of(
     """Where a call is or will be cached; None unless it is a plain call in half precision, without autocast.
 
     fp32 is excluded because its arithmetic depends on a PyTorch setting, and dynamic masks because they are new at
-    every step. Calls with invalid arguments get None, too, and go on to the checks.
+    every step. The result is also None for invalid arguments, which the checks then report.
     """
     if not (isinstance(q, Tensor) and q.dtype in _HALF and (q.is_cuda or not on_gpu_only) and is_plain_call(q, k, v)):
         return None
@@ -61,8 +61,8 @@ def place_of(
             v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % 16, scale, lengths, kernels,
         )  # fmt: skip
     except RuntimeError:
-        # A sparse or nested tensor, which has no strides or no memory of its own. The checks refuse it; to ask for it
-        # here would cost every call, and this costs the good ones nothing.
+        # A sparse or nested tensor, without strides or memory. The checks refuse it later; testing for it here would
+        # cost every call some time.
         return None
     if lengths is not None and lengths[1:] != key[0][:1]:  # slices, for a q without dimensions
         return None
@@ -107,7 +107,7 @@ class CachedRun:
 def run_scored(
     place: Place, q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`(out, lse)` of a call at this place whose scores are changed, cached under the changes' key, too."""
+    """`(out, lse)` of a call with score modifications. Its key in the cache includes theirs."""
     from sparseflash.backends.triton import api
 
     calls, key = place

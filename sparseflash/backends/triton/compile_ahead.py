@@ -14,14 +14,15 @@ _THREADS = 4  # a call has at most four kernels that take long to compile
 
 
 def compile_side_by_side(launches: Iterable[BoundLaunch]) -> None:
-    """Starts compiling the kernels of these launches that are not compiled yet. Each launch waits for its own
-    kernel.
+    """Starts compiling, on other threads, the kernels of these launches that are not compiled yet.
+
+    Each launch waits for its own kernel.
     """
     wanted: dict[int, BoundLaunch] = {}
     for launch in launches:
         if launch.launch.variant.is_new():
             wanted.setdefault(id(launch.launch.variant), launch)
-    if len(wanted) < 2:  # a single kernel may as well be compiled by its launch
+    if len(wanted) < 2:  # a single kernel is compiled by its launch
         return
     pool = ThreadPoolExecutor(min(_THREADS, len(wanted)), thread_name_prefix="sparseflash-compile")
     for launch in wanted.values():

@@ -1,7 +1,7 @@
 """Tile sizes by (architecture, head dim, dtype).
 
-They were found by measurement. There is no autotuning: the first call compiles only one configuration of each kernel,
-and results do not depend on timings. `portable/fitting.py` cuts them down to the blocks of a mask.
+The sizes were found by measurement. There is no autotuning at run time: the first call compiles one configuration of
+each kernel, and results do not depend on timings. `portable/fitting.py` cuts tiles down to the blocks of a mask.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Config(NamedTuple):
     block_n: int
     num_warps: int
     num_stages: int
-    # Maximum of registers per thread, or 0 for no limit. One more resident program per multiprocessor can be worth some
-    # spills outside the loops. With 168 registers three programs of four warps fit, with 128 four.
+    # Maximum number of registers per thread, or 0 for no limit. One more resident program per SM can be worth some
+    # spills outside the loops. Three programs of four warps fit with 168 registers, four with 128.
     registers: int = 0
-    # Multiply the queries from registers rather than shared memory, which saves reads and space there; forward only.
+    # The forward keeps the queries in registers rather than in shared memory, which saves space and reads there.
     q_in_registers: bool = False
 
     def __str__(self) -> str:
@@ -41,8 +41,8 @@ class Config(NamedTuple):
 
 _COPYING = triton_version() >= (3, 9)
 
-# (kernel, arithmetic, widest padded head dim) -> configuration. "half" is fp16 and bf16; "fp32" multiplies three pieces
-# of every number: see portable/fp32_split.py.
+# (kernel, arithmetic, widest padded head dim) -> configuration. "half" is fp16 and bf16. "fp32" splits every number
+# into three bf16 pieces: see portable/fp32_split.py.
 _Table = dict[tuple[Kernel, Arithmetic, int], Config]
 
 # sm_80: 163 KiB of shared memory per program.
@@ -122,20 +122,19 @@ _HOPPER: _Table = {
     ("dq", "fp32", 128): Config(64, 64, 4, 1),
 }
 
-# From Triton 3.9 on, operands in registers are copied before each matrix instruction, so these instructions wait for
-# one another.
+# From Triton 3.9 on, operands in registers are copied before each wgmma, so the wgmmas wait for one another.
 _HOPPER_COPYING: _Table = {
     **_HOPPER,
     ("forward", "half", 64): Config(64, 128, 4, 2),
 }
 
-# Used instead if the mask limits what a program holds to 64 tokens.
+# Used instead if the mask's blocks limit the tile that a program holds to 64 tokens.
 HOPPER_64: _Table = {
     ("forward", "half", 128): Config(64, 64, 4, 2, q_in_registers=not _COPYING),
     ("dq", "half", 128): Config(64, 64, 4, 2),
 }
 
-# Used instead if every score reads a number of a bias: tuned with its gradient, for 8,192 tokens under a causal mask.
+# Used instead with a bias for each pair (query, key). Tuned with the bias's gradient, for 8,192 tokens, causal.
 HOPPER_BIASED: _Table = {
     ("forward", "half", 64): Config(64, 64, 4, 3, 168),
     ("forward", "half", 128): Config(128, 64, 8, 3),
@@ -144,10 +143,10 @@ HOPPER_BIASED: _Table = {
     ("dq", "half", 64): Config(64, 64, 4, 3),
 }
 
-# The same for a bias that is stored for live tiles, which the kernels do not load through shared memory.
+# Used instead with a tile bias, which the kernels do not load through shared memory.
 HOPPER_TILE_BIASED: _Table = {**HOPPER_64, ("dk_dv", "half", 128): _HOPPER["dk_dv", "half", 128]}
 
-# The same for a table of relative positions: T5's over 8,192 tokens under a causal mask.
+# Used instead with a relative position table. Tuned with T5's buckets, for 8,192 tokens, causal.
 HOPPER_TABLE: _Table = {
     ("forward", "half", 128): HOPPER_BIASED["forward", "half", 128],
     ("dk_dv", "half", 64): HOPPER_BIASED["dk_dv", "half", 64],
@@ -156,7 +155,7 @@ HOPPER_TABLE: _Table = {
     ("dq", "half", 128): Config(64, 64, 4, 2),
 }
 
-# sm_90 with pointers: their addresses take registers that the largest tiles need.
+# sm_90 with pointer loads: their addresses take registers, so tiles are smaller.
 _HOPPER_POINTERS: _Table = {
     **_HOPPER,
     ("forward", "half", 64): Config(64, 128, 4, 2),
@@ -169,12 +168,12 @@ _HOPPER_POINTERS: _Table = {
 
 
 def uses_hopper_tables(capability: tuple[int, int]) -> bool:
-    """Whether a GPU has the shared memory that the tables of Hopper need: sm_90 and sm_100, but not sm_120."""
+    """Whether a GPU has enough shared memory for the Hopper tables: sm_90 and sm_100, but not sm_120."""
     return capability[0] in (9, 10)
 
 
 def table_for(capability: tuple[int, int], descriptors: bool) -> _Table:
-    """The table of an architecture, for kernels that load tiles by tensor descriptors or by pointers."""
+    """The table of an architecture, for loads by tensor descriptors (TMA) or by pointers."""
     if capability[0] == 8 and capability[1] == 0:
         return _AMPERE
     if uses_hopper_tables(capability):
@@ -192,5 +191,5 @@ def arithmetic_of(dtype: torch.dtype, tf32: bool) -> Arithmetic:
 
 
 def has_room_for_pieces(capability: tuple[int, int], padded_dim: int) -> bool:
-    """Whether tiles in three pieces fit in shared memory; if not, tiles are split just before they are multiplied."""
+    """Whether fp32 tiles in three pieces fit in shared memory. Otherwise tiles are split after they are loaded."""
     return padded_dim <= 128 or table_for(capability, False) is not _CONSUMER

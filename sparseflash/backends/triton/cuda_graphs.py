@@ -1,6 +1,7 @@
-"""CUDA graphs: recorded work runs only when the graph is replayed, and reads the same memory at every replay.
+"""Refuses to plan while a CUDA graph is recorded.
 
-`blockmask/streams.py` keeps that memory alive.
+Recorded work runs only when the graph is replayed, and reads the same memory at every replay. `blockmask/streams.py`
+keeps that memory alive.
 """
 
 from __future__ import annotations
@@ -11,9 +12,7 @@ from sparseflash.blockmask import streams
 
 
 def refuse_to_record(device: torch.device) -> None:
-    """Raises RuntimeError while a graph is being recorded: what is made now and cached would be empty until a
-    replay.
-    """
+    """Raises RuntimeError while a graph is being recorded: a plan cached now would be filled only at a replay."""
     if streams.is_capturing(device):
         raise RuntimeError(
             "attention makes the execution plan of a mask and loads its kernels at the first call, which a CUDA graph "

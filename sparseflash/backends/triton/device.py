@@ -13,7 +13,7 @@ INTERPRETED_AS = (9, 0)  # the interpreter uses the tiles of an H100, so that te
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
-    """The compute capability."""
+    """The compute capability of a device; the interpreter's for a CPU."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else INTERPRETED_AS
 
 
@@ -24,7 +24,7 @@ def multiplies_in_tf32() -> bool:
 
 @bounded(maxsize=64)
 def runs_kernels(device: torch.device) -> bool:
-    """Whether Triton's kernels run on this GPU; on a CPU, whether Triton's interpreter could be there."""
+    """Whether Triton's kernels run on this GPU; on a CPU, whether Triton, and so its interpreter, is installed."""
     if find_spec("triton") is None:
         return False
     if device.type != "cuda":
@@ -41,7 +41,7 @@ def check_device(device: torch.device) -> None:
 
 
 def check_capability(capability: tuple[int, int], name: str) -> None:
-    """Raises RuntimeError if the kernels do not run on GPUs of that compute capability; name: the GPU's."""
+    """Raises RuntimeError if the kernels do not run on GPUs of this compute capability. name: of the GPU."""
     if capability < OLDEST:
         raise RuntimeError(
             f"the triton backend needs compute capability 8.0 (Ampere) or newer; {name} has "

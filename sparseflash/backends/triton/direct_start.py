@@ -1,18 +1,16 @@
 """Launches a compiled Triton kernel through the CUDA driver, without Triton's launcher.
 
-At every call Triton's launcher takes all arguments, converts them, and makes the descriptors for the TMA unit in
-Python, which takes longer than everything else that a short call does on the host. Here the parameters of a launch are
-kept in memory that is written once. A call writes only those that changed, and the driver replaces addresses in
-descriptors.
+Triton's launcher converts all arguments and makes the TMA descriptors in Python at every call. That takes longer than
+all other host work of a short call. Here the parameters of a launch are kept in a buffer. A call writes only the
+parameters that differ between calls, and the driver replaces the addresses in the descriptors.
 
-Triton does not document the parameters of a compiled kernel. They are derived from the signature that it was compiled
-for, only for known versions of Triton, and compared with the declaration in its PTX; if they differ, the kernel is not
-started directly.
+Triton does not document the parameters of a compiled kernel. They are derived from the kernel's signature, only for
+known versions of Triton, and compared with the declaration in the PTX. If they differ, Triton launches the kernel.
 
 Triton 3.6 to 3.9 pass the same parameters: the arguments, each descriptor followed by its sizes and strides, then two
 addresses of scratch memory. From 3.7 on, one C launcher serves all kernels. From 3.8 on, a launch attribute allows more
-than 228 KB of shared memory; our kernels use less. Every version still fills in all descriptors at every launch from
-Python. Instrumented kernels have more parameters, or use scratch memory, so Triton launches them.
+than 228 KB of shared memory; our kernels use less. Every version makes all descriptors in Python at every launch.
+Instrumented kernels have more parameters or use scratch memory, so Triton launches them.
 """
 
 from __future__ import annotations
@@ -46,8 +44,8 @@ _INVALID_CONTEXT = 201  # CUresult: no context is current on this thread yet
 class Parameter(NamedTuple):
     """A parameter of a compiled kernel."""
 
-    argument: int  # index of the argument that it comes from
-    # Index in that argument, if it is a tuple, or in a descriptor's sizes and strides; several in tuples of tuples.
+    argument: int  # index of its argument
+    # Index in the argument, if that is a tuple (several indices if nested), or in a descriptor's sizes and strides.
     item: int | tuple[int, ...] | None
     code: str  # format character of Python's struct, or DESCRIPTOR
 
@@ -80,7 +78,7 @@ def parameters_of(signature: Mapping[str, Any], names: Sequence[str]) -> list[Pa
 
 
 def _leaves(kind: Any, path: tuple[int, ...] = ()) -> list[tuple[int | tuple[int, ...] | None, Any]]:
-    """All types in a type that may be a tuple, or one of tuples, with where they stand in it."""
+    """`(index, type)` of each type in a type that may be a nested tuple; see `Parameter.item`."""
     if not isinstance(kind, tuple):
         return [(None if not path else path[0] if len(path) == 1 else path, kind)]
     return [leaf for item, each in enumerate(kind) for leaf in _leaves(each, (*path, item))]
@@ -124,7 +122,7 @@ def parameters_of_compiled(compiled: Any, names: Sequence[str]) -> list[Paramete
 def loaded(compiled: Any, device: torch.device) -> int | None:
     """The driver's handle of a compiled kernel; None if the GPU has too little shared memory or too few registers.
 
-    Triton would load the kernel together with a launcher, which version 3.6 compiles from C in half a second.
+    Triton's own loading would also make a launcher, which version 3.6 compiles from C in half a second.
     """
     functions = _loaded.setdefault(compiled, {})
     if device.index not in functions:
@@ -142,7 +140,7 @@ def loaded(compiled: Any, device: torch.device) -> int | None:
     return functions[device.index]
 
 
-# The handles on each GPU of what Triton has compiled. A kernel is loaded once and never unloaded, as in Triton 3.6.
+# The driver's handles of compiled kernels, by GPU. A kernel is loaded once and never unloaded, as in Triton 3.6.
 _loaded: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
 
 
@@ -153,14 +151,13 @@ class DirectStart:
         self, function: int, metadata: Any, parameters: Sequence[Parameter], arguments: Sequence[Any],
         given: Sequence[int], device: torch.device,
     ) -> None:  # fmt: skip
-        """arguments: all of some call. given: the indices of those that are given at each call, in that order.
-
-        function: as `loaded` returns it. metadata: of the compiled kernel, as Triton has it.
+        """arguments: all arguments of an example call. given: the indices of the arguments passed at each call, in
+        order. function: from `loaded`. metadata: Triton's metadata of the compiled kernel.
         """
         self._index, self._device = device.index, device
         self._function, self._name = ctypes.c_void_p(function), metadata.name
         self._threads, self._shared = 32 * metadata.num_warps, metadata.shared
-        self._lock = threading.Lock()  # held from writing the parameters until the launch has copied them
+        self._lock = threading.Lock()  # held while the parameters are written and until the launch has copied them
         by_call = {number: place for place, number in enumerate(given)}
         descriptors = [each for each in parameters if each.code == DESCRIPTOR]
         # The given parameters come first, in the order of the call; the others follow.
@@ -193,12 +190,12 @@ class DirectStart:
         addresses = [*(places[each] for each in parameters), end, end + 8]
         self._parameters = (ctypes.c_void_p * len(addresses))(*addresses)
         self._launch, self._replace = _functions()
-        self._last: tuple[None, ...] = (None,)  # of the arguments
+        self._last: tuple[None, ...] = (None,)  # the last argument of cuLaunchKernel
         if metadata.launch_cooperative_grid:
             self._launch, self._last = _launch_of_resident(), ()
 
     def __call__(self, programs: int, given: Sequence[Any]) -> None:
-        """Starts the kernel on the current stream of its device, which must be the current device."""
+        """Starts the kernel on the current stream of its device. That device must be current."""
         values = list(self._pick(given))
         for place in self._pointers:
             values[place] = values[place].data_ptr()
@@ -217,19 +214,22 @@ class DirectStart:
 
 
 def _is_of_descriptor(parameter: Parameter, descriptors: Sequence[Parameter]) -> bool:
-    """Whether it is a size or a stride of a descriptor; these are fixed."""
+    """Whether a parameter is a size or a stride of a descriptor; these are the same at all calls."""
     return parameter.code != DESCRIPTOR and any(each.argument == parameter.argument for each in descriptors)
 
 
 def _picker(
     places: Sequence[tuple[int, int | tuple[int, ...] | None]], count: int
 ) -> Callable[[Sequence[Any]], Iterable[Any]]:
-    """What takes the values at these places out of `count` given ones: the place, and that in a tuple there."""
+    """A function that picks the values at `places` from `count` given arguments.
+
+    A place is the index of an argument and, if that is a tuple, the index or indices inside it.
+    """
     if places == [(place, None) for place in range(count)]:
         return iter
     if len(places) > 1 and all(item is None for _, item in places):
-        return itemgetter(*(place for place, _ in places))  # a third of the time of the other
-    # The tensors of changes of scores stand in tuples of tuples. No function is called for each value.
+        return itemgetter(*(place for place, _ in places))  # three times as fast as the list below
+    # The tensors of score modifications are in tuples of tuples. For speed, no function is called for each value.
     if any(isinstance(item, tuple) and len(item) > 2 for _, item in places):
         raise RuntimeError("what is given at each call must be tensors, tuples of them, or tuples of those")
     steps = [(place, *(item if isinstance(item, tuple) else (item, None))) for place, item in places]
@@ -251,7 +251,7 @@ def _value(arguments: Sequence[Any], parameter: Parameter) -> int | float:
 
 
 def _argument(arguments: Sequence[Any], parameter: Parameter) -> Any:
-    """The argument, or the part of one, that a parameter comes from."""
+    """The argument, or the item of a tuple or descriptor, that becomes a parameter."""
     value = arguments[parameter.argument]
     if parameter.item is None:
         return value
@@ -263,7 +263,7 @@ def _argument(arguments: Sequence[Any], parameter: Parameter) -> Any:
 
 
 def _encode(address: int, described: Any, metadata: Mapping[str, Any]) -> None:
-    """Writes the descriptor of a tensor, as Triton's launcher would."""
+    """Writes the TMA descriptor of a tensor, as Triton's launcher would."""
     x: Tensor = described.base
     sizes, strides, box = described.shape[::-1], described.strides[-2::-1], metadata["block_size"][::-1]
     rank = len(sizes)
@@ -277,7 +277,7 @@ def _encode(address: int, described: Any, metadata: Mapping[str, Any]) -> None:
 
 
 def _functions() -> tuple[Any, Any]:
-    """The driver's functions used by a call, with their argument types."""
+    """cuLaunchKernel and cuTensorMapReplaceAddress, with their argument types."""
     launch, replace = cuda_driver().cuLaunchKernel, cuda_driver().cuTensorMapReplaceAddress
     pointer, number = ctypes.c_void_p, ctypes.c_uint
     launch.argtypes = (pointer, *[number] * 7, pointer, pointer, pointer)
@@ -286,7 +286,7 @@ def _functions() -> tuple[Any, Any]:
 
 
 def _launch_of_resident() -> Any:
-    """The driver's launch of programs that all run at once: it refuses a grid for which there is no room."""
+    """cuLaunchCooperativeKernel: fails unless all programs of the grid can be resident at once."""
     launch = cuda_driver().cuLaunchCooperativeKernel
     launch.argtypes = (ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.c_void_p)
     return launch

@@ -1,7 +1,8 @@
-"""Chooses the kernels of a pass: the first family that can serve it and is not slower there, or the one asked for.
+"""Chooses the kernels of a pass: the family that the caller requests, or the first one that can serve the pass and is
+not slower there.
 
-A family is a folder of kernels with a forward pass and a backward pass. Three functions of a family give the reason why
-it cannot serve a request, why another family is faster, and why it must not run under the installed Triton. To add a
+A family is a folder of kernels with a forward pass and a backward pass. Three functions of a family return reasons
+against it: it cannot serve a request, another family is faster, it must not run under the installed Triton. To add a
 family, write its folder and list it in `FAMILIES`.
 """
 
@@ -20,7 +21,7 @@ def _portable_passes() -> Any:
 
 
 def _never(request: Request) -> str | None:
-    return None  # what no kernel can do has been refused already
+    return None  # calls that no kernel can serve were refused earlier
 
 
 def _hopper_passes() -> Any:
@@ -54,7 +55,7 @@ FAMILIES = (
 
 
 class Decision(NamedTuple):
-    """The family that serves a pass, and why each family before it does not; or why the only one allowed does not."""
+    """The family that serves a pass, or None, and the reason why each family that was tried before it does not."""
 
     family: Family | None
     refusals: dict[str, str]
@@ -68,9 +69,9 @@ class Decision(NamedTuple):
 
 
 def decide(request: Request, wanted: str = "") -> Decision:
-    """The family that serves a request. `wanted`: the name of the only family allowed, or "".
+    """The family that serves a request. `wanted`: the name of the only family allowed, or "" for any.
 
-    Raises ValueError if that family is unknown.
+    Raises ValueError for an unknown name.
     """
     refusals: dict[str, str] = {}
     for family in FAMILIES:

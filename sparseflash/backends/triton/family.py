@@ -1,4 +1,4 @@
-"""The interface of a family of kernels: what a call asks of it, and what it provides."""
+"""The interface of a family of kernels: the request that describes a call, and the passes that serve it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sparseflash.scores.change import Scores
 
 
 class Setting(NamedTuple):
-    """What determines the kernels of a problem besides the layout of its tensors."""
+    """Everything that determines the kernels of a problem, except the layout of its tensors."""
 
     plan: Plan
     capability: tuple[int, int]
@@ -25,15 +25,15 @@ class Setting(NamedTuple):
     tf32: bool
     lengths: bool
     dropout: bool
-    coordinates: tuple[str, ...]  # those that the dropout is told of: see `Dropout`
+    coordinates: tuple[str, ...]  # the coordinate tensors that the dropout has: see `Dropout`
 
 
 class PairBias(NamedTuple):
-    """What decides which kernels can serve a bias of pairs of queries and keys."""
+    """The properties of a bias for pairs (query, key) that decide which kernels can serve it."""
 
     dtype: torch.dtype
-    has_rows: bool  # each pair, or each of live tiles, has a number, and rows begin at multiples of 16 bytes
-    is_shared: bool  # by batch elements or heads
+    has_rows: bool  # neither queries nor keys are broadcast, and rows begin at multiples of 16 bytes
+    is_shared: bool  # batch elements or heads share it
 
 
 class Request(NamedTuple):
@@ -47,14 +47,14 @@ class Request(NamedTuple):
     dropout: bool
     dynamic: bool  # made on the device, and perhaps used only once
     tokens: tuple[int, int]  # queries and keys of a head
-    keys: float  # in the live tiles of a query, mean
+    keys: float  # mean number of keys in the live tiles of a query
     backward: bool
-    changes: tuple[str, ...] = ()  # the kinds of changes of scores
-    learned: tuple[str, ...] = ()  # those whose tensors get a gradient in this pass
+    changes: tuple[str, ...] = ()  # the kinds of the score modifications
+    learned: tuple[str, ...] = ()  # the kinds whose tensors need a gradient in this pass
     logarithmic: bool = False  # scores decay with the logarithm of the distance
     patterns: int = 1  # of the mask
-    # Of a table of relative positions: how many entries it has for all query heads that share keys, and whether these
-    # follow from the distance, most neighbouring distances having the same.
+    # For a relative position table: the number of entries for all query heads that share a key head, and whether the
+    # entry depends on the distance alone, with the same entry for runs of neighbouring distances.
     entries: int = 0
     in_runs: bool = True
     pairs: PairBias | None = None
@@ -66,7 +66,7 @@ class Request(NamedTuple):
         cls, setting: Setting, q: Tensor, v: Tensor, changes: Scores | None = None, wanted: Sequence[bool] = (), *,
         backward: bool,
     ) -> Request:  # fmt: skip
-        """One pass of a problem with this setting. wanted: which tensors of the changes get a gradient."""
+        """One pass of a problem. wanted: which tensors of the score modifications need a gradient."""
         plan, (block_q, block_k) = setting.plan, setting.block
         tokens = plan.lists.tokens
         return cls(
@@ -79,7 +79,7 @@ class Request(NamedTuple):
 
 
 def _described(changes: Scores | None, wanted: Sequence[bool]) -> tuple[tuple[str, ...], tuple[str, ...], bool]:
-    """The fields of a request about its changes of scores."""
+    """The fields of a request about its score modifications: kinds, learned kinds, `logarithmic`."""
     if changes is None:
         return (), (), False
     decay = changes.find("distance")
@@ -88,13 +88,13 @@ def _described(changes: Scores | None, wanted: Sequence[bool]) -> tuple[tuple[st
 
 
 def _table(changes: Scores | None, group: int) -> tuple[int, bool]:
-    """The fields of a request about the table among its changes of scores."""
+    """The fields of a request about its relative position table: `entries` and `in_runs`."""
     table = None if changes is None else changes.find("relative")
     return (0, True) if table is None else (group * table.table.shape[1], table.until.numel() > 0)
 
 
 def _pair_bias(changes: Scores | None, q: Tensor, tokens: tuple[int, int]) -> PairBias | None:
-    """The field of a request about its bias of pairs."""
+    """The field `pairs` of a request."""
     if changes is None:
         return None
     if (bias := changes.find("bias")) is not None:
@@ -111,64 +111,65 @@ class KernelChoice(NamedTuple):
     """How one kernel of a pass runs, and why; `explain` shows it."""
 
     kernel: str
-    block_m: int  # queries and keys of the tile of one step
+    block_m: int  # queries of one step's tile; block_n: keys
     block_n: int
     num_warps: int
     num_stages: int  # compilation may lower it: see `Variant.compiled`
     arithmetic: str
-    loads: str  # how tiles get into shared memory or registers, and why
+    loads: str  # how tiles are loaded, and why
     walks: str  # the tiles of the lists, and why
     programs: int
-    tiles: int  # of the lists of all programs
-    longest: int  # tiles of the program that has most
-    chunks: int  # programs with part of a list, whose partial results another kernel merges
+    tiles: int  # in the lists of all programs
+    longest: int  # the most tiles of one program
+    chunks: int  # programs with only a part of a list; another kernel merges their partial results
 
 
 class ForwardPass(Protocol):
-    """A forward prepared for tensors of one layout."""
+    """A forward pass prepared for tensors of one layout."""
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, dropout: Dropout | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """`(out, lse, kept)`; `kept` is what the backward of the same family needs besides them.
+        """`(out, lse, kept)`. `kept` holds anything else that the backward of the same family needs.
 
-        A family that does not refuse changes of scores takes them as one more argument, `changes`.
+        A family that serves score modifications takes them as one more argument, `changes`.
         """
 
     def launches(self) -> list[BoundLaunch]:
         """All kernel launches of a call."""
 
     def choices(self) -> list[KernelChoice]:
-        """How its kernels run, except for those that only prepare or merge."""
+        """How the kernels run, except for kernels that only prepare or merge."""
 
 
 class BackwardPass(Protocol):
-    """A backward prepared for tensors of one layout."""
+    """A backward pass prepared for tensors of one layout."""
 
     def __call__(
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None, dropout: Dropout | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`(dq, dk, dv)`.
 
-        A family that does not refuse changes of scores also has `with_learned`, which takes them as one more argument
-        and returns the gradients of their tensors beside these.
+        A family that serves score modifications also has `with_learned`. It takes them as one more argument, and also
+        returns the gradients of their tensors.
         """
 
     def launches(self) -> list[BoundLaunch]:
         """All kernel launches of a call."""
 
     def choices(self) -> list[KernelChoice]:
-        """How its kernels run, except for those that only prepare or merge."""
+        """How the kernels run, except for kernels that only prepare or merge."""
 
 
 class Family(NamedTuple):
-    """A set of kernels that belong together. `forward_pass.py` and `backward_pass.py` in `portable/` show `passes`."""
+    """A set of kernels that belong together. For an example of `passes` see `forward_pass.py` in `portable/`."""
 
     name: str
     refuses: Callable[[Request], str | None]  # why it cannot serve a request, or None
-    # Why another family is to run, or None. Of a forward it must not depend on how many sequences and heads there are:
-    # a row has the same bits whatever else is in its batch.
+    # Why another family should run, or None. For a forward this must not depend on the number of sequences and heads:
+    # a row must have the same bits in every batch.
     yields: Callable[[Request], str | None]
     # Why the kernels must not run under the installed Triton, or None. Called only for a request that they would serve.
     untested: Callable[[Request], str | None]
-    passes: Callable[[], tuple[Callable[..., ForwardPass], Callable[..., BackwardPass]]]  # imports what prepares them
+    # Imports and returns the functions that prepare a forward and a backward.
+    passes: Callable[[], tuple[Callable[..., ForwardPass], Callable[..., BackwardPass]]]

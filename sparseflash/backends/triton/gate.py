@@ -1,11 +1,11 @@
 """Decides whether the Hopper kernels may run under a version of Triton that they were not measured with.
 
 Gluon's interface and the compiler's choices change from version to version. Under the versions of `versions.py` the
-kernels run at once. Under any other version, each kind of kernel is checked once before its first use:
-`kernel_check.py` compiles it, reads the assembler's report, and compares its results with the definition in fp64. A
-miscompiled kernel may hang, or leave the process without a usable GPU, so the check runs in a process of its own, which
-takes some 20 seconds. The calling process does nothing on the GPU meanwhile, so it may even record a CUDA graph. The
-verdict is stored beside Triton's cache, in one file per kind of kernel, version, device and digest of our sources.
+kernels run without a check. Under any other version, each kind of kernel is checked once before its first use:
+`kernel_check.py` compiles it, reads the report of ptxas, and compares its results with the reference in fp64. A
+miscompiled kernel may hang, or leave its process with a broken CUDA context, so the check runs in another process. It
+takes some 20 seconds. The calling process does not use the GPU meanwhile, so it may even be recording a CUDA graph. The
+verdict is stored in Triton's cache folder, in one file per kind of kernel, version, device and digest of our sources.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ MODULE = "sparseflash.backends.triton.kernel_check"
 TRYING = "trying the kernels"  # the line that the checking process prints before it runs a kernel
 _SECONDS = 300  # a check that takes longer counts as hung
 _CHECKING = "SPARSEFLASH_CHECKS_KERNELS"  # set in the environment of the checking process
-# What changes how that process runs: kernels that are interpreted, warnings that are errors, waiting for a terminal.
+# Variables that would change the check: interpreted kernels, warnings as errors, waiting for a terminal.
 _NOT_PASSED_ON = {"TRITON_INTERPRET", "PYTHONWARNINGS", "PYTHONINSPECT"}
-# How others end it, a user, a scheduler, or Linux when memory runs out: by SIGHUP, SIGINT, SIGKILL and SIGTERM.
+# Signals from a user, a scheduler or the OOM killer: SIGHUP, SIGINT, SIGKILL and SIGTERM.
 _STOPPED = {-1, -2, -9, -15}
 _log = logging.getLogger("sparseflash")
 _lock = threading.Lock()
@@ -46,20 +46,20 @@ _is_open = False
 
 
 class Kind(NamedTuple):
-    """What decides which kernels a pass compiles, in JSON types."""
+    """Everything that decides which kernels a pass compiles, in JSON types."""
 
     dtype: str
     dim: int
     small: bool  # blocks of 64
     lengths: bool
     changes: tuple[str, ...]  # names of functions of `scores`
-    learned: tuple[str, ...]  # the changes whose tensors get gradients
+    learned: tuple[str, ...]  # the ones whose tensors need gradients
     backward: bool
-    v_dim: int = 0  # if it is not `dim`
+    v_dim: int = 0  # 0 if it equals `dim`
 
 
 class Verdict(NamedTuple):
-    """The result of checking a kind of kernel; `why` says what is wrong, and is empty if the check passed."""
+    """The result of checking a kind of kernel: `why` is the fault found, or "" if the check passed."""
 
     why: str
     file: str = ""  # where the verdict is stored; "" if nowhere
@@ -96,7 +96,7 @@ def gpu_of(request: Request) -> torch.device | None:
 
 
 def remedy(request: Request) -> str:
-    """How to get the Hopper kernels back for a request that was refused."""
+    """Advice on how to get the Hopper kernels back for a request that was refused."""
     device = gpu_of(request)
     file = "" if device is None else verdict(kind_of(request), device).file
     again = f"delete {file}" if file else "start another process"
@@ -121,7 +121,7 @@ def kind_of(request: Request) -> Kind:
 
 
 def verdict(kind: Kind, device: torch.device) -> Verdict:
-    """The verdict on these kernels on this GPU, from this check or an earlier one."""
+    """The verdict on these kernels on this GPU, from the cache or from a check run now."""
     key = kind, device.index
     found: Verdict | None = _verdicts.get(key)
     if found is None:
@@ -136,7 +136,7 @@ def verdict(kind: Kind, device: torch.device) -> Verdict:
 
 @contextmanager
 def opened() -> Iterator[None]:
-    """Lets unchecked kernels run inside the block, for the check itself."""
+    """Inside the block, unchecked kernels may run; for the check itself."""
     global _is_open
     before, _is_open = _is_open, True
     try:
@@ -147,7 +147,7 @@ def opened() -> Iterator[None]:
 
 @bounded(maxsize=16)
 def _facts(device: torch.device) -> dict[str, Any]:
-    """What a verdict depends on besides the kind of kernel."""
+    """Everything that a verdict depends on besides the kind of kernel."""
     capability = torch.cuda.get_device_capability(device)
     try:
         from triton.backends.nvidia.compiler import get_ptxas_version
@@ -190,7 +190,7 @@ def _read(file: Path) -> Verdict | None:
 
 
 def _write(file: Path, facts: dict[str, Any], why: str) -> bool:
-    """Writes a verdict atomically, so that no process reads half of it; returns whether that worked."""
+    """Writes a verdict atomically, so that no process reads a partial file; returns whether that worked."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=file.parent) as folder:
@@ -216,12 +216,12 @@ def command(kind: Kind, device: torch.device) -> list[str]:
 
 
 def outcome(command: list[str]) -> tuple[str, bool]:
-    """What the checking process says is wrong with the kernels, "" if nothing; and whether that is certain."""
-    if _CHECKING in os.environ or getattr(sys, "frozen", False):  # or programs would start programs without end
+    """Runs the check: `(the fault found, or "" if none, whether the result is certain)`."""
+    if _CHECKING in os.environ or getattr(sys, "frozen", False):  # prevents endless recursion of processes
         return "they are checked only where sys.executable is Python and does not check kernels itself", False
     environment = {name: value for name, value in os.environ.items() if name not in _NOT_PASSED_ON}
     environment["PYTHONPATH"] = os.pathsep.join(_paths())
-    environment |= {"PYTHONSAFEPATH": "1", _CHECKING: "1"}  # the first: no modules of the current folder besides
+    environment |= {"PYTHONSAFEPATH": "1", _CHECKING: "1"}  # PYTHONSAFEPATH keeps the current folder off sys.path
     try:
         done = subprocess.run(
             command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
@@ -243,7 +243,7 @@ def outcome(command: list[str]) -> tuple[str, bool]:
 
 
 def _paths() -> list[str]:
-    """Where this process finds modules. Python passes over what is no string, and a folder that is gone."""
+    """The folders where this process finds modules. Entries that Python ignores, such as non-strings, are left out."""
     here = ""
     with suppress(OSError):
         here = os.getcwd()

@@ -1,9 +1,9 @@
-"""Checks a kind of Hopper kernel on a GPU: reads the assembler's report and tests whether the results are exact.
+"""Checks a kind of Hopper kernel on a GPU: reads the report of ptxas and tests whether the results are exact.
 
     python -m sparseflash.backends.triton.kernel_check KIND DEVICE
 
-`gate.py` runs this with a `Kind` as JSON, and reads the last line of the output: what is wrong, "" if nothing is, and
-whether that is certain. Like a user of the library, it may import `attention`, `scores` and `testing`.
+`gate.py` runs this with a `Kind` as JSON, and reads the last line of the output: the fault found, or "", and whether
+the result is certain. Like a user of the library, this module may import `attention`, `scores` and `testing`.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ from sparseflash.blockmask import BlockMask
 from sparseflash.scores.change import PAIRS, Scores
 
 # Spilled bytes per thread. Where dispatch chooses them, the measured kernels spill up to 136: addresses, and sums
-# between steps. A tile of scores takes 64 registers of 4 bytes; a kernel that spills 256 bytes spills one in its loop.
-# The backward under a soft cap at D=64 spills 296 under Triton 3.6 and 3.7, and is slower than the portable kernel.
+# between steps. A tile of scores takes 64 registers of 4 bytes, so a kernel that spills 256 bytes spills a whole tile
+# in its loop. The backward with a soft cap at D=64 spills 296 under Triton 3.6 and 3.7, and is slower than the portable
+# kernel.
 MOST_SPILLED = 256
 _LENGTH = 1000  # tokens: full, partial and dead tiles, and a ragged end
-# With this many tokens, a row that sees all keys is split if the other rows are short, and so is a column of the
-# backward. The kernels then store partial sums for another kernel to merge, which compiles to different code.
+# With this many tokens, a row that sees all keys is split into chunks if the other rows are short, as is a column in
+# the backward. The kernels then store partial sums for another kernel to merge, which compiles to different code.
 _CUT_LENGTH = 6400
 
 
@@ -105,10 +106,10 @@ _CHANGES = {
 
 
 def fault(kind: Kind, examples: Sequence[Example]) -> str:
-    """What is wrong with the kernels that serve these inputs; "" if nothing."""
+    """The fault of the kernels that serve these inputs; "" if none."""
     from triton import knobs
 
-    # Triton does not store the assembler's report, but prints it if this knob is set.
+    # Triton does not store the report of ptxas, but prints it with this knob.
     knobs.nvidia.dump_ptxas_log = knobs.compilation.always_compile = True
     report = io.StringIO()
     ratios: list[tuple[str, float]] = []
@@ -138,7 +139,7 @@ def _ours(given: Example, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tens
 
 
 def fault_in(report: str, expected: Mapping[str, int]) -> str:
-    """What an assembler's report shows to be wrong with kernels; "" if nothing. expected: registers by kernel name.
+    """The fault that a report of ptxas shows; "" if none. expected: registers by kernel name.
 
     >>> kernel = "Compiling entry function 'f' for 'sm_90a' ... 8 bytes stack frame, ... Used {} registers"
     >>> fault_in(kernel.format(168), {"f": 168}), fault_in(kernel.format(160), {"f": 168})
@@ -161,7 +162,7 @@ def fault_in(report: str, expected: Mapping[str, int]) -> str:
 
 
 def main(kind: str, device: str) -> None:
-    """Prints what is wrong with the kernels, as JSON."""
+    """Prints the fault of the kernels, as JSON."""
     dtype, dim, small, lengths, changes, learned, *rest = json.loads(kind)
     asked, gpu = Kind(dtype, dim, small, lengths, tuple(changes), tuple(learned), *rest), torch.device(device)
     torch.cuda.set_device(gpu)
@@ -175,13 +176,15 @@ def main(kind: str, device: str) -> None:
         why = f"they do not run: {type(error).__name__}: {_first_line(error)}"
         if _lacks_memory(error):
             why, certain = f"there is too little memory to check them: {_first_line(error)}", False
-        elif isinstance(error, OSError):  # of files and processes, not of the kernels
+        elif isinstance(error, OSError):  # a fault of files or processes, not of the kernels
             certain = False
     print(json.dumps({"why": why, "certain": certain}), flush=True)
 
 
 def _lacks_memory(error: Exception) -> bool:
-    """Whether the GPU or the host has no memory left, which other programs take; each library has its own error."""
+    """Whether the GPU or the host ran out of memory, perhaps because of other programs. Each library raises its own
+    error for that.
+    """
     said = str(error).lower()
     return isinstance(error, (MemoryError, torch.cuda.OutOfMemoryError)) or any(
         words in said for words in ("out of memory", "alloc_failed")

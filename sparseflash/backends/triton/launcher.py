@@ -1,7 +1,7 @@
-"""Launches Triton kernels: takes arguments by name, compiles once per kind of arguments, and launches at little cost.
+"""Launches Triton kernels: takes arguments by name, compiles each specialisation once, and launches at little cost.
 
-A `Variant` is a kernel for arguments of one kind: constants, dtypes, which pointers are None, which addresses and
-strides are multiples of 16. A `Launch` is a variant with all arguments that are the same for tensors of one layout. A
+A `Variant` is one specialisation of a kernel: constants, dtypes, which pointers are None, which addresses and strides
+are multiples of 16. A `Launch` is a variant with all arguments that are the same for tensors of one layout. A
 `BoundLaunch` adds the grid and the work lists of one plan.
 """
 
@@ -22,7 +22,7 @@ from sparseflash.backends.triton.shared_memory import shared_memory
 from sparseflash.backends.triton.versions import MEASURED, triton_version
 from sparseflash.limits import check_count
 
-# Fused multiply-adds: fewer instructions, smaller errors. Triton's default depends on its version.
+# Fused multiply-adds are fewer instructions and have smaller errors. Triton's default depends on its version.
 OPTIONS = {"enable_fp_fusion": True}
 # The oldest compute capability that the kernels support: Ampere, the first with bf16 and asynchronous copies.
 OLDEST = (8, 0)
@@ -30,9 +30,9 @@ DIRECT_VERSIONS = tuple(each.triton for each in MEASURED if each.direct)
 
 
 class Variant:
-    """One kernel for arguments of one kind, on one device.
+    """One specialisation of a kernel, on one device.
 
-    Everything that shares a variant must launch it with arguments on which Triton specialises in the same way.
+    All launches of a variant must pass arguments that Triton specialises on in the same way.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Variant:
     ) -> None:  # fmt: skip
         """constants: arguments that are the same for all launches, by name. registers: limit per thread, 0 for none.
 
-        resident: the programs of a launch wait for one another, so the driver must run all at once or refuse.
+        resident: the programs of a launch wait for one another, so it must be a cooperative launch.
         """
         self.function, self.constants, self.device = function, dict(constants), device
         self.names: tuple[str, ...] = tuple(function.arg_names)
@@ -50,16 +50,16 @@ class Variant:
             self.options["maxnreg"] = registers
         if resident:
             self.options["launch_cooperative_grid"] = True
-        self._compiled: Any = None  # what Triton has compiled
+        self._compiled: Any = None  # Triton's compiled kernel
         self._parameters: list[Parameter] | None = None  # None unless the kernel can be started directly
         self._function = 0  # the driver's handle, if the kernel can be started directly
-        self._hooks: Any = None  # of profilers, which Triton's launcher calls with information about each launch
+        self._hooks: Any = None  # Triton's launch hooks, for profilers; only Triton's launcher calls them
         self._index = device.index
-        self.compiling: Future[None] | None = None  # if another thread compiles it
+        self.compiling: Future[None] | None = None  # set while another thread compiles the kernel
         self._prepared = False
 
     def is_new(self) -> bool:
-        """Whether it is neither compiled nor being compiled."""
+        """Whether the kernel is neither compiled nor being compiled."""
         return self._compiled is None and self.compiling is None and not self._prepared
 
     def can_start_directly(self) -> bool:
@@ -70,7 +70,7 @@ class Variant:
         return not (hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
 
     def direct_start(self, arguments: Sequence[Any], given: Sequence[int]) -> DirectStart:
-        """The kernel bound to these arguments, except for those given at each call; `given` has their indices."""
+        """The kernel bound to these arguments. `given`: the indices of the arguments that each call passes anew."""
         if self._parameters is None:
             raise RuntimeError(f"{self.function.__name__} cannot be started directly")
         return DirectStart(self._function, self._compiled.metadata, self._parameters, arguments, given, self.device)
@@ -79,7 +79,7 @@ class Variant:
         """Compiles and loads the kernel the first time, or waits for the thread that compiles it."""
         if self._prepared:
             return
-        refuse_to_record(self.device)  # loading code is no work that a graph could replay
+        refuse_to_record(self.device)  # a graph cannot record the loading of code
         if self.compiling is None:
             self.compile(arguments)
         else:
@@ -106,18 +106,17 @@ class Variant:
             if function is None:
                 compiled.run  # noqa: B018 - loads the binary, and in Triton 3.6 compiles a launcher in C
         self._hooks, self._compiled = knobs.runtime, compiled
-        if function is not None:  # the parameters last: other threads take them as the sign that all is ready
+        if function is not None:  # the parameters last: other threads test them to see whether the kernel is ready
             self._function = function
             self._parameters = parameters
 
     def compiled(self, arguments: Sequence[Any]) -> Any:
-        """The kernel that Triton compiles for such arguments on the current device, without loading it.
+        """The kernel that Triton compiles for these arguments on the current device, without loading it.
 
-        If the kernel asks for more shared memory than the GPU has, it is compiled with fewer pipeline stages. Stages
-        are chosen for the tiles that every kernel loads. Changes of scores may load more: a bias of pairs loads a
-        number for each score, and a user's function may read any number of tensors. The compiler decides which of
-        these loads go through shared memory, in every stage. Stages move loads, not sums, so the results have the same
-        bits.
+        If the kernel needs more shared memory than the GPU has, it is compiled with fewer pipeline stages. The tables
+        choose stages for the tiles of q, k and v. Score modifications may load more: a pair bias loads a number for
+        each score, and a user's function may read any number of tensors. The compiler decides which of these loads are
+        staged in shared memory. Stages do not change the order of sums, so the results have the same bits.
         """
         options = dict(self.options)
         while True:
@@ -129,7 +128,7 @@ class Variant:
 
 
 class Launch:
-    """A variant with all arguments that are the same at every launch."""
+    """A variant with all arguments that are the same for tensors of one layout."""
 
     def __init__(
         self, variant: Variant, fixed: Mapping[str, Any], examples: Mapping[str, Any],
@@ -137,8 +136,8 @@ class Launch:
     ) -> None:  # fmt: skip
         """fixed: arguments by name. bound: names of the tensors (or Nones) that `bind` takes.
 
-        examples: the arguments given at each call, by name, as tensors on the meta device. described: for those of them
-        that the kernel takes as descriptors, how to make these.
+        examples: the arguments passed at each call, by name, as tensors on the meta device. described: functions that
+        make the descriptors, by the names of the arguments that the kernel takes as descriptors.
         """
         given = {**variant.constants, **fixed, **dict.fromkeys(bound), **dict.fromkeys(examples)}
         missing = [name for name in variant.names if name not in given]
@@ -161,10 +160,11 @@ class Launch:
 
     @classmethod
     def of_all_arguments(cls, function: Any, device: torch.device, *, num_warps: int, num_stages: int) -> Launch:
-        """The launch of a kernel whose arguments are all given at each call, including its compile-time constants.
+        """The launch of a kernel whose arguments are all passed at each call, including its compile-time constants.
 
-        The first call decides what is compiled. So one launch may serve only calls with equal constants, dtypes and
-        Nones, and alike in all else on which Triton specialises; callers cache one for each, under these as a key.
+        The first call decides which specialisation is compiled. So one launch may serve only calls that Triton
+        specialises on in the same way: equal constants, dtypes and Nones, alignment, and so on. Callers cache one
+        launch for each, with these as the key.
         """
         variant = Variant(function, {}, device, num_warps=num_warps, num_stages=num_stages)
         return cls(variant, {}, dict.fromkeys(variant.names), {})
@@ -175,7 +175,7 @@ class Launch:
         return BoundLaunch(self, programs, tuple(tensors[name] for name in self.bound))
 
     def start(self, programs: int, *given: Any) -> None:
-        """Starts `programs` programs; `given` are the bound tensors, then the arguments of the call."""
+        """Starts the kernel with `programs` programs. given: the bound tensors, then the arguments of the call."""
         if not self.variant.can_start_directly():
             arguments = self.arguments(given)
             self.variant.prepare(arguments)
@@ -195,14 +195,14 @@ class Launch:
 
 
 class BoundLaunch(NamedTuple):
-    """A launch with its grid and bound tensors; it is called with the remaining arguments."""
+    """A launch with its grid and bound tensors. Calls pass the remaining arguments."""
 
     launch: Launch
     programs: int
     tensors: tuple[Tensor, ...]
 
     def __call__(self, given: Mapping[str, Any]) -> None:
-        """Launches the kernel with those of the given arguments that it takes, by its own names for them."""
+        """Launches the kernel. given: its arguments by name; names that it does not have are ignored."""
         launch = self.launch
         launch.start(self.programs, *self.tensors, *launch.pick(given))
 
@@ -219,7 +219,7 @@ class BoundLaunch(NamedTuple):
 
 
 class Describe:
-    """Makes TMA descriptors of tensors that differ only in their address."""
+    """Makes TMA descriptors for tensors that differ only in their address."""
 
     def __init__(
         self, like: Tensor, shape: Sequence[int], strides: Sequence[int], box: Sequence[int], layout: Any = None
@@ -245,7 +245,7 @@ class Describe:
 
 
 def _fits(compiled: Any) -> bool:
-    """Whether the GPUs that a kernel was compiled for have as much shared memory per program as it asks for."""
+    """Whether a kernel's shared memory fits on the GPUs that it was compiled for."""
     metadata = compiled.metadata
     return bool(metadata.shared <= shared_memory(metadata.target.arch))
 
@@ -256,7 +256,7 @@ def is_direct_version() -> bool:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[None]:
-    """Makes a GPU the current device, because Triton launches on that one."""
+    """Makes a GPU the current device, because Triton launches on the current device."""
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         return torch.cuda.device(device)
     return nullcontext()

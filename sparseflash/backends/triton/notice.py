@@ -1,4 +1,4 @@
-"""Warns, once per process for each kind of reason, that a call is slower on this GPU than the documentation says."""
+"""Warns that a call runs slower on this GPU than documented, once per process for each kind of reason."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sparseflash.backends.triton.hopper import support
 from sparseflash.blockmask.cache import BoundedDict
 from sparseflash.performance import PerformanceWarning
 
-# With fewer queries the host needs about as long for a call as the GPU, or longer.
+# With fewer queries, the host's work per call takes at least as long as the kernels.
 _FEWEST_QUERIES = 1024
 _PACKAGES = tuple(f"{Path(module.__file__ or '').parent}{os.sep}" for module in (sys.modules["sparseflash"], torch))
 _said = BoundedDict(64)  # the kinds of reasons; `clear_caches` empties it

@@ -1,6 +1,7 @@
-"""Overrides of the library's own choices, to time alternatives and to test code that otherwise needs long problems.
+"""Overrides the library's choice of kernels and work, to time alternatives and to test paths that otherwise need long
+sequences.
 
-They take effect when kernels and work lists are prepared, not when a prepared call is repeated.
+Overrides take effect when kernels and work lists are prepared, not when a prepared call is repeated.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from sparseflash.blockmask.cache import clear_caches
 
 
 class Overrides(NamedTuple):
-    """The defaults leave every choice to the library."""
+    """With the defaults, the library makes every choice."""
 
-    # Replace those of the tables, whatever else the kernels do; cut down to the tiles of the lists.
+    # Replace the configurations of the tables; they are only cut down to the tiles of the lists.
     configs: Mapping[Kernel, Config] = MappingProxyType({})
-    # Chooses the tiling, from candidates of which the mask's own is the first; None: the cheapest.
+    # Chooses the tiling from candidates, the mask's own first; None: the cheapest.
     tiling: Callable[[Sequence[Tiling]], Tiling] | None = None
-    products_for_tilings: int = PRODUCTS_FOR_TILINGS  # number of products from which the cheapest is searched for
+    products_for_tilings: int = PRODUCTS_FOR_TILINGS  # with fewer products, only the mask's own tiling is considered
     descriptors: bool = True  # use TMA descriptors if the tensors allow them
     pieces: bool = True  # allow fp32 to be split into pieces before it is multiplied
     splits: SplitRule = SPLITS
@@ -41,13 +42,13 @@ _current = Overrides()
 
 
 def overrides() -> Overrides:
-    """The current overrides, on all threads: PyTorch computes gradients on threads of its own."""
+    """The current overrides, shared by all threads, because autograd runs backwards on other threads."""
     return _current
 
 
 @contextmanager
 def override(**choices: Any) -> Iterator[None]:
-    """Sets these fields of `Overrides` for everything that is prepared inside the block; nested blocks accumulate.
+    """Sets fields of `Overrides` for all kernels and work prepared inside the block; nested blocks accumulate.
 
     >>> with override(descriptors=False), override(configs={"dq": Config(64, 64, 4, 2)}):
     ...     overrides().descriptors, overrides().configs
@@ -55,8 +56,8 @@ def override(**choices: Any) -> Iterator[None]:
     >>> overrides() == Overrides()
     True
 
-    The library's caches do not have the overrides in their keys, so they are emptied on entry and exit; passes and
-    launches prepared inside stay usable afterwards. Raises ValueError for an unknown field.
+    The keys of the library's caches do not include the overrides, so the caches are emptied on entry and exit. Passes
+    and launches prepared inside stay usable afterwards. Raises ValueError for an unknown field.
     """
     global _current
     if unknown := choices.keys() - set(Overrides._fields):

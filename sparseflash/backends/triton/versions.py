@@ -14,7 +14,7 @@ class Measured(NamedTuple):
     """A version of Triton whose kernels were measured on a GPU."""
 
     triton: tuple[int, int]
-    torch: tuple[str, ...]  # the PyTorch releases whose builds for CUDA pin it
+    torch: tuple[str, ...]  # the PyTorch releases whose CUDA builds pin it
     # Whether direct_start.py launches kernels in place of Triton's launcher, which takes 50 us or more on the host.
     # direct_start.py relies on undocumented details.
     direct: bool = True
@@ -38,7 +38,7 @@ def is_measured(version: tuple[int, int]) -> bool:
 
 
 def named(versions: tuple[tuple[int, int], ...] | None = None) -> str:
-    """Versions of Triton as text for sentences; by default the measured versions.
+    """Versions of Triton as text; by default the measured versions.
 
     >>> named(((3, 6), (3, 7)))
     '3.6 and 3.7'

@@ -1,5 +1,6 @@
-"""Changes of scores, one file a kind: its device functions, what the host gives them, and how its gradients are summed.
+"""The score modifications in the kernels, one file per kind: device functions, their arguments, sums of gradients.
 
-`kind.py` says what such a file has, and `kinds.py` lists the files; `scores/` defines what each change computes. May
-import scores, the library's cache and limits, and from this package alignment, availability, portable and schedule.
+`kind.py` defines the interface of a kind, and `kinds.py` lists the kinds; `scores/` defines their results. This package
+may import `scores`, `blockmask.cache` and `limits`, and from the Triton backend `alignment`, `availability`, `portable`
+and `schedule`.
 """

@@ -1,4 +1,4 @@
-"""A decay with the distance of query and key, linear or logarithmic, with a slope for each head."""
+"""A decay with the distance of query and key, linear (ALiBi) or logarithmic, with a slope for each head."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def apply(
     apart = distances(
         at.first_q, at.first_k, at.q_len, at.k_len, TILE_M, TILE_N, CHANGES.kinds[NUMBER].IS_LOG, TRANSPOSED
     )  # fmt: skip
-    # Fused by name. A compiler may fuse either of the two products with the subtraction, and the forward and the
-    # backward would then round a steep decay differently: in fp32 weights of 1 were off by 2^-15.
+    # An explicit fma: the compiler could fuse either of two products with the subtraction, so the forward and the
+    # backward could round a steep decay differently. In fp32, weights of 1 were off by 2^-15.
     return tl.fma(-slope, apart, scores), ()
 
 
@@ -39,11 +39,11 @@ def distances(
     first_q, first_k, q_len, k_len,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, IS_LOG: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """What slopes are multiplied by: the distance of query and key, aligned at the ends, or log(1 + distance).
+    """The distance of query and key, or log(1 + distance). The last query is aligned with the last key.
 
-    Positions are integers relative to a token of the tile before they are converted to fp32, because fp32 cannot
-    represent all positions above 2^24. The fp32 subtraction, one operation per score, is then as exact as fp32
-    represents the distance. The reference token is the first of the tile that a program holds, which is never gathered.
+    Positions are taken relative to a token of the tile while they are integers, because fp32 cannot represent all
+    positions above 2^24. Then one fp32 subtraction per score is exact up to the rounding of the distance itself. The
+    reference token is the first of the tile that a program holds, which is never gathered.
     """
     q, k = token_numbers(first_q, TILE_M) + (k_len - q_len), token_numbers(first_k, TILE_N)
     start = first_k if TRANSPOSED else first_q + (k_len - q_len)
@@ -57,7 +57,7 @@ def distances(
 
 @triton.jit
 def start(CHANGES: tl.constexpr, NUMBER: tl.constexpr, TILE: tl.constexpr):
-    """The gradient of the slope by each query."""
+    """A sum per query for the gradient of the slope."""
     return tl.zeros([TILE], tl.float32)
 
 
@@ -70,7 +70,7 @@ def gradient(
     TILE_M: tl.constexpr = ds.shape[0]
     TILE_N: tl.constexpr = ds.shape[1]
     apart = distances(at.first_q, at.first_k, at.q_len, at.k_len, TILE_M, TILE_N, CHANGES.kinds[NUMBER].IS_LOG, False)
-    sums += -tl.sum(ds * apart, 1)  # of the slope, by the scores of each query
+    sums += -tl.sum(ds * apart, 1)
     return ds, sums
 
 
@@ -78,12 +78,12 @@ def gradient(
 def finish(
     CHANGES: tl.constexpr, NUMBER: tl.constexpr, args, sums, place, first, length, TILE: tl.constexpr, CUT: tl.constexpr
 ):  # fmt: skip
-    """Writes the gradient of the slope by each query."""
+    """Writes each query's part of the gradient of the slope."""
     tl.store(args.learned[0] + place * TILE + tl.arange(0, TILE), sums)
 
 
 class DistanceKind(Kind):
-    """A decay. Each program of dq_kernel writes the gradient of the slope by each of its queries."""
+    """A decay. Each program of dq_kernel writes a part of the slope's gradient for each of its queries."""
 
     def __init__(self, change: Any, request: Request, wanted: Sequence[bool]) -> None:
         super().__init__({"apply": apply})

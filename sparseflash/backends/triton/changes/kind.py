@@ -1,19 +1,20 @@
-"""What a change of scores is to the kernels: device functions that they call, and what the host passes to them.
+"""The interface between the kernels and a score modification: its device functions and their arguments.
 
-Kernels take all changes of a call as one compile-time object, `Changes`, and know no kind by name. A file of this
-folder writes the device functions of one change. All get two compile-time arguments first: `CHANGES`, and `NUMBER`, the
-place of this change in it; so they read a fact of their change as `CHANGES.kinds[NUMBER].FACT`. After these come:
+Kernels take all score modifications of a call as one compile-time object, `Changes`, and do not depend on their kinds.
+Each kind has a file in this folder with the device functions. The first two arguments of every device function are
+compile-time constants: `CHANGES`, and `NUMBER`, the index of this modification. A function reads its constants as
+`CHANGES.kinds[NUMBER].FACT`. The other arguments:
 
-- `begin(args)`: once in each program. Returns what the other functions find as `args.begun`.
-- `load(args, at, BLOCK_Q, BLOCK_K, TILE_M, TILE_N, MASKED, TRANSPOSED)`: before the products of a tile. Returns what
-  `apply` gets as `read`.
-- `apply(args, read, scores, at, TILE_M, TILE_N, TRANSPOSED)`: returns the changed scores, and what `gradient` gets as
-  `kept`. Scores are `[keys, queries]` if TRANSPOSED.
-- `start(TILE)`: before the first tile. Returns the sums that a program keeps for its tile of TILE tokens.
-- `gradient(args, sums, ds, kept, at, BLOCK_Q, BLOCK_K, MASKED)`: returns the gradient of the scores before the change,
-  from that of the changed ones, and the new sums.
-- `finish(args, sums, place, first, length, TILE, CUT)`: after the last tile. Writes the sums at `place`, the number of
-  the program or of its list; if CUT, zeros for tokens at or past `length`.
+- `begin(args)`: called once in each program. The other functions find its result as `args.begun`.
+- `load(args, at, BLOCK_Q, BLOCK_K, TILE_M, TILE_N, MASKED, TRANSPOSED)`: called before the matrix product of a tile.
+  Its result is passed to `apply` as `read`.
+- `apply(args, read, scores, at, TILE_M, TILE_N, TRANSPOSED)`: returns `(new scores, kept)`; `kept` is passed to
+  `gradient`. Scores are `[keys, queries]` if TRANSPOSED.
+- `start(TILE)`: called before the first tile. Returns the sums that a program keeps for its tile of TILE tokens.
+- `gradient(args, sums, ds, kept, at, BLOCK_Q, BLOCK_K, MASKED)`: returns `(ds, new sums)`. `ds` comes in as the
+  gradient of the modified scores and is returned as the gradient of the scores before the modification.
+- `finish(args, sums, place, first, length, TILE, CUT)`: called after the last tile. Writes the sums at `place`, the
+  number of the program or of its list; if CUT, zeros for tokens at or past `length`.
 
 `args` are `Arguments`, `at` is `At`.
 """
@@ -33,15 +34,15 @@ if TYPE_CHECKING:
     from sparseflash.backends.triton.portable.learned import Call
     from sparseflash.backends.triton.schedule.plan import Plan
 
-# The forward, and the pass that recomputes delta, change scores only; the two kernels of the backward have gradients.
+# "forward" is also for the pass that recomputes delta, which needs no gradients of the score modifications.
 Part = Literal["forward", "rows", "columns"]
 FUNCTIONS = ("begin", "load", "apply", "start", "gradient", "finish")
-# So many whole numbers can all changes of a call have together. In a tuple Triton would compile for their values.
+# The kernels' integer arguments for the score modifications of a call. Triton would specialise on integers in a tuple.
 WHOLE_NUMBERS = tuple(f"n{number}" for number in range(8))
 
 
 class At(NamedTuple):
-    """Where the scores of a tile stand."""
+    """The position of a tile of scores."""
 
     batch: Any
     head: Any
@@ -50,21 +51,21 @@ class At(NamedTuple):
     first_k: Any
     q_len: Any
     k_len: Any
-    q_length: Any  # live queries of the sequence, if there are lengths; or None
+    q_length: Any  # live queries of the sequence; None without lengths
 
 
 class Arguments(NamedTuple):
-    """What a device function gets of its change."""
+    """The arguments `args` of a device function."""
 
-    tensors: Any  # what `Kind.tensors` returns
-    numbers: Any  # `Kind.numbers`, and in a backward over rows then `Kind.numbers_of_rows`
+    tensors: Any  # from `Kind.tensors`
+    numbers: Any  # `Kind.numbers`, followed by `Kind.numbers_of_rows` in dq_kernel
     whole: Any  # `Kind.whole`
-    learned: Any  # memory for the gradients of tensors, as `Kind.memory` returns it for this kernel
-    begun: Any  # what `begin` returned
+    learned: Any  # memory for the gradients of tensors, from `Kind.memory`
+    begun: Any  # the result of `begin`
 
 
 class Request(NamedTuple):
-    """The attention for which changes are prepared."""
+    """The sizes of the attention that score modifications are prepared for."""
 
     batch: int
     heads: int
@@ -76,21 +77,21 @@ class Request(NamedTuple):
 
 
 class Kind:
-    """One change of scores, prepared for tensors of one layout."""
+    """One score modification, prepared for tensors of one layout."""
 
-    numbers: tuple[Any, ...] = ()  # fractions, and strides, for which Triton may compile
-    numbers_of_rows: tuple[Any, ...] = ()
-    whole: tuple[int, ...] = ()
-    # Examples of the memory for gradients, on the meta device; empty if none are learned.
+    numbers: tuple[Any, ...] = ()  # floats, and strides; Triton may specialise on these
+    numbers_of_rows: tuple[Any, ...] = ()  # further ones for dq_kernel alone
+    whole: tuple[int, ...] = ()  # integers that Triton must not specialise on
+    # Examples of the memory for gradients, on the meta device; empty if no tensor is learned.
     learned_rows: tuple[Tensor, ...] = ()
     learned_columns: tuple[Tensor, ...] = ()
 
     def __init__(self, applied: Mapping[str, Any]) -> None:
-        """applied: `begin`, `load` and `apply`; empty for what changes no scores, as a sink."""
+        """applied: `begin`, `load` and `apply`; empty for a sink, which changes no scores."""
         self.applied = dict(applied)
-        self.rows: dict[str, Any] = {}  # `start`, `gradient` and `finish` in the backward over rows
-        self.columns: dict[str, Any] = {}  # in the backward over columns
-        self.facts: dict[str, Any] = {}  # what device functions read at compile time, by upper-case names
+        self.rows: dict[str, Any] = {}  # `start`, `gradient` and `finish` in dq_kernel
+        self.columns: dict[str, Any] = {}  # and in dk_dv_kernel
+        self.facts: dict[str, Any] = {}  # compile-time constants of the device functions, by upper-case names
 
     def functions(self, part: Part) -> Functions:
         """The device functions of one kernel."""
@@ -98,31 +99,31 @@ class Kind:
         return Functions({**self.applied, **of_gradient}, self.facts, len(self.whole))
 
     def tensors(self, change: Any, device: torch.device) -> tuple[Tensor, ...]:
-        """The tensors of a call that kernels read."""
+        """The tensors of a call that the kernels read."""
         return ()
 
     def planned(self, plan: Plan) -> Any:
-        """What `memory` needs to know of a plan."""
+        """The argument `planned` of `memory`, from a plan."""
         return None
 
     def memory(self, change: Any, call: Call, planned: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Memory for the gradients of one call: what dq_kernel writes, and what dk_dv_kernel writes."""
+        """Memory for the gradients of one call: `(tensors that dq_kernel writes, tensors that dk_dv_kernel writes)`."""
         return (), ()
 
     def gradients(
         self, change: Change, call: Call, rows: Sequence[Tensor], columns: Sequence[Tensor]
     ) -> list[Tensor | None]:
-        """The gradient of each tensor of the change, from what the kernels wrote to `memory`."""
+        """The gradient of each tensor of the score modification. rows, columns: the tensors of `memory`, written."""
         return [None] * len(change.tensors())
 
 
 class Functions:
-    """The device functions of one change in one kernel, None where there is none, and the facts they read."""
+    """The device functions of one score modification in one kernel, None for missing ones, and their constants."""
 
     begin = load = apply = start = gradient = finish = None
 
     def __init__(self, functions: Mapping[str, Any], facts: Mapping[str, Any], whole: int) -> None:
-        """whole: how many whole numbers the change has."""
+        """whole: the length of `Kind.whole`."""
         if unknown := {*functions} - {*FUNCTIONS}:
             raise TypeError(f"device functions of a change must be from {FUNCTIONS}; got {sorted(unknown)}.")
         self.__dict__.update(functions)
@@ -132,11 +133,11 @@ class Functions:
 
 
 class Changes:
-    """All changes of scores of a kernel, in the order in which they are applied.
+    """All score modifications of a kernel, in the order in which they are applied.
 
-    Triton's cache on disk takes a compile-time argument by its `cache_key`, and one without by its text. The text of a
-    device function is its name; so a tuple of functions would get the machine code of those of the same names before an
-    edit.
+    Triton's cache on disk identifies a compile-time argument by its `cache_key`, or by its `str` if it has none. The
+    `str` of a device function is only its name. So with a plain tuple of functions, an edited function would still run
+    the machine code of its old version.
     """
 
     def __init__(self, kinds: Sequence[Functions]) -> None:
@@ -147,7 +148,7 @@ class Changes:
             raise RuntimeError("the changes have more whole numbers than the kernels have arguments for them")
         self.cache_key = hashlib.sha256(repr([each.key for each in kinds]).encode()).hexdigest()
 
-    def __repr__(self) -> str:  # Triton tells compile-time arguments of one process apart by their texts
+    def __repr__(self) -> str:  # within one process, Triton identifies compile-time arguments by their repr
         return f"Changes({self.cache_key})"
 
     def __eq__(self, other: object) -> bool:
@@ -158,5 +159,5 @@ class Changes:
 
 
 def _key(x: Any) -> str:
-    """What tells a device function, or a fact, from others; in the interpreter functions have no key of their own."""
+    """The text that identifies a device function or a constant. In the interpreter, functions have no cache_key."""
     return str(getattr(x, "cache_key", None) or repr(x))

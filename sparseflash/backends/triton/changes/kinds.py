@@ -1,6 +1,6 @@
-"""Which file serves which kind of change, and all changes of a layout, as the portable kernels take them.
+"""The class of each kind of score modification, and all modifications of a call in the form of kernel arguments.
 
-A temperature divides the queries before any kernel runs, so it has no file.
+A temperature divides the queries before any kernel runs, so it has no class.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ KINDS: dict[str, Any] = {
 
 
 class Changed:
-    """The changes of scores of one layout, as the portable kernels take them."""
+    """The score modifications of one layout, as the portable kernels take them."""
 
     def __init__(self, changes: Scores, request: Request, wanted: Sequence[bool] = ()) -> None:
-        """wanted: which tensors get a gradient."""
+        """wanted: which tensors need a gradient."""
         by_kind = changes.by_kind(wanted)
         self.all: list[Kind] = [
             KINDS[change.kind](change, request, by_kind[change.kind]) for change in changes.changes
         ]  # fmt: skip
-        # Those that change scores. A sink, which does not, is the last of all changes.
+        # A sink is not applied to scores; it is always the last.
         self.applied = [kind for kind in self.all if kind.applied]
         self.has_sink = len(self.applied) < len(self.all)
-        # In full fp32 the maximum that a sink is compared with must be in its units, as that of changed scores is.
+        # In full fp32 the kernels keep the maximum of unscaled scores, unless scores are modified. A sink is compared
+        # with the maximum of scaled scores, so with a sink alone scores count as modified.
         self.are_changed = bool(self.applied) or request.dtype == torch.float32
         self.kinds = changes.kinds if self.are_changed else ()
         examples = [
@@ -53,11 +54,11 @@ class Changed:
         self._whole = dict(zip(WHOLE_NUMBERS, whole))
 
     def constant(self, part: Part) -> Changes | None:
-        """What a kernel is compiled for; None if scores are only scaled and masked."""
+        """The compile-time argument CHANGES of a kernel; None if scores are only scaled and masked."""
         return Changes([kind.functions(part) for kind in self.applied]) if self.are_changed else None
 
     def numbers(self, part: Part) -> dict[str, Any]:
-        """The arguments of a kernel that no call changes."""
+        """The numeric arguments of a kernel, which are the same at all calls."""
         if not self.applied:
             return {}
         of_rows = part == "rows"
@@ -65,14 +66,14 @@ class Changed:
         return {"change_numbers": numbers, **self._whole}
 
     def learned(self, part: Part) -> dict[str, Any]:
-        """Examples of the memory for gradients."""
+        """The argument `learned` of a kernel, with examples of the memory for gradients."""
         if part == "forward":
             return {}
         rows = part == "rows"
         return memory_argument([kind.learned_rows if rows else kind.learned_columns for kind in self.applied])
 
     def tensors(self, changes: Scores, device: torch.device) -> dict[str, Any]:
-        """The tensors of a call, by the names of the kernels' arguments."""
+        """The tensors of a call, by the names of the kernel arguments."""
         found = [kind.tensors(change, device) for kind, change in zip(self.all, changes.changes)]
         given: dict[str, Any] = {"sink_ptr": found.pop()[0]} if self.has_sink else {}
         if found:

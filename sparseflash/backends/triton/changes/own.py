@@ -1,7 +1,8 @@
-"""One's own change of scores, `scores.function`, of which Triton functions are made.
+"""A user's score modification, `scores.function`, compiled to Triton functions.
 
-There are up to four: one computes the changed scores, their derivative and everything that the gradients need; one adds
-up gradients of what is indexed by queries, one of what is indexed by keys; one writes those of pairs and tables.
+Up to four functions are generated: `changed` computes the new scores, their derivative and the inputs of the gradients.
+`sums_of_queries` and `sums_of_keys` add up gradients of tensors indexed by queries or by keys. `stores` writes the
+gradients of tensors indexed by pairs, and of tables.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ def apply(
     CHANGES: tl.constexpr, NUMBER: tl.constexpr, args, read, scores, at, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Calls the function; keeps its slope, and what the gradients of its tensors need."""
+    """Calls the function. Keeps its derivative, and the inputs of the gradients of its tensors."""
     q, k = token_numbers(at.first_q, TILE_M), token_numbers(at.first_k, TILE_N)
-    q, k = tl.minimum(q, at.q_len - 1), tl.minimum(k, at.k_len - 1)  # it must see no places past the ends
+    q, k = tl.minimum(q, at.q_len - 1), tl.minimum(k, at.k_len - 1)  # the function may index tensors with q and k
     scores, slope, more = CHANGES.kinds[NUMBER].CHANGED(
         scores, at.batch, at.head, along_queries(q, TRANSPOSED), along_keys(k, TRANSPOSED), args.tensors,
         args.numbers[0], CHANGES.kinds[NUMBER].HARDWARE_TANH,
@@ -50,13 +51,13 @@ def apply(
 
 @triton.jit
 def start_rows(CHANGES: tl.constexpr, NUMBER: tl.constexpr, TILE: tl.constexpr):
-    """The sums of what queries index."""
+    """Zero sums for the gradients of tensors indexed by queries."""
     return CHANGES.kinds[NUMBER].SUMS_OF_QUERIES(None, None, None, TILE)
 
 
 @triton.jit
 def start_columns(CHANGES: tl.constexpr, NUMBER: tl.constexpr, TILE: tl.constexpr):
-    """The sums of what keys index."""
+    """Zero sums for the gradients of tensors indexed by keys."""
     return CHANGES.kinds[NUMBER].SUMS_OF_KEYS(None, None, None, TILE)
 
 
@@ -65,7 +66,7 @@ def gradient_rows(
     CHANGES: tl.constexpr, NUMBER: tl.constexpr, args, sums, ds, kept, at, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies by the slope; adds to the sums of queries, and writes what pairs and tables get."""
+    """Multiplies by the derivative, adds to the sums of queries, and writes the gradients of pairs and tables."""
     slope, more = kept
     if CHANGES.kinds[NUMBER].SUMS_OF_QUERIES is not None:
         sums = CHANGES.kinds[NUMBER].SUMS_OF_QUERIES(sums, ds, more, ds.shape[0])
@@ -82,7 +83,7 @@ def gradient_columns(
     CHANGES: tl.constexpr, NUMBER: tl.constexpr, args, sums, ds, kept, at, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies by the slope, and adds to the sums of keys."""
+    """Multiplies by the derivative, and adds to the sums of keys."""
     slope, more = kept
     if CHANGES.kinds[NUMBER].SUMS_OF_KEYS is not None:
         sums = CHANGES.kinds[NUMBER].SUMS_OF_KEYS(sums, ds, more, ds.shape[0])
@@ -109,7 +110,7 @@ _ARITHMETIC = {
 
 
 class _Functions(BoundedDict):
-    """The functions of each text. The texts are in `linecache`, which nothing else removes them from."""
+    """The functions by their source text. `clear` also removes the texts from `linecache`; nothing else would."""
 
     def clear(self) -> None:
         """Forgets the functions; those still in use stay valid."""
@@ -122,10 +123,10 @@ _made = _Functions(256)
 
 
 class Made:
-    """The Triton functions that are made of one's own change, and the numbers with which the kernels call them."""
+    """The Triton functions made from a user's function, and the integers that the kernels pass to them."""
 
     def __init__(self, change: Function, sizes: dict[str, int], device: torch.device, wanted: Sequence[bool]) -> None:
-        """sizes: the attention's, of b, h, q and k. wanted: which of the function's tensors get a gradient."""
+        """sizes: the numbers of b, h, q and k. wanted: which of the function's tensors need a gradient."""
         self.loads: list[Load] = []
         if change.kernel is not None:
             self._of_kernel(change, wanted)
@@ -159,14 +160,16 @@ class Made:
 
     @staticmethod
     def tensors(change: Function, device: torch.device) -> tuple[Tensor, ...]:
-        """The tensors whose addresses the kernels take."""
+        """The tensors that are passed to the kernels."""
         if change.kernel is not None:
             return tuple(x.contiguous() for x in change.given)
         return change.recorded(device)[0].tensors
 
 
 class OwnKind(Kind):
-    """One's own change. Of each read that is learned one part is written: by dk_dv_kernel of what keys alone index."""
+    """A user's function. Each read of a learned tensor is one gradient that a kernel writes: dk_dv_kernel if the tensor
+    is indexed by keys alone, otherwise dq_kernel.
+    """
 
     def __init__(self, change: Function, request: Request, wanted: Sequence[bool]) -> None:
         super().__init__({"apply": apply})
@@ -207,7 +210,7 @@ class OwnKind(Kind):
     def gradients(
         self, change: Any, call: Call, rows: Sequence[Tensor], columns: Sequence[Tensor]
     ) -> list[Tensor | None]:
-        """Each the sum of those of its reads."""
+        """The gradient of each tensor, summed over its reads."""
         sums = {
             "queries": call.sums_by_query, "keys": call.sums_by_key, "pairs": lambda x: x,
             "table": call.sums_by_batch_and_head,
@@ -226,19 +229,17 @@ class OwnKind(Kind):
 
 
 def _device_of(change: Function, device: torch.device) -> torch.device:
-    """Where a change is recorded: where its tensors are. Of q alone something may be asked on the meta device, where
-    nothing is recorded.
-    """
+    """The device to trace a function on: the device of its tensors, or if it has none q's (the CPU instead of meta)."""
     if change.given:
         return change.given[0].device
     return device if device.type != "meta" else torch.device("cpu")
 
 
 def _functions(text: str, others: dict[str, Any]) -> dict[str, Any]:
-    """The functions of a text, the same objects for the same text, which Triton compiles once."""
+    """The functions defined by a source text, cached so that Triton compiles each text once."""
     found: dict[str, Any] | None = _made.get(text)
     if found is None:
-        # Triton reads the source, and its cache on disk tells functions apart by names too.
+        # Triton reads a function's source with `inspect`, and its cache on disk also uses the file name.
         name = f"sparseflash_own_{hashlib.sha256(text.encode()).hexdigest()[:20]}"
         linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
         found = {
@@ -247,7 +248,7 @@ def _functions(text: str, others: dict[str, Any]) -> dict[str, Any]:
         }  # fmt: skip
         exec(compile(text, name, "exec"), found)
         for each in list(found.values()):
-            if hasattr(each, "rewrite"):  # the interpreter reads the source at the first call, and it may be gone then
+            if hasattr(each, "rewrite"):  # otherwise the interpreter reads the source at the first call, maybe too late
                 each.rewrite()
         _made.put(text, found)
     return found

@@ -1,4 +1,4 @@
-"""Writes the source of Triton functions for an expression of scores and its derivatives; `own.py` says what they do."""
+"""Generates the Triton source of a user's score modification and its derivatives; `own.py` describes the functions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from sparseflash.limits import COUNT
 from sparseflash.scores.expression import PLACES, Expression, Node, derivatives
 
-# Entries for each b and h of a table that gets gradients: every program holds a copy in memory.
+# Maximum number of entries per b and h of a learned table. Every program has its own copy of the gradients in memory.
 MOST_ENTRIES = 16384
 Way = Literal["queries", "keys", "pairs", "table"]
 
@@ -33,10 +33,10 @@ _PAIRS = "pair_strides, batch, head, first_q, first_k, q_len, k_len, MASKED"
 
 
 class Load(NamedTuple):
-    """The gradient of one read of a tensor: how the kernels write it, and how it becomes one of the tensor.
+    """One read of a learned tensor: how the kernels write its gradient, and how that becomes a gradient of the tensor.
 
-    axes: for each dimension of the tensor the place that indexes it, the number that does, or "entry" for a dimension
-    of a table.
+    axes: for each dimension of the tensor its index, one of "b", "h", "q", "k" or a constant, or "entry" for a
+    dimension indexed by a computed value, as in a table.
     """
 
     tensor: int
@@ -44,11 +44,11 @@ class Load(NamedTuple):
     axes: tuple[str | int, ...]
 
     def entries(self, x: Tensor) -> int:
-        """How many entries of the table `x` there are for each b and h."""
+        """The number of entries of the table `x` for each b and h."""
         return math.prod(size for size, axis in zip(x.shape, self.axes) if axis == "entry")
 
     def gradient(self, sums: Tensor, x: Tensor) -> Tensor:
-        """The gradient of `x` from the sums for each place: `[B, Hq]`, then queries, keys, both or entries."""
+        """The gradient of `x`. sums: `[B, Hq, ...]`, followed by queries, keys, both or entries."""
         places = ["b", "h", *{"queries": "q", "keys": "k", "pairs": "qk", "table": "e"}[self.way]]
         read = [axis for axis in self.axes if isinstance(axis, str) and axis != "entry"]
         if "entry" in self.axes:
@@ -57,7 +57,7 @@ class Load(NamedTuple):
             sums = sums.sum(unread)
         left = [place for place in places if place in read]
         sums = sums.permute([left.index(place) for place in read])
-        if "entry" in self.axes:  # the entries of a table stand last, in the order of its dimensions
+        if "entry" in self.axes:  # the entries of a table are the last dimension, in the order of the tensor's
             sums = sums.unflatten(-1, [size for size, axis in zip(x.shape, self.axes) if axis == "entry"])
         order = [axis for axis in self.axes if isinstance(axis, str) and axis != "entry"]
         order += [f"entry {dim}" for dim, axis in enumerate(self.axes) if axis == "entry"]
@@ -70,18 +70,18 @@ class Load(NamedTuple):
 
 
 class Source:
-    """The text of the functions."""
+    """Generates the source text of the functions."""
 
     def __init__(self, made: Expression, tensors: Sequence[Tensor], sizes: dict[str, int]) -> None:
         self._made, self._tensors, self._sizes = made, tensors, sizes
-        self.numbers: list[int] = []  # strides and sizes, which the text does not contain
+        self.numbers: list[int] = []  # strides and sizes, passed as arguments so that the text does not depend on them
         self._names: dict[tuple[int, str, int], str] = {}
         self._lines: list[str] = []
-        self._outside: list[str] = []  # how many indices of an entry lie outside their tensors
+        self._outside: list[str] = []  # expressions that count the indices outside of their tensors
         self.text = ""
 
     def written(self, output: int, slope: int | None, wanted: Sequence[int]) -> list[Load]:
-        """Writes the text; the gradients of the tensors `wanted`, in the order of the parts that the kernels write."""
+        """Writes the text. Returns the reads of the tensors `wanted`, in the order in which kernels write gradients."""
         made = self._made
         reads = [at for at in sorted(made.reads(output)) if made.nodes[at].op == "load"]
         learned = [at for at in reads if made.nodes[at].value in wanted]
@@ -100,7 +100,7 @@ class Source:
                 entries[at] = len(more)
                 more.append(f"tl.zeros(score.shape, tl.int32) + {self._entry(made.nodes[at], loads[at])}")
         result = self._value(output)
-        if made.score not in made.reads(output):  # only the score is certain to have the shape of a tile
+        if made.score not in made.reads(output):  # only the score surely has the shape of a tile
             result = f"tl.zeros(score.shape, tl.float32) + {result}"
         if self._outside:
             result = f"tl.where({' + '.join(self._outside)} == 0, {result}, float('nan'))"
@@ -121,7 +121,7 @@ class Source:
         for number, at in enumerate(learned):
             if loads[at].way in ("queries", "keys"):
                 continue
-            if first is None:  # the parts of queries come first; those of keys are another kernel's
+            if first is None:  # in dq_kernel, the parts of queries come first; dk_dv_kernel has the parts of keys
                 first = number - sum(loads[each].way == "keys" for each in learned)
             part, gradient = f"parts[{first}]", f"product(ds, more[{number}])"
             first += 1
@@ -144,7 +144,7 @@ class Source:
             parts.append(_function(f"stores(ds, more, parts, numbers, {_PAIRS}: tl.constexpr)", lines))
 
     def _load(self, node: Node) -> Load:
-        """How the gradient of a load is written."""
+        """Decides how the gradient of a load is written."""
         tensor = int(node.value)
         axes: list[str | int] = []
         for each in node.inputs:
@@ -181,7 +181,7 @@ class Source:
         self._lines.append(f"x{number} = {text.format(*inputs)}")
 
     def _is_wide(self, number: int) -> bool:
-        """Whether PyTorch computes an integer in 64 bits: it does with positions and with tensors of int64."""
+        """Whether PyTorch computes an integer in 64 bits: if a position or an int64 tensor is involved."""
         node = self._made.nodes[number]
         if node.kind != "int" or node.op in ("number", "to_int"):
             return False
@@ -209,7 +209,9 @@ class Source:
         return _CORNERS[node.op](*found)
 
     def _power(self, number: int, base: str, exponent: float) -> str:
-        """A power by products, of the squares of its base and of a root; so 0 and negative bases have PyTorch's."""
+        """A power by repeated squaring, times a root for a fractional exponent. So a base that is 0 or negative has
+        the same power as in PyTorch.
+        """
         times, rest = int(abs(exponent)), abs(exponent) % 1
         factors, square = [], base
         while times:
@@ -230,7 +232,7 @@ class Source:
         tensor = int(node.value)
         x = self._tensors[tensor]
         address, outside = [f"pointers[{tensor}]"], []
-        reach = 0  # of what is added to the pointer in 32 bits
+        reach = 0  # the largest offset that is computed in 32 bits
         for dim, each in enumerate(node.inputs):
             index = self._made.nodes[each]
             if index.op == "number":
@@ -261,7 +263,7 @@ class Source:
                 f"{list(x.shape)} with strides {list(x.stride())}. Use scores.bias or backend='blockwise'."
             )
         mask = ""
-        if outside:  # counted, because Triton's interpreter cannot load under a logical product of numbers and tiles
+        if outside:  # summed, because Triton's interpreter cannot take `&` of a scalar and a tile as a mask
             self._lines.append(f"outside{number} = {' + '.join(outside)}")
             self._outside.append(f"outside{number}")
             mask = f", mask=outside{number} == 0, other=0"
@@ -271,7 +273,7 @@ class Source:
         self._lines.append(f"x{number} = {read}{cast}")
 
     def _entry(self, node: Node, load: Load) -> str:
-        """The number of an entry of a table, for its b and h."""
+        """The flat index of an entry of a table, within its b and h."""
         found = "0"
         for dim in _entry_dims(load):
             index, size = node.inputs[dim], self._number(load.tensor, "size", dim)
@@ -297,7 +299,7 @@ class Source:
 
 
 def _by_corners(of: Callable[..., int]) -> Callable[..., tuple[int, int]]:
-    """The range of an operation whose extremes lie at the extremes of its operands."""
+    """The range of an operation whose extremes occur at the extremes of its operands."""
 
     def found(*ranges: tuple[int, int]) -> tuple[int, int]:
         values = [of(*corner) for corner in product(*ranges)]

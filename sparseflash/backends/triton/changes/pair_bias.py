@@ -1,4 +1,4 @@
-"""A number for every pair of a query and a key that is added to its score."""
+"""A bias for every pair (query, key), added to its score."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def load(
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, MASKED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the bias. Of queries past a sequence's length nothing is read: it need not be finite, and full tiles
-    have no mask.
+    """A tile of the bias, with 0 for queries past the sequence's length: their biases need not be finite, and full
+    tiles have no mask that would exclude them.
     """
     q, k = token_numbers(at.first_q, TILE_M), token_numbers(at.first_k, TILE_N)
     CUT: tl.constexpr = at.q_length is not None
@@ -70,10 +70,10 @@ def gradient(
 def pointers_of_pairs(
     ptr, strides, batch, head, first_q, first_k, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TRANSPOSED: tl.constexpr
 ):  # fmt: skip
-    """Where the numbers of a tile of scores lie in a tensor [B, Hq, Nq, Nk] of these strides.
+    """Pointers to a tile of a tensor [B, Hq, Nq, Nk] with the given strides.
 
-    The start is a 64-bit scalar and the rest fits in 32 bits, unless tokens are gathered or there is a fifth stride
-    (`strides_of_pairs`). 64-bit addresses for all scores would need more registers than a thread has.
+    The start is a 64-bit scalar and the offsets fit in 32 bits, unless tokens are gathered or `strides_of_pairs` added
+    a fifth number. 64-bit offsets for all scores would need more registers than a thread has.
     """
     rows, columns = tl.arange(0, TILE_M), tl.arange(0, TILE_N)
     if len(strides) > 4:
@@ -96,7 +96,7 @@ def pointers_of_pairs(
 def store_pair_gradients(
     ds, dpairs_ptr, strides, batch, head, first_q, first_k, q_len, k_len, MASKED: tl.constexpr
 ):  # fmt: skip
-    """Writes the gradients of a tile of scores to `[B, Hq, Nq, Nk]` of these strides."""
+    """Writes the gradients of a tile of scores to a tensor `[B, Hq, Nq, Nk]` with the given strides."""
     TILE_M: tl.constexpr = ds.shape[0]
     TILE_N: tl.constexpr = ds.shape[1]
     at = pointers_of_pairs(dpairs_ptr, strides, batch, head, first_q, first_k, TILE_M, TILE_N, False)
@@ -109,7 +109,7 @@ def store_pair_gradients(
 
 
 class PairBiasKind(Kind):
-    """A bias of pairs. dq_kernel writes the gradient of every score of a live tile."""
+    """A pair bias. dq_kernel writes the gradient of every score of a live tile."""
 
     def __init__(self, change: Any, request: Request, wanted: Sequence[bool]) -> None:
         super().__init__({"load": load, "apply": apply})
@@ -139,35 +139,35 @@ class PairBiasKind(Kind):
 
 
 def readable(values: Tensor) -> Tensor:
-    """The same values with a key stride of 1, and a query stride below `FAR` unless there are that many keys."""
+    """The same values with a key stride of 1, and a query stride below `FAR` unless there are at least `FAR` keys."""
     if (values.stride(-1) != 1 and values.shape[-1] != 1) or values.shape[-1] < FAR <= values.stride(-2):
         values = values.contiguous()
     return aligned_start(values)
 
 
 def strides_where_shared(values: Tensor) -> tuple[int, ...]:
-    """The strides of all dimensions, 0 for those that are shared."""
+    """The strides of all dimensions, 0 for dimensions of size 1, which are broadcast."""
     return tuple(0 if n == 1 else stride for n, stride in zip(values.shape, values.stride()))
 
 
 def strides_of_pairs(strides: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of batch, head, query and key as the kernels take them. The key stride is 1 or 0.
+    """The strides of batch, head, query and key as the kernels take them. The key stride is 1 or 0.
 
-    A fifth number is added if the query stride is so large that offsets in a tile overflow 32 bits.
+    A fifth number is added if the query stride is large enough for offsets in a tile to overflow 32 bits.
     """
     return strides if strides[2] < FAR else (*strides, 1)
 
 
 def strides_of_all_pairs(request: Request) -> tuple[int, ...]:
-    """`strides_of_pairs` of the gradients of all scores, in which Triton sees which rows are aligned."""
+    """`strides_of_pairs` for the gradients of all scores. From them Triton infers whether rows are aligned."""
     return strides_of_pairs(torch.empty(request[:4], device="meta").stride())
 
 
 def are_all_live(plan: Plan, block: tuple[int, int] | None) -> bool:
-    """Whether the kernels write the gradients of all pairs of tokens."""
+    """Whether the kernels write the gradient of every pair, so that memory need not be zeroed."""
     return block is not None and plan.has_every_tile(block)
 
 
 def dtype_of_parts(values: Tensor, parts: Sequence[int]) -> torch.dtype:
-    """Of the written gradients of values, of the shape `parts`: that of the values, unless several are summed."""
+    """The dtype in which kernels write gradients of shape `parts`: fp32 if several are summed, else `values.dtype`."""
     return values.dtype if values.shape == tuple(parts) else torch.float32

@@ -1,4 +1,4 @@
-"""A key without a value that joins the softmax with one score a head; it changes no score of another key."""
+"""An attention sink: a key without a value, with one score per head, in each softmax. It changes no other score."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @triton.jit
 def with_sink(m_i, l_i, sink_ptr, head, qk_scale, KEEP: tl.constexpr):
-    """`(new m_i, factor for the sums, new l_i)` when a key with the score of the sink has been added."""
+    """Adds the sink to the softmax: `(new m_i, factor for the accumulator, new l_i)`."""
     sink = tl.load(sink_ptr + head).to(tl.float32)
     if KEEP:
         m_new = finite_maximum(tl.maximum(m_i, sink))
@@ -35,14 +35,14 @@ def with_sink(m_i, l_i, sink_ptr, head, qk_scale, KEEP: tl.constexpr):
 
 @triton.jit
 def means_of_sink(delta, weight, estimate, inverse, maximum, sink_ptr, head):
-    """`means_step` for the sink, a key whose weight has the gradient 0."""
+    """`means_step` for the sink. The gradient of its weight is 0."""
     exponent = (tl.load(sink_ptr + head).to(tl.float32) - maximum) * LOG2E
-    exps = exp2_rounded(tl.minimum(exponent, 0.0))  # only that of a query without keys is above 0, or NaN
+    exps = exp2_rounded(tl.minimum(exponent, 0.0))  # above 0 or NaN only for a query without keys
     return delta - exps * inverse * estimate, weight + exps
 
 
 class SinkKind(Kind):
-    """A sink. Its gradient follows from what the backward knows of each query, so no kernel writes it."""
+    """A sink. Its gradient follows from lse and delta of each query, so no kernel writes it."""
 
     def __init__(self, change: Any, request: Request, wanted: Sequence[bool]) -> None:
         super().__init__({})

@@ -1,4 +1,4 @@
-"""A cap of scores: `cap * tanh(score / cap)`."""
+"""The soft cap of scores: `cap * tanh(score / cap)`."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ def apply(
     CHANGES: tl.constexpr, NUMBER: tl.constexpr, args, read, scores, at, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Caps scores, and keeps the slope of the cap."""
+    """Caps scores, and keeps the derivative of the cap."""
     cap, inverse_cap = args.numbers
     ratio, slope = tanh_and_slope(scores * inverse_cap, CHANGES.kinds[NUMBER].HARDWARE_TANH)
     return ratio * cap, slope
@@ -26,7 +26,7 @@ def gradient(
     CHANGES: tl.constexpr, NUMBER: tl.constexpr, args, sums, ds, kept, at, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Multiplies by the slope of the cap."""
+    """Multiplies by the derivative of the cap."""
     return ds * kept, sums
 
 
@@ -38,10 +38,10 @@ def tanh(x, HARDWARE_TANH: tl.constexpr):
 
 @triton.jit
 def tanh_and_slope(x, HARDWARE_TANH: tl.constexpr):
-    """`(tanh(x), its derivative)` to within a few ulps each; or as the hardware does it, with a relative error of
-    2^-11, no more than rounding to half precision makes.
+    """`(tanh(x), its derivative)`, each to within a few ulps.
 
-    Near 1 the derivative 1 - tanh^2 would have lost most of its digits; it is made of what is missing to 1.
+    With HARDWARE_TANH the relative error is 2^-11, no more than a rounding to half precision. Without it, the
+    derivative is computed from 1 - |tanh|: where tanh is near 1, 1 - tanh^2 would lose most of its digits.
     """
     if HARDWARE_TANH:
         ratio = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
@@ -49,7 +49,7 @@ def tanh_and_slope(x, HARDWARE_TANH: tl.constexpr):
     else:
         missing = 2.0 / (tl.exp2(tl.abs(x) * (2.0 * LOG2E)) + 1.0)
         far = tl.where(x < 0.0, missing - 1.0, 1.0 - missing)
-        square = x * x  # near 0 the difference would lose digits, and the Taylor series has few terms
+        square = x * x  # near 0 the difference above loses digits, so a Taylor series is used
         series = -1.4558343870513183e-03
         series = series * square + 3.5921280365724810e-03
         series = series * square - 8.8632355299021966e-03
@@ -63,7 +63,7 @@ def tanh_and_slope(x, HARDWARE_TANH: tl.constexpr):
 
 
 class SoftcapKind(Kind):
-    """A cap, which has no tensors."""
+    """A soft cap. It has no tensors."""
 
     def __init__(self, change: Any, request: Request, wanted: object) -> None:
         super().__init__({"apply": apply})
@@ -73,5 +73,5 @@ class SoftcapKind(Kind):
 
 
 def has_hardware_tanh(request: Request) -> bool:
-    """Whether tanh may be that of the hardware."""
+    """Whether the error of the hardware's tanh is acceptable: for half precision."""
     return request.dtype.itemsize == 2 and not INTERPRETED

@@ -1,4 +1,4 @@
-"""How the portable kernels go through the changes of scores of a call; `kind.py` says what each function does."""
+"""Loops over the score modifications of a call, for the portable kernels; `kind.py` describes their functions."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,10 @@ from sparseflash.backends.triton.changes.kind import Arguments
 
 @triton.jit
 def begun(CHANGES: tl.constexpr, tensors, numbers, whole, learned):
-    """What `arguments_of` takes of each change. whole: all `WHOLE_NUMBERS`. learned: None without gradients."""
+    """A tuple for each score modification, for `arguments_of`, with the result of its `begin`.
+
+    whole: the arguments WHOLE_NUMBERS. learned: None without gradients.
+    """
     found = ()
     if CHANGES is not None:
         for i in tl.static_range(len(CHANGES.kinds)):
@@ -27,7 +30,7 @@ def begun(CHANGES: tl.constexpr, tensors, numbers, whole, learned):
 
 @triton.jit
 def arguments_of(args):
-    """One of the `begun`, with names: Triton 3.6 drops those of tuples in a tuple that is added to another."""
+    """A tuple of `begun` as `Arguments`. Triton 3.6 loses the field names of tuples when it concatenates tuples."""
     return Arguments(args[0], args[1], args[2], args[3], args[4])
 
 
@@ -37,13 +40,14 @@ def loaded(
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, MASKED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """What each change reads of a tile before its products.
+    """The results of `load` of each score modification, before the matrix products of a tile.
 
-    A bias is loaded in a layout of its own, and of two layouts that meet where no product decides, as in the maximum of
-    a row, Triton takes that of the later one. If that is the load, all scores change into it and back, and a row is
-    reduced across a warp: where the rows of a 16-bit bias do not begin at multiples of 16 numbers, with 40 to 110 times
-    the shuffles and 550 to 1,550 bytes of spills (forward, D = 32 to 128, Triton 3.6 and 3.9). A bias of keys is not
-    loaded here: it takes 6 % longer (forward, D = 128, H200).
+    Biases are loaded before the product because of register layouts. The load of a bias has another layout than the
+    scores. Where the two meet outside of a product, as in a row maximum, Triton converts to the layout of the later
+    operation. If that is the load, all scores are converted to its layout and back, and a row is reduced across a warp.
+    Where rows of a 16-bit bias do not begin at multiples of 16 elements, that takes 40 to 110 times the shuffles and
+    spills 550 to 1,550 bytes (forward, D = 32 to 128, Triton 3.6 and 3.9). A key bias is loaded in `apply` instead:
+    here it would take 6 % longer (forward, D = 128, H200).
     """
     found = ()
     for i in tl.static_range(len(CHANGES.kinds)):
@@ -62,10 +66,9 @@ def changed_scores(
     CHANGES: tl.constexpr, changes, read, scores, scale, at, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """`(changed scores, what each change keeps for its gradient)` of products.
+    """`(modified scores, values that score modifications keep for their gradients)`. scores: q k^T, unscaled.
 
-    Changed scores are in natural units, with the scale inside, so what follows takes `log2(e)` in place of `scale *
-    log2(e)`.
+    Modified scores include the scale, so the softmax multiplies them by `log2(e)` instead of `scale * log2(e)`.
     """
     scores = scores * scale
     kept = ()
@@ -79,7 +82,7 @@ def changed_scores(
 
 @triton.jit
 def no_sums(CHANGES: tl.constexpr, TILE: tl.constexpr):
-    """The sums of each change before the first tile; () for one that keeps none."""
+    """The initial sums of each score modification; () if it keeps none."""
     found = ()
     if CHANGES is not None:
         for i in tl.static_range(len(CHANGES.kinds)):
@@ -95,7 +98,7 @@ def gradients_before(
     CHANGES: tl.constexpr, changes, sums, ds, kept, at, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """`(gradients of the products, without the scale, new sums)`: backwards through the changes."""
+    """Goes backwards through the score modifications: `(gradient of scale * q k^T, new sums)`."""
     found = ()
     for n in tl.static_range(len(CHANGES.kinds)):
         if CHANGES.kinds[CHANGES.BACKWARDS[n]].gradient is None:
@@ -113,7 +116,7 @@ def gradients_before(
 def finish(
     CHANGES: tl.constexpr, changes, sums, place, first, length, TILE: tl.constexpr, CUT: tl.constexpr
 ):  # fmt: skip
-    """Writes the sums of each change after the last tile."""
+    """Writes the sums of each score modification after the last tile."""
     if CHANGES is not None:
         for i in tl.static_range(len(CHANGES.kinds)):
             if CHANGES.kinds[i].finish is not None:

@@ -1,7 +1,7 @@
-"""A table of numbers for relative positions that are added to scores: which entries the scores of a tile read, and how
-their gradients are added to these.
+"""A relative position table, with entries added to scores: the entries of a tile of scores, and their gradients.
 
-Every score has a code, every code a bucket, and a bucket an entry for each head. The kernels read the entries of codes.
+Every score has a code, from the relative position of query and key. Every code has a bucket, and the table has an entry
+for each bucket and head. The host expands the table to an entry for each code, and the kernels read these.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 
 @triton.jit
 def begin_runs(CHANGES: tl.constexpr, NUMBER: tl.constexpr, args):
-    """`(last code with the bucket of the first one, first code with the bucket of the last one)`.
+    """`(last code with the bucket of the first code, first code with the bucket of the last code)`.
 
-    Far from the diagonal all scores have one of these buckets, and then a tile needs no load to know that.
+    Far from the diagonal, all scores have one of these two buckets. With these limits, a tile there needs no loads to
+    find its bucket.
     """
     until_ptr = args.tensors[1]
     return tl.load(until_ptr), tl.load(until_ptr + args.whole[0])
@@ -40,7 +41,7 @@ def apply_runs(
     CHANGES: tl.constexpr, NUMBER: tl.constexpr, args, read, scores, at, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Adds the entries of the codes; one number if all codes of the tile have one bucket."""
+    """Adds the entries of the codes; one number for the whole tile if all its codes have the same bucket."""
     q, k = token_numbers(at.first_q, TILE_M), token_numbers(at.first_k, TILE_N)
     values_ptr = args.tensors[0] + tl.cast(at.head, tl.int64) * args.whole[0]
     smallest, largest = codes_of_tile(at, TILE_M, TILE_N)
@@ -55,7 +56,7 @@ def apply_runs(
 
 @triton.jit
 def start_runs(CHANGES: tl.constexpr, NUMBER: tl.constexpr, TILE: tl.constexpr):
-    """`(the gradients by query, [TILE], of the last tiles that have only one bucket, that bucket)`."""
+    """`(sums [TILE] per query, over the last tiles with a single bucket; that bucket)`."""
     return tl.zeros([TILE], tl.float32), 0
 
 
@@ -64,10 +65,10 @@ def gradient_runs(
     CHANGES: tl.constexpr, NUMBER: tl.constexpr, args, sums, ds, kept, at, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds the gradients of a tile to this program's own copy of the table, or to the sums.
+    """Adds the gradients of a tile to this program's copy of the table, or to the sums if the tile has one bucket.
 
-    These are added to the copy when another bucket follows, so most tiles need no sum over the queries, for which warps
-    wait.
+    The sums are added to the copy when the bucket changes. So most tiles need no sum over queries, which would
+    synchronise the warps.
     """
     TILE_M: tl.constexpr = ds.shape[0]
     TILE_N: tl.constexpr = ds.shape[1]
@@ -93,7 +94,7 @@ def gradient_runs(
 def finish_runs(
     CHANGES: tl.constexpr, NUMBER: tl.constexpr, args, sums, place, first, length, TILE: tl.constexpr, CUT: tl.constexpr
 ):  # fmt: skip
-    """Adds the last sums to the copy."""
+    """Adds the last sums to the copy of the table."""
     add_to_entry(own_table(args) + sums[1], sums[0])
 
 
@@ -116,7 +117,7 @@ def gradient_codes(
     CHANGES: tl.constexpr, NUMBER: tl.constexpr, args, sums, ds, kept, at, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds the gradients of a tile to this program's own copy of the table."""
+    """Adds the gradients of a tile to this program's copy of the table."""
     TILE_M: tl.constexpr = ds.shape[0]
     TILE_N: tl.constexpr = ds.shape[1]
     codes = codes_of_tokens(args, at, TILE_M, TILE_N, False)
@@ -129,7 +130,7 @@ def gradient_codes(
 
 @triton.jit
 def codes_of_places(q, k, at, TRANSPOSED: tl.constexpr):
-    """The codes of the scores of queries and keys of these numbers, if they follow from these."""
+    """The codes of scores from the token numbers q and k, if codes depend only on the distance."""
     q_codes, k_codes = tl.minimum(q, at.q_len - 1), tl.minimum(k, at.k_len - 1)
     q_codes += at.k_len - 1
     return along_queries(q_codes, TRANSPOSED) - along_keys(k_codes, TRANSPOSED)
@@ -137,7 +138,7 @@ def codes_of_places(q, k, at, TRANSPOSED: tl.constexpr):
 
 @triton.jit
 def codes_of_tokens(args, at, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """The codes of the scores of a tile, from a number for each query and one for each key."""
+    """The codes of the scores of a tile: the difference of a number per query and a number per key, from memory."""
     _, q_codes_ptr, k_codes_ptr = args.tensors[:3]
     q, k = token_numbers(at.first_q, TILE_M), token_numbers(at.first_k, TILE_N)
     q_codes, k_codes = tl.minimum(q, at.q_len - 1), tl.minimum(k, at.k_len - 1)
@@ -147,10 +148,10 @@ def codes_of_tokens(args, at, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TRANSP
 
 @triton.jit
 def entries_at(table_ptr, at, COMPILED: tl.constexpr):
-    """`table[at]`, for one place a score.
+    """`table[at]`, with one index per score.
 
-    As an instruction and not as `tl.load`, for which Triton wants neighbouring places in neighbouring threads: it would
-    pass all scores through shared memory, those of the tiles that load nothing, too.
+    This is inline assembly because Triton converts operands of `tl.load` to a layout for coalesced access. It would
+    pass all scores through shared memory, even in tiles that load nothing.
     """
     DTYPE: tl.constexpr = table_ptr.dtype.element_ty
     if COMPILED:
@@ -172,7 +173,7 @@ def entries_at(table_ptr, at, COMPILED: tl.constexpr):
 
 @triton.jit
 def codes_of_tile(at, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """The smallest and the largest of the codes_of_places of a tile."""
+    """The smallest and the largest code of a tile, as `codes_of_places` defines codes."""
     least_q, most_q = least_and_most(at.first_q, at.q_len, TILE_M)
     least_k, most_k = least_and_most(at.first_k, at.k_len, TILE_N)
     return least_q + (at.k_len - 1) - most_k, most_q + (at.k_len - 1) - least_k
@@ -180,7 +181,7 @@ def codes_of_tile(at, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
 
 @triton.jit
 def shared_bucket(args, smallest, largest):
-    """`(a code, whether all codes from the smallest to the largest have its bucket)`."""
+    """`(code, whether all codes from the smallest to the largest have the bucket of this code)`."""
     first_end, last_start = args.begun
     is_first, is_last = largest <= first_end, smallest >= last_start
     code = tl.where(is_first, 0, tl.where(is_last, args.whole[0] - 1, smallest))
@@ -192,7 +193,7 @@ def shared_bucket(args, smallest, largest):
 
 @triton.jit
 def least_and_most(first, length, TOKENS: tl.constexpr):
-    """The smallest and the largest number of the tokens of a tile, with the last token in place of any past the end."""
+    """The smallest and the largest token number of a tile; numbers past the end are clamped to the last token."""
     if first.type.is_block():
         return tl.minimum(tl.min(first, 0), length - 1), tl.minimum(tl.max(first, 0), length - 1)
     else:
@@ -201,10 +202,10 @@ def least_and_most(first, length, TOKENS: tl.constexpr):
 
 @triton.jit
 def add_table_gradients(ds, dtable_ptr, bucket, entries):
-    """Adds the gradients of a tile to this program's own copy of the table, one bucket after another.
+    """Adds the gradients of a tile to this program's copy of the table, one bucket after another.
 
-    One thread reads and writes an entry, so no barrier is needed. entries: of the table, or None if every bucket lies
-    in it.
+    The same thread reads and writes an entry, so no barrier is needed. entries: the size of the table, to skip buckets
+    outside of it; None if all buckets are inside.
     """
     first, last = tl.min(tl.min(bucket, 1), 0), tl.max(tl.max(bucket, 1), 0)
     if entries is not None:
@@ -215,7 +216,7 @@ def add_table_gradients(ds, dtable_ptr, bucket, entries):
 
 @triton.jit
 def add_gradients_of_runs(ds, dtable_ptr, buckets_ptr, until_ptr, at, smallest, largest):
-    """The same, one run of codes with the same bucket after another. at: the codes of the scores."""
+    """As `add_table_gradients`, one run of codes with the same bucket after another. at: the codes of the scores."""
     code = smallest
     while code <= largest:
         last = tl.minimum(tl.load(until_ptr + code), largest)
@@ -226,24 +227,24 @@ def add_gradients_of_runs(ds, dtable_ptr, buckets_ptr, until_ptr, at, smallest, 
 
 @triton.jit
 def add_to_entry(entry_ptr, gradients):
-    """Adds the gradients of the queries, [TILE_M], to an entry of this program's own copy of a table."""
+    """Adds the sum of gradients [TILE_M] to an entry of this program's copy of a table."""
     tl.store(entry_ptr, tl.load(entry_ptr) + tl.sum(gradients, 0))
 
 
 @triton.jit
 def own_table(args):
-    """This program's own copy of the gradients of the table."""
+    """A pointer to this program's copy of the table's gradients."""
     return args.learned[0] + tl.cast(tl.program_id(0), tl.int64) * args.whole[1]
 
 
 class TableKind(Kind):
-    """A table. Each program of dq_kernel adds to a copy of its own of the gradients of one head's entries."""
+    """A relative position table. Each program of dq_kernel adds gradients to its own copy of one head's entries."""
 
     def __init__(self, change: Any, request: Request, wanted: Sequence[bool]) -> None:
         self._has_runs, self._dtype = change.until.numel() > 0, request.dtype
         super().__init__({"begin": begin_runs, "apply": apply_runs} if self._has_runs else {"apply": apply_codes})
         self.whole = len(change.buckets), change.table.shape[1]
-        self.facts["COMPILED"] = not INTERPRETED  # so instructions may be written
+        self.facts["COMPILED"] = not INTERPRETED  # inline assembly needs a compiler
         if any(wanted):
             self.rows = {"gradient": gradient_codes}
             if self._has_runs:
@@ -251,10 +252,10 @@ class TableKind(Kind):
             self.learned_rows = torch.empty(16, device="meta"), torch.empty(16, dtype=torch.int32, device="meta")
 
     def tensors(self, change: Any, device: torch.device) -> tuple[Tensor, ...]:
-        """The entries `[Hq, C]` of codes; then int32 `[C + 1]`, the last code of the run of each, or the codes of
-        queries and keys. See `scores/relative.py`.
+        """The entries of codes, `[Hq, C]`; then either the last code of each code's run, int32 `[C + 1]`, or the codes
+        of queries and keys. See `scores/relative.py`.
         """
-        # In half precision two bytes each: the compiler would pass four through shared memory, one by one.
+        # In half precision entries have two bytes; the compiler would pass four bytes through shared memory singly.
         values = in_dtype(change.table, self._dtype).index_select(1, change.buckets)
         codes = (change.until,) if self._has_runs else (change.q_codes, change.k_codes)
         return values, *(aligned_start(x.contiguous()) for x in codes)
@@ -271,7 +272,7 @@ class TableKind(Kind):
 
 
 def in_dtype(table: Tensor, dtype: torch.dtype) -> Tensor:
-    """A table in another dtype. Finite entries are clamped, because -inf would make their scores dead."""
+    """Converts a table to another dtype. Finite entries are clamped, because -inf would make their scores dead."""
     lowest = torch.finfo(dtype).min
     if torch.finfo(table.dtype).min < lowest:
         table = table.clamp(min=lowest).masked_fill_(table == -torch.inf, -torch.inf)

@@ -1,4 +1,4 @@
-"""A bias of pairs that is stored for the live tiles of the mask alone, in whose own tiles the kernels must run."""
+"""A pair bias stored only for the live tiles of the mask. The kernels must run in the mask's own tiles."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def load(
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, MASKED: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the bias, 0 for queries past a sequence's length. Tiles are stored whole: no read is past an end."""
+    """A tile of the bias, with 0 for queries past the sequence's length. Whole tiles are stored, so no read is out of
+    bounds.
+    """
     CUT: tl.constexpr = at.q_length is not None
     tile = number_of_tile(args, at.batch, at.head, at.first_q // BLOCK_Q, at.first_k // BLOCK_K)
     tile += tl.cast(at.batch, tl.int64) * args.whole[0] + tl.cast(at.head, tl.int64) * args.whole[1]
@@ -55,7 +57,7 @@ def gradient(
     CHANGES: tl.constexpr, NUMBER: tl.constexpr, args, sums, ds, kept, at, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Writes the gradients of the tile, those of dead scores, which are 0, too."""
+    """Writes the gradients of the tile, with 0 for dead scores."""
     TILE_M: tl.constexpr = ds.shape[0]
     TILE_N: tl.constexpr = ds.shape[1]
     dtiles_ptr, starts_ptr = args.learned
@@ -68,13 +70,13 @@ def gradient(
 
 @triton.jit
 def number_of_tile(args, batch, head, row, column):
-    """The place of a live tile in the mask's list, int64, from its block row and column; see blockmask/numbering.py."""
+    """The index of a live tile in the mask's list, int64, from its block row and column; see blockmask/numbering.py."""
     _, tile_numbers_ptr, pattern_ptr = args.tensors
     _, _, patterns_of_batch, patterns_of_head, tile_rows, tile_words = args.whole
     pattern = tl.load(pattern_ptr + batch * patterns_of_batch + head * patterns_of_head)
     block_row = tl.cast(pattern * tile_rows + row, tl.int64)
     word_ptr = tile_numbers_ptr + 2 * (block_row * tile_words + column // 32)
-    x = tl.load(word_ptr) & ~(-1 << column % 32)  # the live tiles before it, which are counted
+    x = tl.load(word_ptr) & ~(-1 << column % 32)  # bits of the live tiles before this one; below a population count
     x = x - ((x >> 1) & 0x55555555)
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
     x = (x + (x >> 4)) & 0x0F0F0F0F
@@ -88,13 +90,13 @@ def places_in_tile(
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Where the scores of a step stand in their tile of BLOCK_Q x BLOCK_K, row by row."""
+    """Offsets of the scores of a step in their stored tile of BLOCK_Q x BLOCK_K, in row-major order."""
     rows, columns = first_q % BLOCK_Q + tl.arange(0, TILE_M), first_k % BLOCK_K + tl.arange(0, TILE_N)
     return along_queries(rows * BLOCK_K, TRANSPOSED) + along_keys(columns, TRANSPOSED)
 
 
 class TileBiasKind(Kind):
-    """A bias of live tiles. dq_kernel writes their gradients, to copies if several heads share the stored tiles."""
+    """A tile bias. dq_kernel writes its gradients, to several copies if heads share the stored tiles."""
 
     def __init__(self, change: StoredTiles, request: Request, wanted: Sequence[bool]) -> None:
         super().__init__({"load": load, "apply": apply})
@@ -116,8 +118,8 @@ class TileBiasKind(Kind):
     def memory(
         self, change: Any, call: Call, planned: TilePlaces | None
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """The gradients of the tiles of each copy, and int64 `[B * Hq]`, the first of the tiles to which each batch
-        element and head writes.
+        """Memory for the gradients of all copies, and int64 `[B * Hq]`, the first tile that each batch element and head
+        writes to.
         """
         if planned is None:
             return (), ()
@@ -132,13 +134,13 @@ class TileBiasKind(Kind):
 
 
 def summed_copies(copies: Tensor) -> Tensor:
-    """The sum of the gradients that all batch elements and heads have written."""
+    """The sum of the gradients over the copies."""
     return copies[0] if len(copies) == 1 else copies.sum(0)
 
 
 def numbers_of_tiles(tiles: StoredTiles) -> tuple[int, ...]:
-    """The strides of batch and head of the values, in tiles, and those of the patterns, 0 where shared; then the block
-    rows of the mask, and the words that number the tiles of one of them. The tensors are contiguous.
+    """The integers for `number_of_tile` and `load`: strides of batch and head of the values, in tiles; strides of the
+    patterns; the number of block rows; the words per block row in `tile_numbers`. Shared dimensions have stride 0.
     """
     (batch, heads, count), (pattern_batch, pattern_heads) = tiles.values.shape[:3], tiles.pattern.shape
     rows, words = tiles.tile_numbers.shape[1:3]

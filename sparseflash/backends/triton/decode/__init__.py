@@ -1,5 +1,6 @@
-"""Kernels for few queries against a long cache of keys and values: keys split over the programs, then combined.
+"""Split-K kernels for few queries against a long KV cache: each program takes a share of the keys, then the shares are
+combined.
 
-They may import `cached`, which has the problem, `limits`, `blockmask.cache`, and of the Triton backend `availability`,
-`device`, `launcher` and the `softmax` of the portable kernels. Only `decode.py` of the library imports them.
+This package may import `cached`, `limits`, `blockmask.cache`, and from the Triton backend `availability`, `device`,
+`launcher` and `portable.softmax`. Only the library's `decode.py` imports it.
 """

@@ -1,4 +1,4 @@
-"""Launches the kernels for few queries: sizes from shapes alone, nothing read from the device."""
+"""Launches the decoding kernels. All sizes follow from shapes on the host; nothing is read from the device."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from sparseflash.backends.triton.portable.softmax import LOG2E
 from sparseflash.blockmask.cache import bounded
 from sparseflash.limits import check_count
 
-BLOCK_N = 32  # keys at a time; with three stages four programs fit on a multiprocessor, at D = 128 in bf16
+BLOCK_N = 32  # keys per step; with three stages, four programs fit on an SM at D = 128 in bf16
 STAGES = 3
 MOST_ROWS = 64  # of a tile of queries
-SPLITS = 16  # programs for the keys of a sequence; fewer or more, so that each has a number of keys between these
+SPLITS = 16  # programs per sequence; fewer or more to keep the keys of each program between these limits
 FEWEST_KEYS, MOST_KEYS = 128, 1024
 MOST_SPLITS = 128
-SHARED_MEMORY = 99 * 1024  # bytes of a program that all GPUs have, those of compute capability 8.6 and 8.9 no more
+SHARED_MEMORY = 99 * 1024  # bytes per program on every supported GPU; the limit of compute capability 8.6 and 8.9
 
 
 class Call:
-    """A step prepared for tensors of one layout, which are given at each call."""
+    """A decoding step prepared for one layout. Each call passes the tensors."""
 
     def __init__(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, of: Cached, scale: float, splits: int | None = None
     ) -> None:  # fmt: skip
-        """Raises unless the kernels run here. The mask is that of `of`; all other tensors are given again.
+        """Raises unless the kernels run here. The mask `of.mask` is kept; all other tensors are passed at each call.
 
-        scale: at least 0, as the softmax takes the maximum before scaling.
+        scale: at least 0, because the softmax takes the maximum before scaling.
         """
         check_runs(q)
         (batch, q_heads, q_len, dim), v_dim = q.shape, v_cache.shape[3]
         kv_heads, mask = k_cache.shape[1], of.mask
-        # Heads that share keys but not their rows of the mask get programs of their own.
+        # Query heads that share keys but have different mask patterns run in separate programs.
         apart = mask is not None and mask.pattern.shape[1] not in (1, kv_heads)
         heads = q_heads if apart else kv_heads
         rows = q_heads // heads * q_len
@@ -111,9 +111,9 @@ class Call:
 
 
 def splits_of(of: Cached, capacity: int, q_len: int) -> int:
-    """Among how many programs the keys are split.
+    """The number of programs that share the keys of a sequence.
 
-    It follows from the capacity and the pattern alone, so that a sequence gets the same bits in a batch as alone.
+    It depends on the capacity, the window and the pages alone, so that a sequence has the same bits in every batch.
     """
     walked = capacity
     if of.window is not None:
@@ -125,7 +125,9 @@ def splits_of(of: Cached, capacity: int, q_len: int) -> int:
 
 
 def fitting(block_m: int, block_n: int, dim: int, v_dim: int, size: int) -> tuple[int, int]:
-    """Rows of a tile, at most so many, and stages that fit into SHARED_MEMORY. dim, v_dim: padded; size: of a number.
+    """`(rows of a tile, stages)` that fit into SHARED_MEMORY, with at most `block_m` rows.
+
+    dim, v_dim: padded head dims. size: bytes per number.
 
     >>> fitting(64, 32, 128, 128, 2), fitting(64, 32, 256, 256, 2), fitting(64, 32, 256, 256, 4)
     ((64, 3), (64, 2), (16, 2))
@@ -140,7 +142,7 @@ def fitting(block_m: int, block_n: int, dim: int, v_dim: int, size: int) -> tupl
 
 
 def _power(number: int) -> int:
-    """The least power of two that is not less."""
+    """The smallest power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()
 
 
@@ -152,11 +154,11 @@ def _stride(x: Tensor, name: str) -> int:
 
 
 def _kind(stride: int) -> tuple[bool, bool, bool]:
-    """On what Triton specialises."""
+    """The properties of a stride that Triton specialises on."""
     return stride % 16 == 0, stride == 1, stride >= 2**31
 
 
-# The arguments are all that differs in what Triton specialises on: see `Launch.of_all_arguments`.
+# The arguments are the key for everything that Triton specialises on: see `Launch.of_all_arguments`.
 @bounded(maxsize=128)
 def _kernels(
     constants: tuple[Any, ...], splits: int, dtypes: tuple[Any, ...], aligned: tuple[bool, ...],

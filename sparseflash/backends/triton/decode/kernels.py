@@ -1,8 +1,9 @@
-"""The kernels: one program adds up a share of the keys for the queries of a group of heads, another joins the shares.
+"""Split-K decoding: one program sums over a share of the keys for a group of query heads; a second kernel combines the
+shares.
 
-The query heads that share a key head are rows of one tile, so the keys are read once for all of them and fill the
-matrix units. Which keys a program walks follows from the lengths in device memory: nothing is planned, and the grid
-depends on the capacity of the cache alone, so a CUDA graph can be replayed while the cache grows.
+The query heads that share a key head are rows of one tile, so the keys are read once for all of them, and tensor cores
+multiply full tiles. The kernels read the lengths from device memory: there is no plan, and the grid depends only on the
+capacity of the cache. So a CUDA graph can be replayed while the cache grows.
 """
 
 import triton
@@ -10,7 +11,7 @@ import triton.language as tl
 
 from sparseflash.backends.triton.portable.softmax import LN2, decay, softmax_step
 
-# What a program walks: the keys of a range, the chosen pages, or the tiles of rows of a mask.
+# A program walks the keys of a range, the chosen pages, or the tiles of a mask's rows.
 RANGE = tl.constexpr("range")
 PAGES = tl.constexpr("pages")
 MASK = tl.constexpr("mask")
@@ -18,7 +19,10 @@ MASK = tl.constexpr("mask")
 
 @triton.jit
 def live_range(length, start, q_len, window, sinks, BLOCK_N: tl.constexpr):
-    """The tiles of BLOCK_N keys with a live one: `(first tile of the sinks, how many, first of the rest, all)`."""
+    """The tiles of BLOCK_N keys with a live key.
+
+    Returns `(first tile of the sinks, number of these tiles, first tile of the rest, number of all tiles)`.
+    """
     end = (length + BLOCK_N - 1) // BLOCK_N
     first_sink = start // BLOCK_N
     first, sink_tiles = first_sink, tl.zeros([], tl.int32)
@@ -32,26 +36,28 @@ def live_range(length, start, q_len, window, sinks, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def parts_of(sums_ptr, parts, PADDED_DV: tl.constexpr):
-    """Where the maxima and the totals lie: fp32 [parts] each, behind the sums in one array, which costs the host less
-    than three."""
+    """Pointers to the maxima and the totals, fp32 [parts] each. They follow the sums in one array, because one
+    allocation costs the host less than three."""
     maxima_ptr = sums_ptr + tl.cast(parts, tl.int64) * PADDED_DV
     return maxima_ptr, maxima_ptr + parts
 
 
 @triton.jit
 def entry_of(i, upper_start, upper_count, lower_start, SUB: tl.constexpr):
-    """Which entry of the mask's lists the i-th tile lies in, of the upper block row and then of the lower."""
+    """The entry of the mask's lists for the i-th tile; the upper block row's tiles come before the lower's."""
     return tl.where(i < upper_count * SUB, upper_start + i // SUB, lower_start + i // SUB - upper_count)
 
 
 @triton.jit
 def first_key_of(
     i, walked,
-    onward,  # how many keys further, a number or int32 [BLOCK_N]
+    onward,  # offset in keys, a number or int32 [BLOCK_N]
     BLOCK_N: tl.constexpr, PAGE: tl.constexpr, BLOCK_K: tl.constexpr, WALK: tl.constexpr,
 ):  # fmt: skip
-    """The key `onward` keys after the first of the i-th tile; the sequence's length if a choice names no page there.
-    After the last tile any key, which nothing uses, but which can be looked up in the table.
+    """The number of the key at offset `onward` in the i-th tile.
+
+    The result is the sequence's length, which marks a dead key, if the chosen page does not exist. After the last tile
+    it is any key that is valid in the block table; no result depends on it.
     """
     span, pages, rows, _ = walked
     count, first_sink, sink_tiles, first, length, capacity = span
@@ -74,7 +80,7 @@ def first_key_of(
 
 @triton.jit
 def page_of(key, walked, PAGE: tl.constexpr):
-    """In which page of the caches a key lies, int64; without pages, in that of the sequence."""
+    """The page of the caches with a key, int64; without pages, the batch element."""
     span, _, _, table = walked
     _, _, _, _, length, _ = span
     table_ptr, table_width, batch = table
@@ -88,9 +94,9 @@ def page_of(key, walked, PAGE: tl.constexpr):
 def keys_of(
     i, walked, BLOCK_N: tl.constexpr, PAGE: tl.constexpr, BLOCK_K: tl.constexpr, WALK: tl.constexpr
 ):  # fmt: skip
-    """The keys of the i-th tile, int32 [BLOCK_N], and the pages they lie in, int64, one number if it is one page."""
+    """The keys of the i-th tile, int32 [BLOCK_N], and their pages, int64 [BLOCK_N] or a scalar if all are the same."""
     lane = tl.arange(0, BLOCK_N)
-    # What holds for all keys of a page is loaded once a page, if a tile has few of them.
+    # If a tile has few pages, the page number is loaded once per page, not once per key.
     FEW: tl.constexpr = BLOCK_N % PAGE == 0 and BLOCK_N // PAGE <= 8
     if PAGE % BLOCK_N == 0:
         first_key = first_key_of(i, walked, 0, BLOCK_N, PAGE, BLOCK_K, WALK)
@@ -121,15 +127,15 @@ def keys_of(
 )  # fmt: skip
 def decode_kernel(
     q_ptr, k_ptr, v_ptr,  # [B, Hq, Nq, D]; [B or pages, Hkv, tokens, D and DV]
-    sums_ptr,  # fp32 [parts, DV padded], behind which lie their maxima and totals: see `parts_of`
+    sums_ptr,  # fp32 [parts, PADDED_DV], followed by the maxima and totals: see `parts_of`
     lengths_ptr, starts_ptr,  # integers [B], and [B] or None
     table_ptr, pages_ptr,  # integers [B, table_width] or None; [B, Hkv, choices] or None
     indptr_ptr, index_ptr, tile_ptr, words_ptr, pattern_ptr,  # of the mask, or None
     lengths_stride, starts_stride, choices, table_width,
     batch_patterns, head_patterns, row_blocks,  # strides of the patterns, 0 if shared; block rows of the mask
-    parts, qk_scale, q_len, rows,  # parts: B * heads * rows * splits; rows: of all tiles of a program's heads
-    heads, kv_group,  # heads that have programs, and how many of these share a key head
-    group,  # query heads of a program
+    parts, qk_scale, q_len, rows,  # parts: B * heads * rows * splits; rows: group * q_len
+    heads, kv_group,  # groups of query heads with a program each, and how many of these groups share a key head
+    group,  # query heads per program
     splits, row_tiles, window, sinks, capacity,
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
@@ -138,13 +144,13 @@ def decode_kernel(
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,  # of the mask
     WALK: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The sums of one share of the keys, for up to BLOCK_M rows: those of query r % q_len of head r // q_len."""
+    """The sums over one share of the keys, for up to BLOCK_M rows. Row r is query r % q_len of head r // q_len."""
     program = tl.program_id(0)
     split, item = program % splits, program // splits
     row_tile, batch_head = item % row_tiles, item // row_tiles
     batch, head = (batch_head // heads).to(tl.int64), batch_head % heads
     kv_head = head // kv_group
-    # Numbers of 64 bits are clamped before they are cut to 32.
+    # Lengths may be 64-bit integers, so they are clamped before the conversion to 32 bits.
     length = tl.maximum(tl.minimum(tl.load(lengths_ptr + batch * lengths_stride), capacity), 0).to(tl.int32)
     start = tl.zeros([], tl.int32)
     if starts_ptr is not None:
@@ -183,7 +189,7 @@ def decode_kernel(
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, PADDED_DV], tl.float32)
-    # Where keys lie follows from numbers in memory, which are loaded a tile ahead.
+    # The addresses of keys depend on loads (pages, tile lists), which are prefetched one tile ahead.
     walked = (
         (count, first_sink, sink_tiles, first, length, capacity), (pages_ptr, choices),
         (index_ptr, upper_start, upper_count, lower_start), (table_ptr, table_width, batch),
@@ -235,7 +241,7 @@ def combine_kernel(
     parts, scale, qk_scale, splits,
     DV: tl.constexpr, PADDED_DV: tl.constexpr, SPLITS: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """out and lse of one query of one head. A share without a live key has maximum -inf and sum 0."""
+    """Computes out and lse of one query of one head. A share without a live key has maximum -inf and sum 0."""
     row = tl.program_id(0).to(tl.int64)
     split, dims = tl.arange(0, SPLITS), tl.arange(0, PADDED_DV)
     here = split < splits

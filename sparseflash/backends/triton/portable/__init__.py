@@ -1,7 +1,6 @@
 """The kernels in plain Triton, for every GPU since Ampere and for Triton's interpreter.
 
-It may import `dropout`, `limits`, `scores`, `blockmask.cache`, `backends.registration`, `backends.saved`, and of the
-Triton backend `changes`, `schedule`, `alignment`, `availability`, `configs`, `cuda_graphs`, `family`, `launcher` and
-`overrides`.
-Only `dispatch.py`, `api.py`, `changes` and `hopper` import it; `decode` imports its softmax.
+This package may import `dropout`, `limits`, `scores`, `blockmask.cache`, `backends.registration`, `backends.saved`, and
+from the Triton backend `changes`, `schedule`, `alignment`, `availability`, `configs`, `cuda_graphs`, `family`,
+`launcher` and `overrides`. Only `dispatch.py`, `api.py`, `changes` and `hopper` import it; `decode` imports `softmax`.
 """

@@ -1,4 +1,4 @@
-"""Functions of numbers that Triton lacks, as PyTorch defines them."""
+"""Arithmetic functions that Triton lacks, as PyTorch defines them."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def floor_divide(x, y):
-    """The quotient of integers, rounded down; Triton's rounds towards zero."""
+    """The quotient of integers, rounded down; Triton's `//` rounds towards zero."""
     quotient = x // y
     rest = x - quotient * y
     return tl.where((rest != 0) & ((rest < 0) != (y < 0)), quotient - 1, quotient)
@@ -14,7 +14,7 @@ def floor_divide(x, y):
 
 @triton.jit
 def product(gradient, slope):
-    """The product, and 0 where the gradient is 0: that of dead scores, whose slopes need not be finite."""
+    """The product, and 0 where the gradient is 0: dead scores have gradient 0, but their slope need not be finite."""
     return tl.where(gradient == 0.0, 0.0, gradient * slope)
 
 
@@ -33,7 +33,7 @@ def sigmoid(x):
 
 @triton.jit
 def log1p(x):
-    """log(1 + x); what 1 + x rounds off is put right by a factor."""
+    """log(1 + x). A factor corrects the rounding of 1 + x."""
     one_more = 1.0 + x
     apart = one_more - 1.0
     return tl.where(apart == 0.0, x, tl.log(one_more) * x / tl.where(apart == 0.0, 1.0, apart))

@@ -1,4 +1,4 @@
-"""The backward by the portable kernels, prepared for tensors of one layout as the forward is; see `forward_pass.py`."""
+"""The backward by the portable kernels, prepared for tensors of one layout; see also `forward_pass.py`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from sparseflash.scores.change import Scores
 
 
 class BackwardLayout(Layout):
-    """A backward for any plan."""
+    """A backward for tensors of one layout, with any plan."""
 
     def __init__(
         self, setting: Setting, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, scale: float, dropped: int,
@@ -38,12 +38,12 @@ class BackwardLayout(Layout):
                 )
         self.out = like(out)
         self.as_they_are = self.are_read_as_they_are(q, k, v, dout)
-        # The stride between heads of per-query numbers; TMA needs a multiple of 16 bytes.
+        # The stride between heads of lse2 and delta; TMA needs a multiple of 16 bytes.
         stride = self.numbers.q_len if self.keep else -(-self.numbers.q_len // 4) * 4
         self.rows = self.lse.new_empty(*self.lse.shape[:2], stride)
         self.two_rows = one_number_of(self.lse.new_empty(2, *self.rows.shape), setting.plan.device)
         self.dq, self.dk, self.dv = (empty_gradient(like(x)) for x in (q, k, v))
-        # What makes them at a call: what `empty_gradient` checks is the layout.
+        # Makes dq, dk and dv at a call. `empty_gradient` depends only on the layout, so its check can be done here.
         are_alike = all(is_near(torch.empty_like(like(x))) for x in (q, k, v))
         self.empty: Callable[[Tensor], Tensor] = torch.empty_like if are_alike else empty_gradient
         q, k, v, dout = self.examples(q, k, v, dout)
@@ -100,7 +100,7 @@ class Backward:
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None, dropout: Dropout | None,
         changes: Scores,
     ) -> tuple[tuple[Tensor, Tensor, Tensor], list[Tensor | None]]:  # fmt: skip
-        """`(dq, dk, dv)`, and the gradients of the tensors of the changes that the layout was made for."""
+        """`((dq, dk, dv), gradients of the tensors of the score modifications)`."""
         layout = self._layout
         if layout.changed is None:
             raise RuntimeError("the backward was prepared for scores that nothing changes")
@@ -150,7 +150,7 @@ class Backward:
         return [each.launch for each in kernels if each is not None]
 
     def choices(self) -> list[KernelChoice]:
-        """How its kernels run."""
+        """How the kernels run, for `explain`."""
         kernels = {"dq, for delta": self.means, "dq": self.queries, "dk_dv": self.keys}
         return [kernel.described(name) for name, kernel in kernels.items() if kernel is not None]
 

@@ -31,25 +31,25 @@ class Choice(NamedTuple):
     """How one kernel runs."""
 
     config: Config
-    tiling: Tiling  # of the lists that it walks
+    tiling: Tiling  # of its tile lists
     descriptors: bool  # TMA loads the tiles
-    describes_rows: bool  # TMA also loads the per-query numbers (lse2, delta), where queries are streamed
+    describes_rows: bool  # TMA also loads lse2 and delta, in the kernel that streams queries
     arithmetic: Arithmetic
     pieces: bool  # tensors are stored in pieces, see fp32_split.py
     padded: tuple[int, int]  # padded head dims of queries and keys, and of values
-    why_descriptors: str  # or why not
+    why_descriptors: str  # why TMA is used, or why not
     why_tiling: str
 
 
 class Chooser:
-    """Chooses for one kernel and tensors of one layout; the tiling also depends on the plan."""
+    """Chooses for one kernel and tensors of one layout. The tiling also depends on the plan."""
 
     def __init__(
         self, kernel: Kernel, setting: Setting, dims: tuple[int, int], loaded: Sequence[Tensor], *,
         changes: Collection[str] = (),
     ) -> None:  # fmt: skip
         """dims: D and Dv. loaded: the tensors whose tiles the kernel loads; q, k and v first. changes: the kinds of
-        changes of scores that the kernel makes.
+        score modifications that the kernel applies.
         """
         q, v = loaded[0], loaded[2]
         self._overrides = overrides()
@@ -61,7 +61,7 @@ class Chooser:
         if self._pieces:
             self._padded = q.shape[-1], v.shape[-1]
         else:
-            # Matrix instructions read bf16 pieces also if tiles are split just before they are multiplied.
+            # In full fp32, matrix instructions read bf16 pieces, even if tiles are split after they are loaded.
             itemsize = 2 if self._arithmetic == "fp32" else q.element_size()
             self._padded = padded_dims(*dims, setting.capability, itemsize)
         self._why_not_described = ""
@@ -86,7 +86,7 @@ class Chooser:
         return chosen
 
     def _tiling(self, plan: Plan) -> tuple[Tiling | None, str]:
-        """The tiling to walk, None for the tiles of the mask, and why."""
+        """`(tiling, why)`, with None for the tiles of the mask."""
         retiling, axis, wanted = plan.lists.retiling, int(self._kernel == "dk_dv"), self._overrides.tiling
         few = plan.tiles_per_head * self._products_a_tile < self._overrides.products_for_tilings
         if retiling is None:
@@ -107,9 +107,9 @@ class Chooser:
 
     def _choose(self, tiling: Tiling, why_tiling: str) -> Choice:
         block = held_and_streamed(self._kernel, (tiling.held, tiling.streamed))
-        # Tiles too small for matrix instructions that read shared memory are multiplied from registers, as are all
-        # tiles on GPUs without such instructions. With descriptors these tiles pass through shared memory first, which
-        # wide heads and pieces cannot afford.
+        # Tiles of fewer than 64 rows are too small for instructions that multiply from shared memory (wgmma, tcgen05),
+        # so they are multiplied from registers, as all tiles are on GPUs without these instructions. TMA would load
+        # them to shared memory first, which costs too much with wide heads or pieces.
         rows = min(block)
         if self._pieces:
             rows = held_and_streamed(self._kernel, self._config(block, True)[:2])[0]
@@ -122,7 +122,7 @@ class Chooser:
             why = "tiles that are multiplied from registers need not come through shared memory"
         descriptors = not why
         config = self._config(block, descriptors)
-        if self._kernel not in self._overrides.configs:  # one that was asked for is taken as it is
+        if self._kernel not in self._overrides.configs:  # an override is not adjusted
             config = self._fitted(config, tiling, self._tuned(descriptors) is not None)
         # TMA writes to multiples of 128 bytes of shared memory, and 16 numbers take only 64.
         describes_rows = self._kernel == "dk_dv" and descriptors and self._arithmetic == "half" and config.block_m >= 32
@@ -132,7 +132,7 @@ class Chooser:
         )  # fmt: skip
 
     def _fitted(self, config: Config, tiling: Tiling, tuned: bool) -> Config:
-        """The configuration for what the kernel does besides, for which it was not `tuned`."""
+        """Adjusts a configuration to lengths, dropout and score modifications. tuned: it was tuned with the latter."""
         config = with_more_registers(
             config, lengths=self._lengths, dropout=self._dropout, changes=len(self._changes) > 0 and not tuned
         )
@@ -163,10 +163,10 @@ class Chooser:
 
 
 def wants_pieces(q: Tensor, v: Tensor, setting: Setting, group: int) -> bool:
-    """Whether fp32 tensors are split into pieces before they are multiplied.
+    """Whether fp32 tensors are split into pieces by a separate kernel, before the attention kernels load them.
 
-    Reading and writing a key once to split it costs about as much as reading it twice. How often a key is read depends
-    on the mask; with few queries it is read rarely, so the number of query tiles decides.
+    To split a key takes a read and a write, about as much as two reads. How often the attention kernels read a key
+    depends on the mask; an upper bound is the number of query tiles, and that decides.
     """
     if q.dtype != torch.float32 or setting.tf32 or not overrides().pieces:
         return False

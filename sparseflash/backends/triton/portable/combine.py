@@ -1,7 +1,7 @@
-"""Merges the partial results of rows and columns that were cut into chunks (see splits.py), in the order of the chunks.
+"""Merges the partial results of rows and columns that were cut into chunks (split-K, see splits.py).
 
-One program handles a few tokens of an item that was cut. Each output has one writer and one order of summation, so
-there are no atomics, and the bits are the same at every run.
+One program handles a few tokens of an item that was cut, and adds the chunks in order. Each output is written by one
+program, without atomics, so the bits are the same at every run.
 """
 
 import triton
@@ -15,14 +15,14 @@ from sparseflash.backends.triton.portable.loads import part_pointers
 from sparseflash.backends.triton.portable.softmax import decay, finite_maximum
 from sparseflash.backends.triton.schedule.work_item import CUT_FIRST_PART, CUT_ITEM, CUT_NUMBER, CUT_PARTS
 
-# Pipeline depth of the loads: waiting for each part before requesting the next would take longer than everything else.
+# Pipeline depth of the loads. Without prefetching, their latency would dominate.
 AHEAD = tl.constexpr(4)
-TOKENS_TO_COMBINE = 16  # of a program: few, because few items may be cut, each into many chunks
+TOKENS_TO_COMBINE = 16  # tokens per program: few, because there may be few cut items, each with many chunks
 
 
 @triton.jit
 def cut_item(merged_ptr, number):
-    """Of an item that was cut its number, its first part and how many parts it has."""
+    """`(number, first part, number of parts)` of an item that was cut."""
     item_ptr = merged_ptr + number * CUT_ITEM
     return tl.load(item_ptr + CUT_NUMBER), tl.load(item_ptr + CUT_FIRST_PART), tl.load(item_ptr + CUT_PARTS)
 
@@ -40,7 +40,7 @@ def combine_rows_kernel(
     DV: tl.constexpr, PADDED_DV: tl.constexpr, BLOCK_M: tl.constexpr, TOKENS: tl.constexpr, DROPOUT: tl.constexpr,
     KEEP: tl.constexpr,
 ):  # fmt: skip
-    """out and lse of TOKENS queries. A chunk without a live key has maximum -inf and sum 0."""
+    """Merges out and lse of TOKENS queries. A chunk without a live key has maximum -inf and sum 0."""
     SIZE: tl.constexpr = BLOCK_M * (PADDED_DV + 2)
     SUMS: tl.constexpr = BLOCK_M * PADDED_DV
     item, first_part, parts = cut_item(merged_ptr, tl.program_id(0) // (BLOCK_M // TOKENS))
@@ -78,7 +78,7 @@ def sum_of_parts(
     parts_ptr, token, first_part, parts, SIZE: tl.constexpr, FIRST: tl.constexpr, TOKENS: tl.constexpr,
     PADDED_DIM: tl.constexpr,
 ):  # fmt: skip
-    """The sum over the parts of their numbers from FIRST on, for TOKENS tokens: [TOKENS, PADDED_DIM]."""
+    """The sum of the parts, for TOKENS tokens: [TOKENS, PADDED_DIM]. FIRST: the offset of the numbers in a part."""
     total = tl.zeros([TOKENS, PADDED_DIM], tl.float32)
     for i in tl.range(0, parts, num_stages=AHEAD):
         at = part_pointers(parts_ptr + token * PADDED_DIM, first_part + i, SIZE, FIRST, TOKENS, PADDED_DIM)
@@ -98,7 +98,7 @@ def combine_gradients_kernel(
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK: tl.constexpr, TOKENS: tl.constexpr, DROPOUT: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of TOKENS keys, or dq of TOKENS queries."""
+    """Merges dk and dv of TOKENS keys, or dq of TOKENS queries."""
     SIZE: tl.constexpr = BLOCK * PADDED_D if y_ptr is None else BLOCK * (PADDED_D + PADDED_DV)
     item, first_part, parts = cut_item(merged_ptr, tl.program_id(0) // (BLOCK // TOKENS))
     token = tl.program_id(0) % (BLOCK // TOKENS) * TOKENS
@@ -126,7 +126,7 @@ def combine_means_kernel(
     maximum_ptr, sink_ptr, heads,  # as in forward_kernel; the first two None without a sink
     q_len, row_tiles, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """delta and the inverse sums of BLOCK_M queries. All chunks of a row have the same estimate of delta."""
+    """Merges delta and the inverse sums of BLOCK_M queries. All chunks of a row have the same estimate of delta."""
     SIZE: tl.constexpr = BLOCK_M * 3
     item, first_part, parts = cut_item(merged_ptr, tl.program_id(0))
     rows = item % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)

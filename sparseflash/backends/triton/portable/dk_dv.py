@@ -1,7 +1,7 @@
 """dK and dV: one program per tile of keys walks the live tiles of its column.
 
-Probabilities are recomputed from the scores and from what `dq.py` wrote before. Each output is written by one program,
-so there are no atomics and the bits are the same at every run.
+Probabilities are recomputed from the scores and from lse2 and delta, which `dq.py` writes. Each output is written by
+one program, without atomics, so the bits are the same at every run.
 """
 
 import triton
@@ -48,21 +48,22 @@ def dk_dv_step(
     GATHERED: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, ROWS_TMA: tl.constexpr, CHANGES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds the contribution of one tile of queries to dk (without the scale), dv, and the sums of the changes of
-    scores. Scores are [keys, queries] here.
+    """Adds the contribution of one tile of queries to dk (without the scale), dv, and the sums of score modifications.
+
+    Scores are [keys, queries] here.
     """
     rows = token_numbers(first_q, BLOCK_M)
     batch_head = batch * heads + head
     q_tile = load_tokens(q, batch, head, first_q, q_len, q_strides, D, PADDED_D, BLOCK_M, not MASKED, TMA, PRECISION)
-    # The bits of the tile mask the scores of queries past the end. Their lse2 only has to give finite exponentials,
-    # which any finite maximum does (if KEEP), and +inf, for which they are 0.
+    # The bits of the tile mask the scores of queries past the end. Their lse2 only has to give finite exponentials: any
+    # finite maximum does (if KEEP), and otherwise +inf, which makes them 0.
     lse2_row = numbers_of_rows(
         lse2, batch_head, first_q, rows, q_len, row_stride, 0.0 if KEEP else float("inf"),
         BLOCK_M, not MASKED, ROWS_TMA,
     )  # fmt: skip
     delta_row = numbers_of_rows(delta, batch_head, first_q, rows, q_len, row_stride, 0.0, BLOCK_M, not MASKED, ROWS_TMA)
-    # In full fp32 scores and dp are summed in the same order as in dq_kernel, so that dp has the same rounding errors
-    # as the delta that is subtracted from it.
+    # In full fp32, scores and dp are summed in the same order as in dq_kernel, so that dp and delta, which is
+    # subtracted from it, have the same rounding errors.
     if CHANGES is not None:
         where = At(batch, head, batch_head, first_q, first_k, q_len, k_len, live_queries)
         read = loaded(CHANGES, changes, where, BLOCK_Q, BLOCK_K, BLOCK_M, BLOCK_N, MASKED, True)
@@ -104,7 +105,7 @@ def dk_dv_step(
         "col_tiles", "row_stride",
         *WHOLE_NUMBERS,
     ],
-    # Of these few numbers are loaded at a time.
+    # Few numbers are loaded from these at a time, so their alignment does not matter.
     do_not_specialize_on_alignment=["lengths_ptr", "seed_ptr", "rows_ptr", "queries_ptr", "groups_ptr"],
 )  # fmt: skip
 def dk_dv_kernel(
@@ -120,8 +121,8 @@ def dk_dv_kernel(
     scale, qk_scale,
     kv_heads, group, q_len, k_len, col_tiles, row_stride,
     q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
-    changes, change_numbers,  # of each change of scores its tensors, and its numbers: see changes/kind.py; or None
-    n0, n1, n2, n3, n4, n5, n6, n7,  # WHOLE_NUMBERS of the changes, one change after another
+    changes, change_numbers,  # tensors and numbers of each score modification, see changes/kind.py; or None
+    n0, n1, n2, n3, n4, n5, n6, n7,  # WHOLE_NUMBERS: `Kind.whole` of all score modifications, concatenated
     learned,  # as in dq_kernel
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -129,7 +130,7 @@ def dk_dv_kernel(
     HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     ROWS_TMA: tl.constexpr, CHANGES: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of one tile of keys."""
+    """Computes dK and dV of one tile of keys."""
     SPLIT: tl.constexpr = BLOCK_Q // BLOCK_M
     tl.static_assert(GATHERED == 0 or SPLIT == 1, "a gathered tile is taken whole")
     item_ptr = work_ptr + tl.cast(tl.program_id(0), tl.int64) * group * ITEM
@@ -159,8 +160,8 @@ def dk_dv_kernel(
         if HAS_LENGTHS:
             if first_k >= k_length:
                 full, count = 0, 0
-            # A query past the length has lse2 = +inf (inverse 0 if KEEP), so the full tile that the length cuts needs
-            # no mask.
+            # A query past the length has lse2 = +inf (inverse 0 if KEEP), so a full tile that the length cuts needs no
+            # mask.
             inside, at_end, partial = cut_at_length(index_ptr, start, full, count, q_length, BLOCK_Q, BLOCK_M, GATHERED)
             full = inside + at_end
         head = kv_head * group + member

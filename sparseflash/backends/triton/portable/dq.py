@@ -1,7 +1,7 @@
-"""dQ and delta: one program per tile of queries walks the live tiles of its row. It runs before `dk_dv.py`.
+"""dQ and delta: one program per tile of queries walks the live tiles of its row. This kernel runs before `dk_dv.py`.
 
-Probabilities are recomputed from the scores and the forward's lse. Each output is written by one program, so there are
-no atomics and the bits are the same at every run.
+Probabilities are recomputed from the scores and the forward's lse. Each output is written by one program, without
+atomics, so the bits are the same at every run.
 """
 
 import triton
@@ -33,7 +33,7 @@ from sparseflash.backends.triton.schedule.work_item import ITEM
         "row_tiles", "row_stride",
         *WHOLE_NUMBERS,
     ],
-    # Of these few numbers are loaded at a time.
+    # Few numbers are loaded from these at a time, so their alignment does not matter.
     do_not_specialize_on_alignment=["lengths_ptr", "seed_ptr", "rows_ptr", "queries_ptr", "groups_ptr"],
 )  # fmt: skip
 def dq_kernel(
@@ -50,28 +50,28 @@ def dq_kernel(
     dropped, amplification,  # if DROPOUT
     scale, qk_scale, heads, group, q_len, k_len, row_tiles, row_stride,
     q_strides, k_strides, v_strides, dout_strides, out_strides, dq_strides,
-    changes, change_numbers,  # of each change of scores its tensors, and its numbers: see changes/kind.py; or None
-    n0, n1, n2, n3, n4, n5, n6, n7,  # WHOLE_NUMBERS of the changes, one change after another
+    changes, change_numbers,  # tensors and numbers of each score modification, see changes/kind.py; or None
+    n0, n1, n2, n3, n4, n5, n6, n7,  # WHOLE_NUMBERS: `Kind.whole` of all score modifications, concatenated
     sink_ptr,  # [Hq], or None; read if DELTA
-    learned,  # of each change memory for the gradients of its tensors; None if none is learned
+    learned,  # memory for the gradients of each score modification's tensors; None if no tensor is learned
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     GATHERED: tl.constexpr,  # as in the forward
     HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     DELTA: tl.constexpr, CHANGES: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one tile of queries, and lse2 and delta for dk_dv_kernel; if DELTA, only delta and the inverse sums.
+    """Computes dQ of one tile of queries, and lse2 and delta for dk_dv_kernel; if DELTA, only delta and inverse sums.
 
-    lse2 is the lse in base 2, and delta = rowsum(p * dp) - dlse. Queries without keys get +inf and 0, so that p =
-    exp2(s - inf) = 0 without a check.
+    lse2 is the lse in base 2, and delta = rowsum(p * dp) - dlse. Queries without keys have lse2 = +inf and delta = 0,
+    so that p = exp2(s - inf) = 0 without a check.
 
     If few keys have nearly all the weight, the gradient of a score is the difference of two nearly equal numbers, dp
-    and delta. In half precision rowsum(out * dout) - dlse is as good a delta as any. In fp32 its rounding would be an
-    error that a plain implementation does not have. So in fp32 a pass with DELTA comes first, and delta is the mean,
-    under the same p, of the same dp from which it will be subtracted, accumulated as its difference from rowsum(out *
-    dout); dlse is added after the subtraction. That pass also recomputes the inverse sum of the exponentials, from the
-    scores as the backward computes them, with a Kahan sum over the tiles, because its rounding error would be common to
-    all gradients of the row.
+    and delta. In half precision, delta = rowsum(out * dout) - dlse is accurate enough. In fp32 its rounding would be an
+    error that a plain implementation does not have. So in fp32 a pass with DELTA runs first. It computes delta as the
+    mean of dp under p, with p and dp computed exactly as in the passes that subtract delta from dp. The mean is
+    accumulated as the difference from rowsum(out * dout), and dlse is added after the subtraction. That pass also
+    recomputes the inverse sums of the exponentials from the backward's scores. They are Kahan sums over the tiles,
+    because their rounding error would be common to all gradients of the row.
     """
     SPLIT: tl.constexpr = BLOCK_K // BLOCK_N
     tl.static_assert(GATHERED == 0 or SPLIT == 1, "a gathered tile is taken whole")
@@ -88,7 +88,7 @@ def dq_kernel(
     rows = first_q + tl.arange(0, BLOCK_M)
     row = tl.cast(batch_head, tl.int64) * row_stride
     dlse, inverse = None, None
-    # A descriptor load blocks where it is issued, so pointer loads are issued before it and arrive meanwhile.
+    # A descriptor load blocks until it completes, so pointer loads are issued first, to overlap with it.
     dout_tile = load_tokens(
         dout_ptr, batch, head, first_q, q_len, dout_strides, DV, PADDED_DV, BLOCK_M, False, False, PRECISION,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the backward over rows does with one tile of keys: the weights once more, then the gradients."""
+"""The steps of `dq_kernel` for one tile of keys: recompute the weights, then add to the gradients."""
 
 import triton
 import triton.language as tl
@@ -20,8 +20,9 @@ def row_step(
     GATHERED: tl.constexpr, HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr,
     PRECISION: tl.constexpr, CHANGES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys in the backward over rows: `(keys, exponentials, weights, gradients of the weights, what
-    the changes of scores keep for their gradients)`.
+    """Recomputes the weights for one tile of keys: `(k_tile, exponentials, weights, gradients of the weights, kept)`.
+
+    kept: the values that score modifications keep for their gradients.
     """
     k_tile = load_tokens(
         k, place.batch, place.kv_head, first_k, k_len, k_strides, D, PADDED_D, BLOCK_N, not MASKED, TMA, PRECISION,
@@ -58,8 +59,9 @@ def dq_step(
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, CHANGES: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Adds the contribution of one tile of keys, from what `row_step` returned, to dq (without the scale) and to the
-    sums of the changes of scores: `(dq, sums)`.
+    """Adds the contribution of one tile of keys to dq (without the scale) and to the sums of score modifications.
+
+    k_tile, p, dp and kept are results of `row_step`. Returns `(dq, sums)`.
     """
     ds = score_gradients(p, dp, delta[:, None], dlse)
     if CHANGES is not None:

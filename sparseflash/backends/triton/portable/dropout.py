@@ -15,11 +15,11 @@ class DropoutArguments(NamedTuple):
     """The arguments of a kernel for dropout, by the kernel's names."""
 
     seed_ptr: Any  # int64 [1]
-    rows_ptr: Any  # where rows, queries and groups of keys stand in a whole problem: see `Dropout`; or None
-    queries_ptr: Any
+    rows_ptr: Any  # global coordinates of rows, queries and groups of keys, if this is a part of a larger problem, or
+    queries_ptr: Any  # None: see `Dropout`
     groups_ptr: Any
     dropped: Any  # out of 256 weights
-    amplification: Any  # the factor of those that are kept
+    amplification: Any  # the factor of kept weights
 
 
 @triton.jit
@@ -27,10 +27,10 @@ def kept_weights(
     dropout, row, first_q, first_k, q_len, k_len,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
-    """Bools `[TILE_M, TILE_N]`, or `[TILE_N, TILE_M]` if TRANSPOSED, of the tile at (first_q, first_k).
+    """Bools `[TILE_M, TILE_N]`, or `[TILE_N, TILE_M]` if TRANSPOSED, for the tile at (first_q, first_k).
 
-    `row` is batch element * Hq + query head. Either `first` may instead be the numbers of all tokens of a gathered tile
-    (see loads.py). A counter gives 16 bytes, which are spread over 16 keys like the words of a mask tile over 32.
+    `row` is batch element * Hq + query head. first_q and first_k may also be the numbers of all tokens of a gathered
+    tile (see loads.py). One Philox counter gives 16 bytes, one for each of 16 keys.
     """
     GROUPS: tl.constexpr = TILE_N // GROUP
     seed = tl.load(dropout.seed_ptr)

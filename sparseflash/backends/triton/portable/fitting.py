@@ -1,5 +1,5 @@
-"""The configuration of a kernel for one call: that of the table, fitted to the blocks of the mask and to what else the
-kernel does.
+"""The configuration of a kernel for one call: taken from the tables, then fitted to the mask's blocks, to lengths, to
+dropout and to score modifications.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ def config_for(
 ) -> Config:  # fmt: skip
     """The configuration to run, cut down to the mask's `block = (block_q, block_k)`, which its tiles must divide.
 
-    tuned: the one to cut down, if it is not that of the general tables.
+    tuned: a configuration to cut down instead of the table's.
     """
     entry = kernel, arithmetic, max(padded_dim, 32)
     chosen = tuned or table_for(capability, descriptors)[entry]
     if tuned is None and uses_hopper_tables(capability) and descriptors and held_and_streamed(kernel, block)[0] == 64:
         chosen = HOPPER_64.get(entry, chosen)
     block_m, block_n = min(chosen.block_m, block[0]), min(chosen.block_n, block[1])
-    if arithmetic == "fp32":  # the pieces need the registers of all the warps that share the columns
+    if arithmetic == "fp32":  # the pieces need the registers of at least four warps
         is_cut = (block_m, block_n) != chosen[:2] and padded_dim <= 128
         return chosen._replace(block_m=block_m, block_n=block_n, num_warps=4 if is_cut else chosen.num_warps)
-    # Tiles cut down by small blocks have less work for many warps. But the accumulators of the widest heads fill the
-    # registers of four warps, however few the tokens.
+    # Tiles cut down to small blocks need fewer warps. But the accumulators of the widest heads fill the registers of
+    # four warps, even for few tokens.
     fewest = 4 if padded_dim > 128 else 1
     num_warps = min(chosen.num_warps, max(fewest, block_m * block_n // _SCORES_A_WARP))
     # Four warps multiply 64 rows. If a tile of 128 rows is cut to 64, eight warps would share its columns: measured on
@@ -58,7 +58,7 @@ def tuned_for_scores(
     kernel: Kernel, capability: tuple[int, int], arithmetic: Arithmetic, padded_dim: int, changes: Collection[str],
     descriptors: bool,
 ) -> Config | None:  # fmt: skip
-    """The configuration that was tuned for these changes of scores, by their kinds, if a bias or a table is the widest.
+    """The configuration that was tuned for these kinds of score modifications, or None.
 
     >>> print(tuned_for_scores("dk_dv", (9, 0), "half", 128, {"bias", "softcap"}, True))
     64x64x4x2
@@ -76,13 +76,13 @@ def tuned_for_scores(
 
 
 def with_more_registers(config: Config, *, lengths: bool, dropout: bool, changes: bool = False) -> Config:
-    """The same with a higher register limit, if there is one, for kernels that do more than it was tuned for.
+    """Raises the register limit of a configuration, if it has one, for kernels that do more than it was tuned for.
 
     >>> print(with_more_registers(Config(64, 64, 4, 2, 128), lengths=True, dropout=False))
     64x64x4x2x168
 
-    If the mask has lengths, dq with 128 registers spills in its loop, and ptxas serialises its matrix instructions;
-    with dropout, dk_dv with 168 spills 512 bytes or more. With changed scores both happen.
+    If the mask has lengths, dq with 128 registers spills in its loop, and ptxas serialises its wgmmas. With dropout,
+    dk_dv with 168 registers spills 512 bytes or more. With score modifications both happen.
     """
     if config.registers == 128 and (lengths or dropout or changes):
         return config._replace(registers=168)
@@ -92,7 +92,7 @@ def with_more_registers(config: Config, *, lengths: bool, dropout: bool, changes
 def with_addresses(
     kernel: Kernel, config: Config, dim: int, *, arithmetic: Arithmetic, table: bool, whole: bool
 ) -> Config:  # fmt: skip
-    """The same for kernels in which every score reads a number of its own, of a bias or of a `table`.
+    """Fits a configuration to kernels that load one number per score, from a pair bias or (if `table`) from a table.
 
     >>> print(with_addresses("forward", Config(128, 64, 4, 2), 128, arithmetic="half", table=False, whole=False))
     128x64x8x2
@@ -101,12 +101,13 @@ def with_addresses(
     >>> print(with_addresses("dk_dv", Config(16, 64, 4, 2), 128, arithmetic="fp32", table=True, whole=False))
     16x64x4x2
 
-    The addresses of a tile need registers: with those of a table dq spills 960 bytes at D = 64 and 1,300 at D = 128,
-    and none so (compiled for 9.0, not timed). whole: the streamed tokens of a step must not be cut.
+    The addresses of these loads need registers. With a table and the original configuration, dq spills 960 bytes at
+    D = 64 and 1,300 at D = 128; with the result none (compiled for 9.0, not timed). whole: the streamed tokens of a
+    step must not be cut.
 
-    In fp32, dk_dv stays with four warps: eight share the columns of 64 keys, so weights of 16 queries pass through
-    shared memory in a layout of their own, at addresses that other tiles have had (see `padded_dims` for what ptxas
-    makes of that: on an H100, dv at D = 128 was off by 0.4 %).
+    In fp32, dk_dv keeps four warps. Eight warps would share the columns of 64 keys, so weights of 16 queries would pass
+    through shared memory in another layout than other tiles at the same address. ptxas miscompiles that (see
+    `padded_dims`): on an H100, dv at D = 128 was off by 0.4 %.
     """
     if dim > 64 and not (arithmetic == "fp32" and kernel == "dk_dv"):
         config = config._replace(num_warps=max(config.num_warps, 8), registers=0)
@@ -116,12 +117,13 @@ def with_addresses(
 
 
 def _fewest_warps(kernel: Kernel, block_m: int, block_n: int, dim: int) -> int:
-    """The fewest warps whose registers hold the results, the scores and, in long steps, the loaded operands.
+    """The fewest warps whose registers hold the accumulators, the scores and, in long steps, the loaded operands.
 
-    If warps share a tile too small for the matrix instructions of four warps, each loads most of the operands itself.
-    Measured on an H100 for tiles of 32 x 32: the forward at D = 64 with one warp takes 0.46 of the time of four warps,
-    dq 0.58, dk_dv with two warps 0.69. With 160 to 320 numbers per thread it takes 0.9 to 26 times as long, because of
-    spills. Almost nothing is spilled with 128 numbers per thread, or with 96 in steps of more than 32 tokens.
+    If warps share a tile too small for wgmma, which takes four warps, each warp loads most of the operands. Measured on
+    an H100 for tiles of 32 x 32, against four warps: with one warp the forward at D = 64 is 2.2 times as fast and dq
+    1.7 times; with two warps dk_dv is 1.4 times as fast. With 160 to 320 numbers per thread, kernels spill and take 0.9
+    to 26 times as long. Almost nothing is spilled with 128 numbers per thread, or with 96 in steps of more than 32
+    tokens.
     """
     _, streamed = held_and_streamed(kernel, (block_m, block_n))
     warps = -(-results_and_scores(kernel, block_m, block_n, dim) // (32 * (128 if streamed <= 32 else 96)))

@@ -1,7 +1,7 @@
-"""The forward kernel: one program per tile of queries walks the live tiles of its row, whether dense or sparse.
+"""The forward kernel, dense and sparse: one program per tile of queries walks the live tiles of its row.
 
-Online softmax in base 2 with fp32 accumulation. Full tiles come first, without any masking arithmetic, then the partial
-ones with their bits.
+Online softmax in base 2 with fp32 accumulation. Full tiles come first, without masking, then partial tiles, masked by
+their bits.
 """
 
 import triton
@@ -72,7 +72,7 @@ def write_rows(
     DV: tl.constexpr, PADDED_DV: tl.constexpr, BLOCK_M: tl.constexpr,
     HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Writes out and lse, and if KEEP maximum and inverse sum, of queries all of whose keys have been added."""
+    """Writes out and lse, and if KEEP the maximum and the inverse sum, after all keys have been added."""
     rows = first_q + tl.arange(0, BLOCK_M)
     empty = l_i == 0.0
     if HAS_LENGTHS:
@@ -97,7 +97,7 @@ def write_rows(
     at = tl.cast(batch_head, tl.int64) * q_len + rows
     tl.store(lse_ptr + at, lse, mask=rows < q_len)
     if KEEP:
-        # lse is rounded; probabilities recomputed from it would lose more digits than fp32 arithmetic does.
+        # lse is rounded, so probabilities recomputed from it would have larger errors than fp32 arithmetic makes.
         tl.store(maximum_ptr + at, maximum, mask=rows < q_len)
         tl.store(
             inverse_ptr + at,
@@ -113,7 +113,7 @@ def write_rows(
         "row_tiles",
         *WHOLE_NUMBERS,
     ],
-    # Of these few numbers are loaded at a time.
+    # Few numbers are loaded from these at a time, so their alignment does not matter.
     do_not_specialize_on_alignment=["lengths_ptr", "seed_ptr", "rows_ptr", "queries_ptr", "groups_ptr"],
 )  # fmt: skip
 def forward_kernel(
@@ -122,7 +122,7 @@ def forward_kernel(
     maximum_ptr, inverse_ptr,  # [B, Hq, Nq] contiguous, if KEEP: the maximum raw score, and the inverse sum
     work_ptr,  # [W, ITEM]: see schedule/work_item.py
     parts_ptr,  # fp32 [parts, BLOCK_M * (PADDED_DV + 2)], written: acc, m_i, l_i; None if no item is a chunk
-    index_ptr, tile_ptr, words_ptr,  # the tile lists, with one entry more than needed; the bits
+    index_ptr, tile_ptr, words_ptr,  # the tile lists, with one extra entry for prefetching; the bits
     lengths_ptr, lengths_stride,  # int32 [2, B] if HAS_LENGTHS: live queries, live keys
     seed_ptr, rows_ptr, queries_ptr, groups_ptr,  # if DROPOUT: see dropout.py; int32 [B, Hq], [Nq], [groups], or None
     dropped, amplification,  # if DROPOUT
@@ -130,17 +130,17 @@ def forward_kernel(
     one,  # 1.0, unknown to the compiler
     heads, group, q_len, k_len, row_tiles,
     q_strides, k_strides, v_strides, out_strides,  # of batch, head, token
-    changes, change_numbers,  # of each change of scores its tensors, and its numbers: see changes/kind.py; or None
-    n0, n1, n2, n3, n4, n5, n6, n7,  # WHOLE_NUMBERS of the changes, one change after another
+    changes, change_numbers,  # tensors and numbers of each score modification, see changes/kind.py; or None
+    n0, n1, n2, n3, n4, n5, n6, n7,  # WHOLE_NUMBERS: `Kind.whole` of all score modifications, concatenated
     sink_ptr,  # [Hq], or None
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,  # the tiles of the lists
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,  # the kernel's tiles, which divide them
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,  # the kernel's tiles; divisors of BLOCK_Q and BLOCK_K
     GATHERED: tl.constexpr,  # block size in tokens of a gathered tile of keys, or 0: see loads.py
     HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
     Q_IN_REGISTERS: tl.constexpr, CHANGES: tl.constexpr,
 ):  # fmt: skip
-    """out and lse of one tile of queries."""
+    """Computes out and lse of one tile of queries."""
     SPLIT: tl.constexpr = BLOCK_K // BLOCK_N
     tl.static_assert(GATHERED == 0 or SPLIT == 1, "a gathered tile is taken whole")
     item_ptr = work_ptr + tl.cast(tl.program_id(0), tl.int64) * ITEM
@@ -161,15 +161,15 @@ def forward_kernel(
 
     q_tile = load_tokens(q, batch, head, first_q, q_len, q_strides, D, PADDED_D, BLOCK_M, False, TMA, PRECISION)
     if Q_IN_REGISTERS:
-        # The compiler keeps loaded operands in shared memory and computed ones in registers; the product makes q a
-        # computed one.
+        # The compiler keeps loaded operands in shared memory and computed operands in registers. This product makes q
+        # a computed operand.
         q_tile = q_tile * tl.cast(one, q_tile.dtype)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, PADDED_DV], tl.float32)
 
-    # The block number is loaded one iteration ahead: a load whose address comes from a load in the same iteration would
-    # keep the compiler from prefetching the keys.
+    # The block number is loaded one iteration ahead. If the address of the keys came from a load in the same iteration,
+    # the compiler would not prefetch the keys.
     for i in range(0, full * SPLIT):
         first_k = tokens_of_block(next_block, i, BLOCK_K, BLOCK_N, GATHERED)
         next_block = listed_block(index_ptr, start, (i + 1) // SPLIT, BLOCK_N, GATHERED)
@@ -179,7 +179,7 @@ def forward_kernel(
             BLOCK_N, GATHERED, HAS_LENGTHS, DROPOUT, KEEP, TMA, PRECISION, CHANGES, False,
         )  # fmt: skip
 
-    if at_end + partial > 0:  # even an empty loop waits for the first loads of its pipeline
+    if at_end + partial > 0:  # even a loop without iterations would wait for the first loads of its pipeline
         next_block, next_tile = partial_block, partial_number
         if HAS_LENGTHS:
             if at_end > 0:

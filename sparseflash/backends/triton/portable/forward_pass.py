@@ -1,6 +1,6 @@
 """The forward by the portable kernels, prepared for tensors of one layout.
 
-What depends only on the layout is prepared once and shared by all plans; a pass adds the work of one plan.
+A `ForwardLayout` depends only on the layout and is shared by all plans; a `Forward` adds the work of one plan.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sparseflash.scores.change import Scores
 
 
 class ForwardLayout(Layout):
-    """A forward for any plan."""
+    """A forward for tensors of one layout, with any plan."""
 
     def __init__(
         self, setting: Setting, q: Tensor, k: Tensor, v: Tensor, scale: float, dropped: int,
@@ -46,7 +46,7 @@ class ForwardLayout(Layout):
 
 
 class Forward:
-    """Computes out and lse, and what the backward needs besides them."""
+    """Computes out and lse, and in fp32 the maxima and inverse sums for the backward."""
 
     def __init__(self, layout: ForwardLayout, plan: Plan) -> None:
         self._layout = layout
@@ -60,7 +60,7 @@ class Forward:
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, dropout: Dropout | None,
         changes: Scores | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-        """`(out, lse, kept)`; `kept` has maxima and inverse sums of the rows in fp32, and is None in half precision."""
+        """`(out, lse, kept)`. In fp32 `kept` holds the rows' maxima and inverse sums; in half precision it is None."""
         layout, kernel = self._layout, self.kernel
         out = torch.empty_like(q) if layout.out_is_as_q else empty_out(q, v)
         lse = torch.empty_like(layout.an_lse)
@@ -70,7 +70,7 @@ class Forward:
         given: dict[str, Any] = {"q": q, "k": k, "v": v, "out_ptr": out, "lse_ptr": lse}
         if kept is not None:
             given["maximum_ptr"], given["inverse_ptr"] = kept.unbind()
-        if self._is_plain:  # a shorter way for the calls that take the least time
+        if self._is_plain:  # a fast path for the shortest calls
             kernel.work.ready.wait()
             kernel.launch(given)
             return out, lse, kept
@@ -85,7 +85,7 @@ class Forward:
         return [self.kernel.launch, *([] if self._combine is None else [self._combine.launch])]
 
     def choices(self) -> list[KernelChoice]:
-        """How its kernels run."""
+        """How the kernels run, for `explain`."""
         return [self.kernel.described("forward")]
 
 
@@ -93,7 +93,7 @@ def forward(
     setting: Setting, key: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, dropped: int,
     changes: Scores | None = None,
 ) -> Forward:  # fmt: skip
-    """The forward of a plan for tensors like these. key: everything that the layout depends on, and the device."""
+    """The forward of a plan for tensors like these. key: everything that the layout depends on, with the device."""
     layout: ForwardLayout | None = layouts.get(("forward", key))
     if layout is None:
         layout = layouts.put(("forward", key), ForwardLayout(setting, q, k, v, scale, dropped, changes))

@@ -1,11 +1,11 @@
-"""Full fp32 on tensor cores that multiply bf16: every number is the sum of three pieces of 8 bits each.
+"""Full fp32 on bf16 tensor cores: every number is split into a sum of three bf16 pieces with 8 bits each.
 
-x = x1 + x2 + x3 to 24 bits, the full precision of fp32. Of the nine products of two such sums the three smallest are
-dropped, less than 2^-24 of the result, half an ulp. So six bf16 products, each exact and summed in fp32, are as good as
-one fp32 product, and on tensor cores they take a fraction of its time. (The scheme is known as bf16x6; see Henry, Tang
+x = x1 + x2 + x3 to 24 bits, the full precision of fp32. A product of two such sums has nine terms. The three smallest
+are dropped: together less than 2^-24 of the result, half an ulp. So six bf16 products, each exact and summed in fp32,
+are as good as one fp32 product, and faster on tensor cores. (The scheme is known as bf16x6; see Henry, Tang
 and Heinecke, "Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision Computations", 2019.)
 
-Tensors that are loaded many times are split once, in advance; numbers that a kernel computes, and tensors that are
+Tensors that are loaded many times are split in advance, by `pieces_kernel`. Computed numbers, and tensors that are
 loaded only once or twice, are split where they are multiplied. The pieces of an infinity sum to NaN.
 """
 
@@ -21,9 +21,9 @@ from sparseflash.backends.triton.cuda_graphs import refuse_to_record
 from sparseflash.backends.triton.launcher import Launch
 from sparseflash.blockmask.cache import bounded
 
-# How the kernels multiply, their PRECISION: tiles stored in pieces, or whole tiles that are split as they are
-# multiplied, each with or without a correction of sums for the truncation of tensor cores; or "tf32", which half
-# precision ignores.
+# Values of the kernels' PRECISION: tiles stored in pieces, or whole tiles that are split where they are multiplied,
+# each with or without a correction for the truncation of tensor cores. The other value is "tf32", for TF32 and for
+# half precision, which ignores it.
 PIECES = tl.constexpr("pieces")
 PIECES_CORRECTED = tl.constexpr("pieces, sums corrected")
 WHOLE = tl.constexpr("bf16x6")
@@ -35,7 +35,7 @@ _LARGEST = tl.constexpr(3.3895313892515355e38)  # of bf16; larger fp32 numbers w
 
 @triton.jit
 def leading_bits(x, dtype: tl.constexpr):
-    """fp32 numbers rounded to their first 8 bits. dtype: bf16, or fp32 for Triton's interpreter, which has no bf16."""
+    """Rounds fp32 numbers to 8 significant bits. dtype: bf16, or fp32 in Triton's interpreter, which lacks bf16."""
     if dtype == tl.bfloat16:
         return x.to(tl.bfloat16)
     else:
@@ -61,12 +61,12 @@ def split(x, dtype: tl.constexpr, LARGE: tl.constexpr = False):
 def six_products(x, y, PRECISION: tl.constexpr, MIRRORED: tl.constexpr, OVER_DIMS: tl.constexpr = True):
     """x y of two tiles in pieces, [X, Z] and [Z, Y], in fp32.
 
-    MIRRORED: sums in the order of the six products of y^T x^T, so that both have the same bits if the same instructions
-    sum them. OVER_DIMS: the sum is over the dims of tokens, where all terms contribute, and its truncation is
-    corrected. In a sum over tokens only few weights may contribute; nothing must be added if nothing was cut off.
+    MIRRORED: add the six products in the order of y^T x^T, so that x y and y^T x^T have the same bits if the same
+    instructions sum them. OVER_DIMS: the sum is over head dims; all terms contribute, and the truncation is corrected.
+    A sum over tokens is not corrected, because few weights may contribute and then nothing is truncated.
     """
     small = small_products(x, y, MIRRORED)
-    if PRECISION == WHOLE or PRECISION == WHOLE_CORRECTED:  # of an infinity only the first piece is a number
+    if PRECISION == WHOLE or PRECISION == WHOLE_CORRECTED:  # the second and third piece of an infinity are NaN
         small = tl.where(small == small, small, 0.0)
     if OVER_DIMS:
         return corrected(tl.dot(x[0], y[0]), x[0].shape[1], small, PRECISION)
@@ -78,10 +78,9 @@ def six_products(x, y, PRECISION: tl.constexpr, MIRRORED: tl.constexpr, OVER_DIM
 def corrected(product, LENGTH: tl.constexpr, rest, PRECISION: tl.constexpr):
     """product + rest, with the average truncation of product added back if PRECISION says so.
 
-    product: a sum of LENGTH terms by tensor cores. Those of Hopper add 16 terms at a time to the running sum and
-    truncate after each step (a model of this finds the same errors as an H100 makes), so the magnitude of a sum is too
-    small, the more so the longer it is. The correction is not applied to small whole numbers, because sums of whole
-    numbers are exact.
+    product: a sum of LENGTH terms by tensor cores. Hopper's tensor cores add 16 terms at a time to the running sum and
+    truncate after each step (a model of this has the same errors as an H100). So the magnitude of a sum is too small,
+    the more so the longer the sum. Small whole numbers are not corrected, because sums of whole numbers are exact.
     """
     if PRECISION == PIECES_CORRECTED or PRECISION == WHOLE_CORRECTED:
         is_exact = (tl.floor(product) == product) & (tl.abs(product) < _SMALL)
@@ -93,7 +92,9 @@ def corrected(product, LENGTH: tl.constexpr, rest, PRECISION: tl.constexpr):
 
 @triton.jit
 def small_products(x, y, MIRRORED: tl.constexpr):
-    """Five of the six products, the smallest first: all but that of the first pieces, which is 2^8 times as large."""
+    """The sum of five of the six products, the smallest first. The product of the first pieces, 2^8 times as large, is
+    left out.
+    """
     total = tl.dot(x[1], y[1])
     if MIRRORED:
         total = tl.dot(x[0], y[2], total)
@@ -140,8 +141,8 @@ def products(x_tile, y_tile, PRECISION: tl.constexpr, MIRRORED: tl.constexpr = F
 
 @triton.jit
 def product_of_whole(x, y, PRECISION: tl.constexpr, MIRRORED: tl.constexpr):
-    """x y, split here, because `tl.dot` sums the six products always in the same order. The interpreter, which rounds,
-    needs no pieces.
+    """x y. The tiles are split here, because Triton's own bf16x6 cannot add the six products in the MIRRORED order. The
+    interpreter multiplies in fp32 and needs no pieces.
     """
     if _SPLITTING == "ieee":
         return tl.dot(x, y, input_precision=_SPLITTING)
@@ -157,10 +158,10 @@ def halves(tile):
 
 @triton.jit
 def accumulate(a, b_tile, acc, PRECISION: tl.constexpr):
-    """acc + a b, of computed fp32 numbers a and a tile of tokens.
+    """acc + a b. a: computed fp32 numbers. b_tile: a tile of tokens.
 
-    In full fp32 the product is summed separately first: tensor cores truncate instead of rounding, always towards zero,
-    and these errors would accumulate over the tokens.
+    In full fp32 the product is summed separately and then added: tensor cores truncate towards zero, and these errors
+    would accumulate over all tokens.
     """
     if PRECISION == PIECES or PRECISION == PIECES_CORRECTED:
         return acc + six_products(split(a, b_tile[0].dtype), b_tile, PRECISION, False, False)
@@ -185,7 +186,7 @@ def pieces_kernel(
     heads, length, tiles, strides,  # of batch, head, token
     DIM: tl.constexpr, PADDED_DIM: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """The pieces of some tokens, zeros past DIM."""
+    """Writes the pieces of TOKENS tokens, with zeros past DIM."""
     batch_head, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     tokens = tile * TOKENS + tl.arange(0, TOKENS)
     dims = tl.arange(0, PADDED_DIM)
@@ -215,13 +216,13 @@ def in_pieces(x: Tensor, padded_dim: int) -> Tensor:
 
 
 def is_in_pieces(x: Tensor) -> bool:
-    """Whether `x` is a result of `in_pieces`, which alone has five dimensions."""
+    """Whether `x` is a result of `in_pieces`: only these tensors have five dimensions."""
     return x.ndim == 5
 
 
 @bounded(maxsize=512)
 def _splitting(device: torch.device, *layout: object) -> Launch:
-    """layout: everything that Triton may specialise on; see `Launch.of_all_arguments`."""
+    """The launch of `pieces_kernel`. layout: all that Triton may specialise on; see `Launch.of_all_arguments`."""
     refuse_to_record(device)  # a first launch compiles and loads code
     return Launch.of_all_arguments(pieces_kernel, device, num_warps=4, num_stages=1)
 
@@ -242,11 +243,11 @@ def precision_of(arithmetic: str, capability: tuple[int, int], *, in_pieces: boo
 
 
 PIECES_DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
-# The average share of a sum that two truncation steps cut off, in the model of tests/tensor_cores.py, for which the
-# error of sums of random terms is least. Fitted and tested on an H100 and an H200.
+# The average share of a sum that two truncation steps cut off. Fitted for the least error of sums of random terms in
+# the model of tests/tensor_cores.py, and tested on an H100 and an H200.
 _CUT_OFF = tl.constexpr(0.36 * 2.0**-24)
 _FITTED = (9, 0)
 _SMALL = tl.constexpr(16384.0)  # a sum of other numbers is rarely whole below this
-# The input_precision of sums over tokens for whole tiles: Triton splits them itself, and sums the six products starting
-# with the small ones. Its interpreter does not support bf16x6.
+# The input_precision of sums over tokens for whole tiles: Triton splits them, and adds the six products smallest first.
+# Its interpreter does not support bf16x6.
 _SPLITTING = tl.constexpr("ieee" if INTERPRETED else "bf16x6")

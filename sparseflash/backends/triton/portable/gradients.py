@@ -1,4 +1,4 @@
-"""What both kernels of the backward read and write of gradients."""
+"""Loads and stores of gradients, for both kernels of the backward."""
 
 import triton
 import triton.language as tl
@@ -10,7 +10,9 @@ from sparseflash.backends.triton.portable.loads import (
 
 @triton.jit
 def lse_gradients(pointers, inside, inverse, AXIS: tl.constexpr):
-    """The gradients of lse of a tile's queries, along the other axis of scores; 0, not NaN, of those without keys."""
+    """The gradients of lse for a tile's queries, expanded along AXIS to broadcast with scores; 0 for queries without
+    keys, even if the gradient there is NaN.
+    """
     return tl.where(inverse > 0.0, tl.expand_dims(tl.load(pointers, mask=inside, other=0.0), AXIS), 0.0)
 
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from sparseflash.backends.triton.changes.kinds import Changed
 
 FUNCTIONS: dict[Kernel, Any] = {"forward": forward_kernel, "dk_dv": dk_dv_kernel, "dq": dq_kernel}
-# Examples of arguments that only some calls have.
+# Examples of arguments that only some launches have.
 SOME_PARTS = torch.empty(16, dtype=torch.float32, device="meta")
 SOME_LENGTHS = torch.empty(2, 16, dtype=torch.int32, device="meta")
 SOME_SEED = torch.empty(1, dtype=torch.int64, device="meta")
@@ -58,10 +58,10 @@ class Bound(NamedTuple):
     launch: BoundLaunch
     work: Worklist
     choice: Choice
-    tile: int  # tokens that a program holds
+    tile: int  # tokens held per program
 
     def described(self, kernel: str) -> KernelChoice:
-        """What `explain` says of it."""
+        """How the kernel runs, for `explain`."""
         self.work.ready.wait()
         choice, config = self.choice, self.choice.config
         walked = self.work.work[..., ITEM_COUNT.value].sum(1)
@@ -86,11 +86,12 @@ class KernelLayout:
         varying: Mapping[str, Tensor], strides: Mapping[str, Tensor], *, row_stride: int | None = None,
         means: bool = False, changed: Changed | None = None, sink: Mapping[str, Tensor] | None = None,
     ) -> None:  # fmt: skip
-        """The tensors are examples on the meta device, by the names of the kernel's arguments.
+        """All tensors are examples on the meta device, by the names of the kernel's arguments.
 
-        tiles: those loaded by tiles; q, k and v first. varying: the others of a call. strides: those whose
-        strides the kernel takes. row_stride: the stride between heads of per-query numbers. means: dq_kernel with
-        DELTA. changed: how scores are changed. sink: the argument of a kernel that completes sums of exponentials.
+        tiles: tensors that are loaded by tiles; q, k and v first. varying: the other tensors of a call. strides:
+        tensors whose strides are arguments. row_stride: the stride between heads of lse2 and delta. means: dq_kernel
+        with DELTA. changed: the score modifications. sink: the argument `sink_ptr`, for a kernel that completes sums of
+        exponentials.
         """
         self.kernel, self.numbers = kernel, numbers
         self.capability, self.lengths, self.dropout = setting.capability, setting.lengths, setting.dropout
@@ -102,14 +103,14 @@ class KernelLayout:
         self._tiles, self._varying, self._strides = dict(tiles), dict(varying), dict(strides)
         self._row_stride, self._means = row_stride, means
         self._changed, self._sink = changed, dict(sink or {})
-        self._part: Part = "forward"  # what the kernel does with changes of scores
+        self._part: Part = "forward"  # which device functions of score modifications the kernel uses
         if kernel != "forward" and not means:
             self._part = "rows" if kernel == "dq" else "columns"
-        # The factors of the scores that the softmax gets, for results and in base 2: changed ones have them inside.
+        # The softmax multiplies scores by these factors, in base e and in base 2. Modified scores include the scale.
         self.softmax_scale, self.qk_scale = numbers.scale, numbers.scale * LOG2E.value
         if changed is not None and changed.are_changed:
             self.softmax_scale, self.qk_scale = 1.0, LOG2E.value
-        self._launches: dict[tuple[Tiling, bool], Launch] = {}  # not bound to work; there are few tilings
+        self._launches: dict[tuple[Tiling, bool], Launch] = {}  # not bound to work; bounded by the number of tilings
 
     def bind(self, plan: Plan) -> Bound:
         """The kernel bound to the work of a plan."""
@@ -190,7 +191,7 @@ class KernelLayout:
 
 
 def of_call(lengths: Tensor | None, dropout: Dropout | None = None) -> dict[str, Any]:
-    """The arguments that all kernels of a call get alike, by their names."""
+    """The arguments for lengths and dropout, which are the same for all kernels of a call, by name."""
     found: dict[str, Any] = {}
     if lengths is not None:
         found |= {"lengths_ptr": lengths, "lengths_stride": lengths.stride(0)}
@@ -204,7 +205,7 @@ def launch_of(
     function: Any, constants: Mapping[str, Any], numbers: Mapping[str, Any], examples: Mapping[str, Any],
     device: torch.device, described: Mapping[str, Describe], *, bound: Sequence[str], **options: Any,
 ) -> Launch:  # fmt: skip
-    """A launch without work, of a variant shared by all layouts on which Triton specialises in the same way.
+    """A launch not bound to work. Layouts that Triton specialises on in the same way share its variant.
 
     Arguments that are neither constants, numbers, examples nor bound are None.
     """
@@ -222,14 +223,14 @@ def launch_of(
 
 
 def _dtypes(x: Any) -> Any:
-    """The dtype of a tensor, or of each of several."""
+    """The dtype of a tensor, or the dtypes of a tuple of tensors; None for other values."""
     if isinstance(x, tuple):
         return tuple(map(_dtypes, x))
     return x.dtype if isinstance(x, Tensor) else None
 
 
 def _specialised(x: Any) -> Any:
-    """What Triton may specialise on in a tuple of numbers: whole ones, as strides."""
+    """The key of a tuple of numbers. Triton may specialise on integers, such as strides, but not on floats."""
     if isinstance(x, tuple):
         return tuple(map(_specialised, x))
     return float if isinstance(x, float) else x

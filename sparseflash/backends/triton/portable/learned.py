@@ -1,7 +1,7 @@
-"""How the gradients of the tensors of changes of scores are summed.
+"""Sums the gradients of the learned tensors of score modifications.
 
-Every program writes its part of a gradient to memory of its own; the parts are then summed in a fixed order. So there
-are no atomics, and the bits are the same every time.
+Every program writes its part of a gradient to its own memory, and the parts are summed in a fixed order. There are no
+atomics, so the bits are the same at every run.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 
 class Call:
-    """One call of a backward, as changes see it: memory for what the kernels write of gradients, and its sums."""
+    """One call of a backward, for `Kind.memory` and `Kind.gradients`: allocates memory for the parts, and sums them."""
 
     def __init__(
         self, numbers: Numbers, queries: Bound, keys: Bound, batch: int, device: torch.device
     ) -> None:  # fmt: skip
         self._numbers, self._queries, self._keys = numbers, queries, keys
         self._batch, self.device = batch, device
-        # After the kernels have run: lse, and the gradient of the score of a key without a value, divided by its
-        # weight, both [B, Hq, Nq].
+        # Set after the kernels have run, both [B, Hq, Nq]: lse, and the gradient of a sink's score, divided by the
+        # sink's weight.
         self.lse = self.drow = torch.empty(0)
 
     def empty_of_queries(self) -> Tensor:
@@ -42,12 +42,13 @@ class Call:
         return self._empty(len(self._keys.work.work), group, self._keys.tile)
 
     def zeros_of_programs(self, count: int) -> Tensor:
-        """So many zeros for each program of dq_kernel, fp32 `[W, count]`."""
+        """`count` zeros for each program of dq_kernel, fp32 `[W, count]`."""
         return self._empty(len(self._queries.work.work), count).zero_()
 
     def empty_of_pairs(self, dtype: torch.dtype, *, all_live: bool) -> Tensor:
-        """A number for each score, `[B, Hq, Nq, Nk]`, 0 unless the kernels write all of them."""
-        # Those of dead tiles are 0. Zeros took 0.6 of 3.9 ms of a forward and a backward (8,192 tokens, H200).
+        """A number for each score, `[B, Hq, Nq, Nk]`. all_live: the kernels write all of them."""
+        # The gradients in dead tiles must be 0. Zeroing took 0.6 of the 3.9 ms of a forward and a backward (8,192
+        # tokens, H200), so it is left out if no tile is dead.
         numbers = self._numbers
         shape = self._batch, numbers.heads, numbers.q_len, numbers.k_len
         return (torch.empty if all_live else torch.zeros)(shape, dtype=dtype, device=self.device)
@@ -84,16 +85,16 @@ class Call:
         return torch.empty(shape, dtype=torch.float32, device=self.device)
 
     def _tiles(self, kernel: Bound) -> int:
-        """The tiles of queries or of keys of one head, each of which is a work item unless it is cut."""
+        """The number of tiles of queries or of keys of one head. Each tile is a work item unless it is cut."""
         numbers = self._numbers
         return -(-(numbers.k_len if kernel is self._keys else numbers.q_len) // kernel.tile)
 
 
 class Sums:
-    """The gradients of the tensors of changes in one call."""
+    """The gradients of the score modifications' tensors in one call."""
 
     def __init__(self, changed: Changed, changes: Scores, call: Call, planned: Sequence[Any]) -> None:
-        """planned: what `Kind.planned` returned for each change."""
+        """planned: the result of `Kind.planned` for each score modification."""
         self._call = call
         self._kinds = list(zip(changed.all, changes.changes, strict=True))
         parts = [kind.memory(change, call, each) for (kind, change), each in zip(self._kinds, planned, strict=True)]
@@ -101,15 +102,15 @@ class Sums:
         self._count = len(changed.applied)
 
     def of_queries(self) -> dict[str, Any]:
-        """Further arguments of dq_kernel."""
+        """The argument `learned` of dq_kernel."""
         return memory_argument(self._rows[: self._count])
 
     def of_keys(self) -> dict[str, Any]:
-        """Further arguments of dk_dv_kernel."""
+        """The argument `learned` of dk_dv_kernel."""
         return memory_argument(self._columns[: self._count])
 
     def gradients(self, lse: Tensor, drow: Tensor) -> list[Tensor | None]:
-        """The gradient of each tensor. drow: of the score of a key without a value, divided by its weight."""
+        """The gradient of each tensor. drow: the gradient of a sink's score, divided by the sink's weight."""
         self._call.lse, self._call.drow = lse, drow
         return [
             gradient
@@ -119,12 +120,12 @@ class Sums:
 
 
 def memory_argument(parts: Sequence[tuple[Tensor, ...]]) -> dict[str, Any]:
-    """What a kernel writes of each change, as its argument, if it writes anything."""
+    """The argument `learned` of a kernel, if the kernel writes any gradients of score modifications."""
     return {"learned": tuple(parts)} if any(parts) else {}
 
 
 def in_order(changes: Scores, of_kind: Mapping[str, Tensor | None]) -> list[Tensor | None]:
-    """The gradient of each tensor of the changes: of each kind, only of the first tensor."""
+    """The gradients in the order of all tensors. Only the first tensor of each score modification has a gradient."""
     found: list[Tensor | None] = []
     for change in changes.changes:
         if tensors := change.tensors():
@@ -133,10 +134,11 @@ def in_order(changes: Scores, of_kind: Mapping[str, Tensor | None]) -> list[Tens
 
 
 def sink_gradient(logits: Tensor, lse: Tensor, drow: Tensor) -> Tensor:
-    """The gradient of the logits of sinks, `[Hq]`. drow: of the score of a key without a value, divided by its weight,
-    `[B, Hq, Nq]`.
+    """The gradient of the sinks' logits, `[Hq]`.
+
+    drow: the gradient of a sink's score, divided by the sink's weight, `[B, Hq, Nq]`.
     """
-    # A query without keys has no sink either, whatever its drow, which may be NaN as its dlse.
+    # A query without keys contributes nothing. Its drow may be NaN, if its dlse is.
     empty = lse == -torch.inf
     weights = torch.exp(logits.float()[:, None] - lse.masked_fill(empty, torch.inf))
     return (weights * drow.masked_fill(empty, 0.0)).sum((0, 2))
@@ -148,7 +150,7 @@ def _items(kernel: Bound) -> Tensor:
 
 
 def _unless_cut(kernel: Bound, programs: int) -> int | None:
-    """`programs`, of every group, unless items are cut into chunks, which only the device counts."""
+    """`programs`, or None if items are cut into chunks: only the device has the number of programs per group then."""
     return None if kernel.work.merged is not None else programs
 
 
@@ -158,8 +160,8 @@ def sums_of_groups(values: Tensor, group: Tensor, count: int, each: int | None, 
     >>> sums_of_groups(torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([1, 0, 1]), 2, None).tolist()
     [[2.0], [5.0]]
 
-    group: int64, the group of each row. each: how many rows every group has, if they have equally many and the host
-    knows. most: that none has more; without either the host waits for the device.
+    group: int64, the group of each row. each: the number of rows of every group, if it is the same for all. most: an
+    upper bound of these numbers. If both are None, the host synchronises with the device.
     """
     group, order = torch.sort(group, stable=True)
     values = values[order]
@@ -177,13 +179,13 @@ def sums_of_groups(values: Tensor, group: Tensor, count: int, each: int | None, 
 
 
 def sums_of_runs(values: Tensor, group: Tensor, count: int, most: int) -> Tensor:
-    """As `sums_of_groups`, where every group has rows, and none more than `most`, but few more than one.
+    """As `sums_of_groups`, for groups of 1 to `most` rows, most of them short.
 
     >>> sums_of_runs(torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([1, 0, 1]), 2, 2).tolist()
     [[2.0], [5.0]]
 
-    Each row gets its sum with the next ones of its group, with twice as many each time: so it takes no memory for
-    groups as long as the longest.
+    Rows are added to earlier rows of their group in steps of 1, 2, 4, ... So memory does not grow with the number of
+    groups times the longest group.
     """
     group, order = torch.sort(group, stable=True)
     values = values[order]

@@ -1,8 +1,8 @@
-"""What the kernels read and write: tiles of tokens, the bits of tiles, partial results.
+"""Loads and stores of the kernels: tiles of tokens, the bits of mask tiles, partial results.
 
-A tile of streamed tokens is either one piece of the sequence or gathered from small blocks anywhere in it. `GATHERED`
-is the size of those blocks in tokens, or 0 for one piece. The argument `first` is then the numbers of all tokens of the
-tile, [TOKENS]; otherwise it is the number of the first one, a scalar.
+A tile of streamed tokens is either contiguous in the sequence or gathered from small blocks anywhere in it. `GATHERED`
+is the size of these blocks in tokens, or 0 for a contiguous tile. The argument `first` of a gathered tile is the
+numbers of all its tokens, [TOKENS]; for a contiguous tile it is the number of the first token, a scalar.
 """
 
 import triton
@@ -22,13 +22,13 @@ def token_numbers(first, TOKENS: tl.constexpr):
 
 @triton.jit
 def along_queries(x, TRANSPOSED: tl.constexpr):
-    """One number a query, to broadcast with scores, which are `[keys, queries]` if TRANSPOSED."""
+    """Expands a number per query to broadcast with scores, which are `[keys, queries]` if TRANSPOSED."""
     return x[None, :] if TRANSPOSED else x[:, None]
 
 
 @triton.jit
 def along_keys(x, TRANSPOSED: tl.constexpr):
-    """One number a key, to broadcast with scores."""
+    """Expands a number per key to broadcast with scores."""
     return x[:, None] if TRANSPOSED else x[None, :]
 
 
@@ -64,9 +64,7 @@ def load_columns(
     COLUMN: tl.constexpr, DIM: tl.constexpr, PADDED_DIM: tl.constexpr, TOKENS: tl.constexpr, INSIDE: tl.constexpr,
     TMA: tl.constexpr,
 ):  # fmt: skip
-    """The DIM columns from COLUMN on of a tile of tokens, padded with zeros to [TOKENS, PADDED_DIM]; see
-    load_tokens.
-    """
+    """DIM columns of a tile of tokens from COLUMN on, padded with zeros to [TOKENS, PADDED_DIM]; see load_tokens."""
     if TMA:
         return x.load([batch, head, first, COLUMN]).reshape(TOKENS, PADDED_DIM)
     else:
@@ -112,8 +110,8 @@ def numbers_of_rows(
 ):  # fmt: skip
     """One number for each query in `rows`, [TOKENS]; past the end `other`, or 0 if TMA.
 
-    `x` is a descriptor of [B * Hq, Nq] if TMA, or else a pointer to [B, Hq, row_stride]. With pointers every thread
-    loads all the numbers that it needs itself, one at a time.
+    `x` is a descriptor of [B * Hq, Nq] if TMA, otherwise a pointer to [B, Hq, row_stride]. With a pointer, every thread
+    loads the numbers it needs one at a time.
     """
     if TMA:
         return x.load([batch_head, first_q]).reshape(TOKENS)
@@ -127,8 +125,8 @@ def numbers_of_rows(
 
 @triton.jit
 def part_pointers(parts_ptr, part, SIZE: tl.constexpr, FIRST: tl.constexpr, ROWS: tl.constexpr, DIMS: tl.constexpr):
-    """Pointers to [ROWS, DIMS] numbers of a partial result, in row-major order from FIRST on; a part has SIZE
-    numbers.
+    """Pointers to [ROWS, DIMS] numbers of a partial result, in row-major order. A part has SIZE numbers; FIRST is the
+    offset in the part.
     """
     at = tl.arange(0, ROWS)[:, None] * DIMS + tl.arange(0, DIMS)[None, :]
     return parts_ptr + tl.cast(part, tl.int64) * SIZE + FIRST + at
@@ -142,8 +140,8 @@ def live_scores(
 ):  # fmt: skip
     """The live scores of the TILE_M x TILE_N patch at (first_q, first_k) of a mask tile; all are live if tile is 0.
 
-    A word is loaded once for its scores, mostly 32, and expanded by shifts: loading it once per score is 3 to 6 times
-    slower.
+    A word is loaded once for all its scores (usually 32) and expanded by shifts. Loading it once per score takes 3 to 6
+    times as long.
     """
     STORED: tl.constexpr = min(BLOCK_K, 32)
     BITS: tl.constexpr = min(TILE_N, 32)

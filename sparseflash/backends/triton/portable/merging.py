@@ -30,7 +30,7 @@ def merge_launch(
     function: Any, constants: Mapping[str, Any], numbers: Mapping[str, Any], examples: Mapping[str, Any],
     device: torch.device,
 ) -> Launch:  # fmt: skip
-    """The launch of a kernel of `combine.py`, without work; it takes the partial results and the examples."""
+    """The launch of a kernel of `combine.py`, not bound to work. Calls pass the partial results and `examples`."""
     return launch_of(
         function, constants, numbers, {"parts_ptr": SOME_PARTS, **examples}, device, {}, bound=("merged_ptr",),
         num_warps=4, num_stages=2,
@@ -38,21 +38,20 @@ def merge_launch(
 
 
 def bind_merge(launch: Launch, merged: Tensor, tile: int, tokens: int = TOKENS_TO_COMBINE) -> BoundLaunch:
-    """The launch for the items `merged [cut, CUT_ITEM]`, of `tile` tokens each, with `tokens` a program."""
+    """Binds a launch to the items `merged [cut, CUT_ITEM]` of `tile` tokens each, with `tokens` tokens per program."""
     return launch.bind(len(merged) * (tile // tokens), merged_ptr=merged)
 
 
 class Combine:
-    """The kernel that merges the partial results that the chunks of another kernel wrote to a workspace."""
+    """Launches the kernel that merges partial results, which the chunks of a main kernel wrote to a workspace."""
 
     def __init__(
         self, of: Bound, layout: KernelLayout, function: Any, numbers_a_token: int, tokens: int,
         constants: Mapping[str, Any], numbers: Mapping[str, Any], examples: Mapping[str, Any],
         names: Mapping[str, str],
     ) -> None:  # fmt: skip
-        """numbers_a_token: fp32 numbers of a partial result per token. tokens: per program.
-
-        names: those of its arguments that the other kernel has under another name, with that name.
+        """numbers_a_token: fp32 numbers of a partial result per token. tokens: tokens per program. names: arguments
+        that the main kernel has under another name, as `{name here: name there}`.
         """
         if of.work.merged is None:
             raise RuntimeError("there are no chunks to merge")
@@ -62,7 +61,7 @@ class Combine:
         self.launch = bind_merge(unbound, of.work.merged, of.tile, tokens)
 
     def __call__(self, given: Mapping[str, Any]) -> None:
-        """Launches the kernel. given: the arguments of the other, among them the workspace."""
+        """Launches the kernel. given: the arguments of the main kernel, including the workspace."""
         self.launch({**given, **{name: given[theirs] for name, theirs in self._names.items()}})
 
     def workspace(self) -> Tensor:
@@ -73,9 +72,9 @@ class Combine:
 def combine_rows(
     of: Bound, layout: KernelLayout, written: Mapping[str, Tensor], sink: Mapping[str, Tensor]
 ) -> Combine | None:
-    """Merges into `written`: out and lse, in fp32 also the maximum and the inverse sum.
+    """Merges out and lse, and in fp32 the maximum and the inverse sum, into `written`.
 
-    None if no item is cut into chunks, as in the functions below.
+    Like the functions below, returns None if no item is cut into chunks.
     """
     if of.work.merged is None:
         return None
@@ -94,7 +93,7 @@ def combine_rows(
 
 
 def combine_gradients(of: Bound, layout: KernelLayout, x: Tensor, y: Tensor | None = None) -> Combine | None:
-    """Merges dq; or dk and dv."""
+    """Merges dq (`x`), or dk and dv (`x` and `y`)."""
     if of.work.merged is None:
         return None
     numbers, padded, of_keys = layout.numbers, of.choice.padded, y is not None
@@ -115,7 +114,7 @@ def combine_gradients(of: Bound, layout: KernelLayout, x: Tensor, y: Tensor | No
         names = {"x_ptr": "dk_ptr", "y_ptr": "dv_ptr"}
         if layout.lengths:  # gradients of queries without keys are 0 anyway
             examples |= {"lengths_ptr": SOME_LENGTHS, "lengths_offset": SOME_LENGTHS.stride(0)}
-            names["lengths_offset"] = "lengths_stride"  # the lengths of keys come after those of queries
+            names["lengths_offset"] = "lengths_stride"  # lengths: int32 [2, B], queries and then keys
     size = padded[0] + (padded[1] if of_keys else 0)
     return Combine(of, layout, combine_gradients_kernel, size, TOKENS_TO_COMBINE, constants, by_name, examples, names)
 

@@ -1,11 +1,11 @@
-"""What a program holds in registers and in shared memory, and how many programs run at a time."""
+"""The registers and shared memory of a program, and how many programs run at a time."""
 
 from __future__ import annotations
 
 from sparseflash.backends.triton.configs import Config, Kernel
 
-_SHARED_MEMORY = 227 * 1024  # bytes per multiprocessor of an H100 that programs may use
-_REGISTERS = 65_536  # per multiprocessor
+_SHARED_MEMORY = 227 * 1024  # bytes per SM of an H100 that programs may use
+_REGISTERS = 65_536  # per SM
 _USUAL_REGISTERS = 128  # per thread
 
 
@@ -33,10 +33,10 @@ def padded_dims(dim: int, v_dim: int, capability: tuple[int, int], itemsize: int
     >>> padded_dims(64, 16, (9, 0), itemsize=2), padded_dims(64, 16, (8, 0), itemsize=2)
     ((64, 64), (64, 16))
 
-    On Hopper both must have the same layout in shared memory, where rows are swizzled according to their width, up to
-    128 bytes (in bf16, 64 columns). If tiles of two layouts alternate at one address, ptxas 12.8, which comes with
-    Triton 3.6 and 3.7, adds to an uninitialised register, and the matrix instructions read the values from a wrong
-    address. This was seen for D = 64 with Dv = 16, where rows pass through registers.
+    On Hopper both must have the same layout in shared memory, where the swizzle depends on the width of rows, up to 128
+    bytes (64 columns in bf16). If tiles of two layouts alternate at one address, ptxas 12.8 (of Triton 3.6 and 3.7)
+    adds to an uninitialised register, and wgmma reads the values from a wrong address. This was seen for D = 64 with
+    Dv = 16, where rows pass through registers.
     """
     padded, padded_v = (max(16, 1 << (x - 1).bit_length()) for x in (dim, v_dim))
     if capability[0] == 9:
@@ -46,7 +46,7 @@ def padded_dims(dim: int, v_dim: int, capability: tuple[int, int], itemsize: int
 
 
 def resident_programs(kernel: Kernel, config: Config, padded_dim: int, itemsize: int) -> int:
-    """About how many programs a multiprocessor of an H100 runs at a time, limited by shared memory and registers.
+    """The approximate number of resident programs per SM of an H100, limited by shared memory and registers.
 
     >>> resident_programs("forward", Config(128, 64, 4, 2), 128, itemsize=2)
     2

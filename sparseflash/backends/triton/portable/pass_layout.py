@@ -1,6 +1,6 @@
-"""What the passes prepare for tensors of one layout, once for all plans: the forms in which kernels read the tensors.
+"""The base class of the forward's and the backward's layout: prepares q, k, v and dout in the form that kernels read.
 
-In full fp32 either the tensors are split into pieces first, or each tile is split as it is multiplied; see
+In full fp32 either whole tensors are split into pieces first, or each tile is split where it is multiplied; see
 `fp32_split.py`.
 """
 
@@ -25,7 +25,7 @@ from sparseflash.scores.change import Scores
 
 
 class Layout:
-    """What the forward and the backward have in common that depends on the layout of q, k and v."""
+    """Everything that depends on the layout of q, k and v, for the forward and the backward."""
 
     def __init__(
         self, setting: Setting, q: Tensor, k: Tensor, v: Tensor, scale: float, dropped: int, changes: Scores | None,
@@ -45,14 +45,14 @@ class Layout:
         self.out, self.lse = empty_out(like(q), like(v)), empty_lse(like(q))
 
     def operands(self, q: Tensor, k: Tensor, v: Tensor, *dout: Tensor) -> list[Tensor]:
-        """The tensors as the kernels read them: with aligned rows, or in pieces `[B, H, N, 3, padded]`."""
+        """The tensors in the form that kernels read: with aligned rows, or in pieces `[B, H, N, 3, padded]`."""
         if not self.pieces:
             return [readable(x) for x in (q, k, v, *dout)]
         padded, padded_v = self._padded
         return [in_pieces(q, padded), in_pieces(k, padded), *(in_pieces(x, padded_v) for x in (v, *dout))]
 
     def examples(self, q: Tensor, k: Tensor, v: Tensor, *dout: Tensor) -> list[Tensor]:
-        """What `operands` would return for such tensors, on the meta device."""
+        """The results of `operands` for tensors of these layouts, on the meta device."""
         if not self.pieces:
             return [like(x) if is_readable(x) else with_aligned_rows(like(x)) for x in (q, k, v, *dout)]
         widths = self._padded[0], self._padded[0], self._padded[1], self._padded[1]
@@ -62,5 +62,5 @@ class Layout:
         ]
 
     def are_read_as_they_are(self, *tensors: Tensor) -> bool:
-        """Whether `operands` would return such tensors unchanged."""
+        """Whether `operands` returns tensors of these layouts unchanged."""
         return not self.pieces and all(map(is_readable, tensors))

@@ -1,4 +1,4 @@
-"""What every pass of kernels over tensors of one layout does: examples, memory, and launches with their merges."""
+"""Functions that all passes of the portable kernels share: examples, memory, and launches with their merges."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from sparseflash.backends.triton.portable.launches import Bound
 from sparseflash.backends.triton.portable.merging import Combine
 from sparseflash.blockmask.cache import BoundedDict
 
-layouts = BoundedDict(256)  # by the direction and everything that they depend on
+layouts = BoundedDict(256)  # by "forward" or "backward" and everything else that a layout depends on
 
 
 def run_kernel(kernel: Bound, combine: Combine | None, given: Mapping[str, Any]) -> None:
-    """Launches a kernel, and the kernel that merges its chunks if there are any, with what they take of `given`."""
+    """Launches a kernel, then the kernel that merges its chunks, if any. given: the arguments of both, by name."""
     kernel.work.ready.wait()
     if combine is None:
         kernel.launch(given)
@@ -27,14 +27,14 @@ def run_kernel(kernel: Bound, combine: Combine | None, given: Mapping[str, Any])
 
 
 def empty_kept(q: Tensor) -> Tensor:
-    """Room for maxima and inverse sums of the rows, `[2, B, Hq, Nq]`, in fp32; empty in half precision."""
+    """An uninitialised tensor `[2, B, Hq, Nq]` for maxima and inverse sums of rows; in half precision an empty one."""
     return q.new_empty((2, *q.shape[:-1]) if q.dtype == torch.float32 else (0,))
 
 
 def one_number_of(x: Tensor, device: torch.device) -> Tensor:
-    """A one-element tensor of which `torch.empty_like` makes tensors like `x`, which is contiguous.
+    """A one-element tensor expanded to the shape of `x`, a template for `torch.empty_like`. x: contiguous.
 
-    Passing PyTorch a size and a dtype takes three times as long.
+    `torch.empty` with a size and a dtype takes three times as long.
     """
     return torch.empty(1, dtype=x.dtype, device=device).expand(x.shape)
 
@@ -45,7 +45,7 @@ def like(x: Tensor) -> Tensor:
 
 
 def empty_like(x: Tensor) -> Tensor:
-    """A tensor of the layout of `torch.empty_like(x)`, on the meta device."""
+    """A tensor with the layout of `torch.empty_like(x)`, on the meta device."""
     if torch.ops.aten.is_non_overlapping_and_dense(x):
         return like(x)
-    return torch.empty_like(like(x))  # imports sympy, 0.3 seconds or more, which else only a backward would
+    return torch.empty_like(like(x))  # imports sympy, which takes 0.3 seconds or more

@@ -1,7 +1,7 @@
 """The arithmetic of attention on one tile of scores: a step of the softmax, and a step of its gradient.
 
-Each is written once and used by every loop of every kernel, so this is the place to change how scores are used. All are
-in base 2 with fp32 accumulation. `live` says which scores are live; it is None, and costs nothing, if all are.
+All loops of all kernels use these functions. They compute in base 2 with fp32 accumulation. `live` marks the live
+scores; it is None, and costs nothing, if all are live.
 """
 
 import triton
@@ -18,12 +18,12 @@ def softmax_step(
 ):  # fmt: skip
     """Adds a tile of keys, `scores [M, N]`: `(weights, factor for the earlier sums, new m_i, new l_i)`.
 
-    m_i is the maximum of the raw scores if KEEP or CHANGED, otherwise of the scaled ones. The scale is not negative, so
-    if all scores are live the maximum may be taken before scaling.
+    m_i is the maximum of the raw scores if KEEP or CHANGED, otherwise of the scaled scores. The scale is not negative,
+    so if all scores are live the maximum may be taken before scaling.
 
-    A changed score may be -inf, even in a tile that is all live, and then has no weight. It may also be finite and as
-    low as the lowest number, and then has the weight that softmax gives it. So the maximum is subtracted before the
-    scores are multiplied by qk_scale, which is positive here: the product could turn a low finite score into -inf.
+    A modified score may be -inf, even in a full tile, and then has no weight. It may also be as low as the lowest
+    finite number, and must then have the weight that softmax gives it. Multiplying by qk_scale, which is positive here,
+    could turn a low finite score into -inf, so the maximum is subtracted first.
     """
     if CHANGED:
         if live is not None:
@@ -54,15 +54,17 @@ def softmax_step(
 
 @triton.jit
 def scaled_maximum(m_i, qk_scale):
-    """The maximum of the scaled scores, from the maximum of the raw scores. It stays finite even if a bias is the
-    lowest finite number; for rows without a live key it stays -inf.
+    """The maximum of the scaled scores, from the maximum of the raw scores.
+
+    A finite maximum stays finite, even if a bias is the lowest finite number. For rows without a live key the result is
+    -inf.
     """
     return tl.where(m_i == float("-inf"), m_i, tl.maximum(m_i * qk_scale, LOWEST))
 
 
 @triton.jit
 def finite_maximum(m_i):
-    """Without a live key so far the maximum is -inf, and -inf - -inf is NaN; 0 gives exp2(-inf) = 0."""
+    """Replaces a maximum of -inf (no live key so far) by 0: -inf - -inf would be NaN, but exp2(-inf - 0) = 0."""
     return tl.where(m_i == float("-inf"), 0.0, m_i)
 
 
@@ -103,10 +105,11 @@ def score_gradients(p, dp, delta, dlse):
 
 @triton.jit
 def exponentials(scores, maximum, qk_scale, PRECISE: tl.constexpr, PRECISION: tl.constexpr):
-    """2^(scores * qk_scale - maximum); if PRECISE, the maximum is one of raw scores, otherwise it is scaled already.
+    """The exponentials of a tile: 2^((scores - maximum) * qk_scale) if PRECISE, otherwise 2^(scores * qk_scale -
+    maximum), where the maximum is already scaled.
 
-    Scaling first takes one fused multiply-add per score. It rounds at the magnitude of the score, which does not matter
-    in half precision. In fp32 the difference is taken first, so that rounding happens at its smaller magnitude.
+    The second form takes one fused multiply-add per score. It rounds at the magnitude of the score, which does not
+    matter in half precision. In fp32 the difference is taken first, because it is smaller and its rounding error, too.
     """
     if PRECISE:
         exponent = (scores - maximum) * qk_scale
@@ -121,7 +124,7 @@ def exponentials(scores, maximum, qk_scale, PRECISE: tl.constexpr, PRECISION: tl
 @triton.jit
 def exp2_rounded(x):
     """2^x to within one ulp. The hardware's exp2 has twice that error, and is exact only for whole numbers."""
-    x = tl.maximum(x, -1024.0, propagate_nan=tl.PropagateNan.ALL)  # of -inf the fraction would be NaN
+    x = tl.maximum(x, -1024.0, propagate_nan=tl.PropagateNan.ALL)  # the fraction of -inf would be NaN
     whole = tl.floor(x + 0.5)
     fraction = x - whole  # in [-1/2, 1/2]: the Taylor series of degree 7 errs by 5e-9
     series = 1.5252733804e-05
@@ -137,7 +140,7 @@ def exp2_rounded(x):
 
 @triton.jit
 def decay(old_maximum, new_maximum, qk_scale, PRECISE: tl.constexpr):
-    """The factor that rescales sums relative to the old maximum to the new one; 0 if there was none."""
+    """The factor that rescales sums from the old maximum to the new one; 0 if the old one is -inf."""
     if PRECISE:
         first = old_maximum == float("-inf")  # -inf * 0 would be NaN
         return tl.where(first, 0.0, tl.exp2(tl.where(first, 0.0, old_maximum - new_maximum) * qk_scale))
@@ -147,7 +150,7 @@ def decay(old_maximum, new_maximum, qk_scale, PRECISE: tl.constexpr):
 
 @triton.jit
 def add_exactly(total, lost, number):
-    """Kahan summation: total + number, and the rounding error of that, which the next call subtracts."""
+    """Kahan summation: `(total + number, its rounding error)`; the next call takes the error as `lost`."""
     number -= lost
     new_total = total + number
     return new_total, (new_total - total) - number

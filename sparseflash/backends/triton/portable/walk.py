@@ -1,4 +1,4 @@
-"""Iteration over a row's list of tiles: which block comes next, and where a sequence's length ends the list.
+"""Iterates over a row's list of tiles: finds the next block, and ends the list at a sequence's length.
 
 See `loads.py` for `GATHERED` and `first`.
 """
@@ -21,7 +21,7 @@ from sparseflash.backends.triton.schedule.work_item import (
 
 
 class Place(NamedTuple):
-    """Which tile of queries a program holds."""
+    """The tile of queries that a program holds."""
 
     batch_head: Any  # batch * Hq + head
     batch: Any
@@ -41,9 +41,9 @@ def listed_block(index_ptr, start, i, TOKENS: tl.constexpr, GATHERED: tl.constex
 
 @triton.jit
 def part_of(item_ptr, parts_ptr):
-    """The number of an item among the chunks of those that are cut, from 1; 0 if it is not a chunk.
+    """The number of an item among all chunks of cut items, from 1; 0 if the item is not a chunk.
 
-    Kernels ask for `parts_ptr` as well: where it is None, code for chunks must not even be compiled.
+    Kernels also test whether `parts_ptr` is None: then the code for chunks must not be compiled.
     """
     part = 0
     if parts_ptr is not None:
@@ -53,10 +53,10 @@ def part_of(item_ptr, parts_ptr):
 
 @triton.jit
 def list_of_item(item_ptr, index_ptr, TOKENS: tl.constexpr, GATHERED: tl.constexpr):
-    """What a work item says of its list: `((start, full, count), (first full block, first partial one, its tile))`.
+    """The list of a work item: `((start, full, count), (first full block, first partial block, first partial tile))`.
 
-    The blocks are `listed_block`. Unless GATHERED, they are stored in the item itself, so that no load has to wait for
-    `start`.
+    Blocks are in the form of `listed_block`. Unless GATHERED, the first blocks are stored in the item itself, so that
+    their loads need not wait for the load of `start`.
     """
     start, full = tl.load(item_ptr + ITEM_START), tl.load(item_ptr + ITEM_FULL)
     count = tl.load(item_ptr + ITEM_COUNT)
@@ -70,7 +70,7 @@ def list_of_item(item_ptr, index_ptr, TOKENS: tl.constexpr, GATHERED: tl.constex
 
 @triton.jit
 def tokens_of_block(block, i, BLOCK: tl.constexpr, TOKENS: tl.constexpr, GATHERED: tl.constexpr):
-    """`first` of the tile of step i, in a block of BLOCK tokens that is processed in tiles of TOKENS."""
+    """The argument `first` for step i, in a block of BLOCK tokens that is processed in tiles of TOKENS."""
     if GATHERED > 0:
         return block * GATHERED + tl.arange(0, TOKENS) % GATHERED
     else:
@@ -82,9 +82,10 @@ def partial_tile(
     index_ptr, tile_ptr, cut, at_end, first_partial, step,
     TOKENS: tl.constexpr, GATHERED: tl.constexpr, HAS_LENGTHS: tl.constexpr,
 ):  # fmt: skip
-    """The block and the tile number of the partial tile at this step of the list.
+    """`(block, tile number)` of the tile at this step of the masked loop.
 
-    If a length cuts the full tile at `cut` (`at_end` is 1), that one comes before those from `first_partial` on.
+    If a sequence's length cuts a full tile (`at_end` is 1), this tile, at index `cut`, is step 0. The partial tiles
+    from index `first_partial` on follow.
     """
     at = first_partial + step - at_end
     if HAS_LENGTHS:
@@ -94,7 +95,7 @@ def partial_tile(
 
 @triton.jit
 def count_below(index_ptr, start, stop, limit, STRIDE: tl.constexpr):
-    """How many of the increasing block numbers index[start * STRIDE : stop * STRIDE : STRIDE] are below `limit`."""
+    """Counts the block numbers below `limit` in index[start * STRIDE : stop * STRIDE : STRIDE], which increases."""
     CHUNK: tl.constexpr = 128
     count = 0
     for first in range(start, stop, CHUNK):
@@ -108,11 +109,11 @@ def count_below(index_ptr, start, stop, limit, STRIDE: tl.constexpr):
 def cut_at_length(
     index_ptr, start, full, count, length, BLOCK: tl.constexpr, TOKENS: tl.constexpr, GATHERED: tl.constexpr
 ):  # fmt: skip
-    """Removes the tiles at or past a sequence's length: `(full, at_end, masked)`.
+    """Removes the tiles at or past a sequence's length: `(inside, at_end, masked)`.
 
-    A row lists `full` full tiles, then `count - full` partial ones, each of one block of BLOCK tokens, or of TOKENS
-    tokens gathered from increasing blocks. The first `full` (as returned) of the full tiles lie inside the length; if
-    `at_end` is 1, the next one is cut by it. The first `masked` of the partial tiles begin inside.
+    A row lists `full` full tiles, then `count - full` partial tiles, each of one block of BLOCK tokens, or of TOKENS
+    tokens gathered from increasing blocks. The first `inside` full tiles lie inside the length; if `at_end` is 1, the
+    length cuts the next full tile. The first `masked` partial tiles begin inside the length.
     """
     UNIT: tl.constexpr = GATHERED if GATHERED > 0 else BLOCK
     PARTS: tl.constexpr = TOKENS // GATHERED if GATHERED > 0 else 1
@@ -131,8 +132,8 @@ def row_item(
     """The work of a program over a tile of queries.
 
     Returns `(place, lists, firsts, lengths)`. lists: the start of the list, the number of full tiles, whether the
-    next one is cut by the length, the number of partial tiles, and where those start. firsts: of `list_of_item`.
-    lengths: live queries and live keys.
+    length cuts the next tile, the number of partial tiles, and their start. firsts: from `list_of_item`. lengths: live
+    queries and live keys.
     """
     item = tl.load(item_ptr + ITEM_NUMBER)
     listed, firsts = list_of_item(item_ptr, index_ptr, BLOCK_N, GATHERED)

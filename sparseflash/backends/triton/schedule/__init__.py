@@ -1,6 +1,6 @@
-"""From a mask to work: the tiles of each program, how long rows are split, and the order in which programs start.
+"""Plans the work of a mask: the tiles of each program, the chunks of long rows, and the order in which programs start.
 
-It may import `blockmask`, `limits`, `backends.problem`, and of the Triton backend `alignment`, `cuda_graphs`, `device`,
-`launcher` and `overrides`. It knows no kernels but its own, in `fused`, which make the plans of masks that are made at
-every step.
+This package may import `blockmask`, `limits`, `backends.problem`, and from the Triton backend `alignment`,
+`cuda_graphs`, `device`, `launcher` and `overrides`. It does not depend on the attention kernels. Its own kernels, in
+`fused`, plan masks that are made at every step.
 """

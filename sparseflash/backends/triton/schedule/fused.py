@@ -1,8 +1,8 @@
-"""Lists and work lists as Triton kernels, for masks that are made at every step.
+"""Triton kernels that make tile lists and work lists, for masks that are made at every step.
 
-`full_first`, `columns_of` and the work of a plan, written with PyTorch's operations, are some fifty kernel launches,
-each of which costs the host 6 to 10 us. Here the lists are one launch, over rows as over columns, and the work is two
-and a sort, with the same result.
+`full_first`, `columns_of` and the work of a plan, written with PyTorch's operations, take some fifty kernel launches,
+at 6 to 10 us of host time each. Here each list, over rows or columns, takes one launch, and the work takes two launches
+and a sort. The results are the same.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from sparseflash.backends.triton.schedule.worklists import TileLists
 from sparseflash.blockmask.cache import bounded
 
 AT_ONCE = 128  # entries of a row, or work items
-_ROWS, _COLUMNS = 128, 8  # that are searched at a time
-# Every row is searched for every column. In a longer and thinner mask most columns are in no row, and sorting the
-# entries takes less. 65,536 tokens in blocks of 128 with 64 patterns are a quarter of this. A program searches its
-# pattern's rows one chunk after the other, so that there must not be one for each query.
+_ROWS, _COLUMNS = 128, 8  # rows and columns that are searched at a time
+# `columns_full_first` searches every row for every column. In a larger and sparser mask most columns are missing in
+# most rows, and sorting the entries takes less time. 65,536 tokens in blocks of 128 with 64 patterns are a quarter of
+# the limit on pairs. A program searches its pattern's rows one chunk after another, hence the limit on rows.
 _MOST_PAIRS, _MOST_ROWS = 1 << 26, 4096
 
 
 def full_first(indptr: Tensor, index: Tensor, tile: Tensor, words: Tensor, tiling: Tiling) -> TileLists:
-    """`worklists.full_first` in one launch, with a program for each row."""
+    """`worklists.full_first` in one launch, with a program per row."""
     rows, room, device = len(indptr) - 1, len(index) + 1, index.device
     full, count = torch.empty(2, rows, dtype=torch.int32, device=device).unbind()
     listed, kinds = (torch.empty(room, dtype=torch.int32, device=device) for _ in range(2))
@@ -49,18 +49,17 @@ def full_first(indptr: Tensor, index: Tensor, tile: Tensor, words: Tensor, tilin
 
 
 def can_search(patterns: int, blocks: tuple[int, int]) -> bool:
-    """Whether `columns_full_first` is the faster way for so many patterns and block rows and columns."""
+    """Whether `columns_full_first` is faster than sorting, for these numbers of patterns, block rows and columns."""
     return blocks[0] <= _MOST_ROWS and patterns * blocks[0] * blocks[1] <= _MOST_PAIRS
 
 
 def columns_full_first(
     indptr: Tensor, index: Tensor, tile: Tensor, words: Tensor, blocks: tuple[int, int], tiling: Tiling
 ) -> TileLists:
-    """`full_first` of `csr.columns_of` in one launch, with a program for some columns of a pattern.
+    """`full_first` of `csr.columns_of` in one launch, with a program for every few columns of a pattern.
 
-    indptr, index, tile: of a mask with so many block rows and columns. Nothing is sorted: where a column stands in a
-    row, or would stand, says how many entries of that row come before it, and the sum over the rows is where its list
-    starts.
+    blocks: the numbers of block rows and columns. Nothing is sorted. A binary search finds how many entries of a row
+    come before a column, and the sum over all rows is the start of the column's list.
     """
     (rows, columns), device = blocks, index.device
     lists, room = (len(indptr) - 1) // rows * columns, len(index) + 1
@@ -77,7 +76,7 @@ def columns_full_first(
 def work_in_start_order(
     lists: TileLists, pattern: Tensor, shape: tuple[int, int, int], length: int, tile: int
 ) -> Tensor:
-    """The work of a plan, int32 `[W, group, ITEM]`; the arguments are those of `order_of_work`."""
+    """The work of a plan, int32 `[W, group, ITEM]`. For the arguments see `order_of_work`."""
     order, place = order_of_work(lists, pattern, shape, length, tile)
     items, group, device = len(order), shape[2], pattern.device
     work = torch.empty(items, group, ITEM.value, dtype=torch.int32, device=device)
@@ -91,10 +90,9 @@ def work_in_start_order(
 def order_of_work(
     lists: TileLists, pattern: Tensor, shape: tuple[int, int, int], length: int, tile: int
 ) -> tuple[Tensor, tuple[int, ...]]:
-    """The order in which the items of a plan with `pattern [B, Hq]` and `shape = (B, H, group)` start, int64 `[W]`; and
-    the arguments with which `row_of` finds their lists.
+    """The order in which the work items of a plan start, int64 `[W]`, and the arguments of `row_of` for their lists.
 
-    The tiles of the lists must be those of the mask, and none is cut.
+    pattern: `[B, Hq]`. shape: `(B, H, group)`. The lists must be in the mask's own tiles. No item is cut.
     """
     (batch, heads, group), device, held = shape, pattern.device, lists.tiling.held
     tiles, blocks = -(-length // tile), -(-length // held)
@@ -106,7 +104,7 @@ def order_of_work(
     return torch.sort(keys, stable=True, descending=True).indices, place
 
 
-# Here and below the arguments are all that differs in what Triton specialises on: see `Launch.of_all_arguments`.
+# The arguments of these functions are the key for everything that Triton specialises on: see `Launch.of_all_arguments`.
 @bounded(maxsize=32)
 def _listing(device: torch.device) -> Launch:
     return Launch.of_all_arguments(list_kernel, device, num_warps=1, num_stages=1)
@@ -127,7 +125,7 @@ def _writing(device: torch.device, group: int) -> Launch:
     return Launch.of_all_arguments(work_kernel, device, num_warps=4, num_stages=1)
 
 
-# Addresses of a mask's arrays may be any; no load here gains from one that is a multiple of 16.
+# A mask's arrays may have any address; no load here gains from alignment to 16 bytes.
 @triton.jit(
     do_not_specialize=["entries", "room", "share"],
     do_not_specialize_on_alignment=["indptr_ptr", "index_ptr", "tile_ptr", "full_ptr", "count_ptr"],
@@ -135,7 +133,7 @@ def _writing(device: torch.device, group: int) -> Launch:
 def list_kernel(
     indptr_ptr, index_ptr, tile_ptr,  # int32 [rows + 1], [entries] twice
     full_ptr, count_ptr, listed_ptr, kinds_ptr,  # int32 [rows] twice, [room] twice
-    entries, room, share,  # room = entries + 1; the part of the room that a program looks after where it is unused
+    entries, room, share,  # room = entries + 1; share: of the room, where each program fills in the unused entries
     AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Lists the tiles of one row: the full ones, then the partial ones, both in the order of the row."""
@@ -170,8 +168,11 @@ def list_kernel(
 
 @triton.jit
 def _find(indptr_ptr, index_ptr, row, stop_row, column):
-    """Of some rows, whose entries increase, and columns: the entry of each column in each row, or where it would be;
-    how many entries of the row come before; and whether the column is there. Rows from `stop_row` on have none."""
+    """Binary search for columns in rows whose entries increase. Rows from `stop_row` on count as empty.
+
+    Returns for each row and column: the index of the entry, or where it would be; the number of entries of the row
+    before it; whether the entry exists.
+    """
     is_row = row < stop_row
     start = tl.load(indptr_ptr + row, mask=is_row, other=0)
     stop = tl.load(indptr_ptr + row + 1, mask=is_row, other=0)
@@ -195,7 +196,7 @@ def _find(indptr_ptr, index_ptr, row, stop_row, column):
 def column_kernel(
     indptr_ptr, index_ptr, tile_ptr,  # int32 [P * rows + 1], [room - 1] twice
     start_ptr, full_ptr, count_ptr, listed_ptr, kinds_ptr,  # int32 [P * columns] thrice, [room] twice
-    rows, columns, room, share,  # the part of the room that a program clears where it is unused
+    rows, columns, room, share,  # share: of the room, where each program clears the unused entries
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Lists the tiles of some columns of a pattern: the full ones, then the partial ones, both by their rows."""
@@ -244,7 +245,7 @@ def row_of(
     number, member, pattern_ptr, batch_stride, head_stride, items, heads, tiles, blocks, tile, held,
     GROUP: tl.constexpr,
 ):  # fmt: skip
-    """The row of the lists that some work items walk for one member of their group; row 0 for numbers past the end."""
+    """The rows of the lists for some work items and one member of their group; row 0 for numbers past the end."""
     of_head = number // tiles
     batch, head = of_head // heads, of_head % heads * GROUP + member
     pattern = tl.load(pattern_ptr + batch * batch_stride + head * head_stride, mask=number < items, other=0)
@@ -257,11 +258,11 @@ def row_of(
     do_not_specialize_on_alignment=["pattern_ptr", "count_ptr"],
 )
 def size_kernel(
-    pattern_ptr, count_ptr, keys_ptr,  # int32 [B, Hq], [rows]; [items], int32 if EXACT and else int8
+    pattern_ptr, count_ptr, keys_ptr,  # int32 [B, Hq], [rows]; [items], int32 if EXACT, otherwise int8
     batch_stride, head_stride, items, heads, tiles, blocks, tile, held,  # heads: without the group
     EXACT: tl.constexpr, GROUP: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Writes what work items are sorted by: see launch_order.py."""
+    """Writes the sort keys of work items: see launch_order.py."""
     number = tl.program_id(0).to(tl.int64) * AT_ONCE + tl.arange(0, AT_ONCE)
     size = tl.zeros([AT_ONCE], tl.int64)
     for member in tl.static_range(GROUP):
@@ -287,7 +288,7 @@ def work_kernel(
     batch_stride, head_stride, items, heads, tiles, blocks, tile, held,  # heads: without the group
     GROUP: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Writes the work items that are at some places of the order."""
+    """Writes the work items at AT_ONCE places of the order."""
     place = tl.program_id(0).to(tl.int64) * AT_ONCE + tl.arange(0, AT_ONCE)
     here = place < items
     number = tl.load(order_ptr + place, mask=here, other=items)

@@ -1,4 +1,4 @@
-"""Lists of gathered tiles: each consists of several blocks of a row, which may lie anywhere in it."""
+"""Makes lists of gathered tiles. A gathered tile consists of several blocks from anywhere in a row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sparseflash.limits import check_count
 
 
 def gathered_keys(mask: BlockMask, streamed: int) -> TileLists:
-    """Rows of tiles of `mask.block_q x streamed` scores, each made of the row's next few blocks of keys."""
+    """The lists of rows in tiles of `mask.block_q x streamed` scores, each with the row's next few blocks of keys."""
     parts, narrow = streamed // mask.block_k, mask.block_k < bitmask.WORD
     known = bitmask.choices(mask.bits, mask.block_k)
 
@@ -32,7 +32,7 @@ def gathered_keys(mask: BlockMask, streamed: int) -> TileLists:
 
 
 def gathered_queries(mask: BlockMask, streamed: int) -> TileLists:
-    """Columns of tiles of `streamed x mask.block_k` scores, each made of the column's next few blocks of queries."""
+    """The lists of columns in tiles of `streamed x mask.block_k` scores, each with the column's next few blocks."""
     parts = streamed // mask.block_q
     known = bitmask.choices(mask.bits, mask.block_k)
     grouped = _group(*mask.columns, parts, past=mask.blocks[0], dead=len(known) - 1)
@@ -52,9 +52,9 @@ class _Grouped:
 
 
 def _group(indptr: Tensor, index: Tensor, tile: Tensor, parts: int, *, past: int, dead: int) -> _Grouped:
-    """Groups full blocks as long as there are `parts` of them; the remaining ones are grouped with the partial blocks.
+    """Groups each row's full blocks by `parts`; the remaining full blocks are grouped with the partial blocks.
 
-    Each of the two parts of a list increases, as the search for a sequence's length requires.
+    Block numbers increase among the full groups and among the others, as `walk.cut_at_length` requires.
     """
     rows = row_of_entry(indptr, len(index))
     is_full = tile == 0
@@ -63,7 +63,7 @@ def _group(indptr: Tensor, index: Tensor, tile: Tensor, parts: int, *, past: int
     full = starts.diff() // parts  # groups
     among_full = full_before[:-1] - starts[rows]
     in_full_group = is_full & (among_full < (full * parts)[rows])
-    _, order = torch.sort(rows * 2 + ~in_full_group, stable=True)  # every entry stays in its row
+    _, order = torch.sort(rows * 2 + ~in_full_group, stable=True)  # entries stay in their rows
 
     count = -(-indptr.diff() // parts)
     start = count.cumsum(0) - count
@@ -79,10 +79,7 @@ def _group(indptr: Tensor, index: Tensor, tile: Tensor, parts: int, *, past: int
 
 
 def _lists(grouped: _Grouped, joined: Callable[[Tensor], Tensor], words_each: int, tiling: Tiling) -> TileLists:
-    """The lists of grouped blocks.
-
-    `joined`: the words of tiles, [C, words], from the kinds of their blocks, [C, parts].
-    """
+    """The lists of grouped blocks. joined: makes the words of tiles [C, words] from the kinds of blocks [C, parts]."""
     partial = (grouped.kinds != 0).any(1)
     recipes, number = bitmask.deduplicate(grouped.kinds[partial].unsqueeze(-1))
     tile = torch.zeros(len(partial), dtype=torch.int32, device=partial.device)

@@ -1,9 +1,9 @@
 """The execution plan: which tiles each program of a kernel processes, and the order in which programs start.
 
-It is derived from a mask once and cached with it. A small mask that came from the host is planned there and its plan is
-copied, because the host would need longer to launch all the operations on a GPU; other masks are planned on the device.
-A dynamic mask is planned without synchronising, on a GPU by the kernels of fused.py. For any other, the host may read
-the lengths of the lists once, to cut those that are far too long (see splits.py).
+The plan is made once per mask and cached with it. A small mask that came from the host is planned on the host and the
+plan is copied, because launching the operations on a GPU would take longer. Other masks are planned on the device. A
+dynamic mask is planned without synchronisation, on a GPU by the kernels of fused.py. For other masks, the host may read
+the lengths of the lists once, to cut lists that are too long (see splits.py).
 """
 
 from __future__ import annotations
@@ -41,32 +41,32 @@ from sparseflash.blockmask.transfer import to_device
 
 T = TypeVar("T")
 
-_MOST_PLANS = 64  # per mask, or for dense attention; with more batch sizes or lengths none repeats often enough
+_MOST_PLANS = 64  # per mask, or for dense attention; a program with more shapes would not gain from the cache
 _MOST_LAUNCHES = 64  # per plan
 _MOST_ENTRIES = 2**31 - 1  # one more would be an int64 argument of the kernels
 _DEVICES = ["cuda"]  # where kernels plan dynamic masks; tests add the CPU, for the interpreter
 
 
 class MaskLists:
-    """The tile lists of a mask, over rows and columns, in its own tiling and in others; shared by all its plans."""
+    """The tile lists of a mask over rows and columns, in the mask's own tiling and in others; shared by its plans."""
 
     def __init__(
         self, make: Callable[[int], TileLists], patterns: int, tokens: tuple[int, int], *, may_wait: bool,
         reusable: bool, device: torch.device, retiling: Retiling | None = None, pattern: Tensor | None = None,
         fused: bool = False,
     ) -> None:  # fmt: skip
-        """make: returns the lists over rows (for 0) or over columns (for 1), in the tiles of the mask.
+        """make: returns the lists over rows (axis 0) or columns (axis 1) in the tiles of the mask.
 
-        fused: plan by the kernels of fused.py, which requires that nothing is cut or tiled anew.
+        fused: plan by the kernels of fused.py; then nothing can be cut into chunks or retiled.
         """
         self._make = make
         self._made: list[TileLists | None] = [None, None]
         self.retiling = retiling  # None if the mask must be run in its own tiles
         self.patterns, self.tokens = patterns, tokens
-        self.may_wait = may_wait  # whether the host may ask the device for the lengths of the lists
-        self.reusable = reusable  # whether calls outside a CUDA graph being recorded use it, too
+        self.may_wait = may_wait  # whether the host may synchronise to read the lengths of the lists
+        self.reusable = reusable  # False for a dynamic mask
         self.device = device
-        self.pattern = pattern  # the mask's pattern numbers on the host, if the lists are there
+        self.pattern = pattern  # the mask's pattern numbers on the host, if the lists are on the host
         self.fused = fused
 
     def own(self, axis: int) -> TileLists:
@@ -77,7 +77,7 @@ class MaskLists:
         return made
 
     def get(self, axis: int, tiling: Tiling | None) -> TileLists:
-        """The lists of a tiling; None for the tiles of the mask."""
+        """The lists of a tiling. tiling: None for the tiles of the mask."""
         if tiling is None or tiling == self.own(axis).tiling:
             return self.own(axis)
         if self.retiling is None:
@@ -103,12 +103,12 @@ class Plan:
         return self.lists.device
 
     def has_every_tile(self, block: tuple[int, int]) -> bool:
-        """Whether all tiles of the mask, which has such blocks, are live; False if only the device knows."""
+        """Whether all tiles of the mask, in blocks of this size, are live; False if that is not known on the host."""
         tiles = math.prod(-(-n // size) for n, size in zip(self.lists.tokens, block))
         return self.lists.reusable and self.tiles_per_head == tiles
 
     def tiling(self, axis: int, whole: Tile, gathered: Tile, cost: Cost, warps: Warps = usual_warps) -> Tiling | None:
-        """The tiling that a kernel over `axis` (0: rows, 1: columns) should walk, given the tiles that it prefers.
+        """The best tiling for a kernel over `axis` (0: rows, 1: columns), given the tiles that it prefers.
 
         None for the tiles of the mask. Counting tiles synchronises with the device, once per mask.
         """
@@ -119,17 +119,16 @@ class Plan:
         """The work over tiles of `tile` queries (axis 0) or keys (axis 1); `tile` divides what the tiling holds.
 
         Over queries an item has one list; over keys it has one for each query head of the group that shares the key
-        head. `tiling`: None for the tiles of the mask. `resident`: the number of programs that a multiprocessor runs at
-        a time.
+        head. tiling: None for the tiles of the mask. resident: the number of programs that an SM runs at a time.
         """
-        key = axis, tile, tiling, 0 if self.lists.fused else resident  # which matters where items are cut
+        key = axis, tile, tiling, 0 if self.lists.fused else resident  # `resident` decides which items are cut
         found = self._worklists.get(key)
         if found is None:
             found = self._worklists[key] = self._made(self.lists.get(axis, tiling), axis, tile, resident)
         return found
 
     def derived(self, key: Any, make: Callable[[], T]) -> T:
-        """The work in another form, with a `ReadyEvent` of its own: made once, one entry a kind."""
+        """The work in another form, with its own `ReadyEvent`; `make` is called once per key."""
         found: T | None = self._derived.get(key)
         if found is None:
             found = self._derived[key] = make()
@@ -198,7 +197,7 @@ def plan_of(problem: Problem, q_heads: tuple[int, int], kv_heads: int, tokens: t
 
 
 def _mask_lists(problem: Problem, tokens: tuple[int, int], cache: MaskCache) -> MaskLists:
-    """The lists of a mask, on the host if the mask came from there."""
+    """The lists of a mask, on the host if the mask came from the host."""
     device = problem.indices.device  # type: ignore[union-attr]
     host = cache.get("host")
     source = problem if host is None else Problem.of(host, scale=problem.scale)
@@ -207,10 +206,10 @@ def _mask_lists(problem: Problem, tokens: tuple[int, int], cache: MaskCache) -> 
         raise ValueError("all arrays of a mask must be given")
     blocks = (problem.block_q, problem.block_k)
     row_blocks, col_blocks = (-(-n // b) for n, b in zip(tokens, blocks, strict=True))
-    # The lists are put into the cache, so they must hold neither it nor the tensor that it hangs on: the cycle would
-    # keep all of them alive.
+    # The cache, an attribute of the tensor `indices`, will hold the lists. So the lists must not hold either of them:
+    # the reference cycle would keep all alive.
     indices, may_wait = indices.detach(), cache.may_wait
-    # On the device, where the kernels read them.
+    # The words on the device, not the host's copy.
     own_words = aligned_start(words if problem.words is None else problem.words)
     by_kernels = not may_wait and device.type in _DEVICES and len(indices) < _MOST_ENTRIES and runs_kernels(device)
     list_tiles = fused.full_first if by_kernels else full_first
@@ -268,7 +267,7 @@ def dense_plan(
 
 
 def _dense_lists(rows: int, cols: int, last_col: int, last_row: int, words: Tensor, tiling: Tiling) -> TileLists:
-    """Two lists serve all rows: one for the last row, all of whose tiles may be cut, and one for the others."""
+    """The lists of a dense mask: one for the last row, where the length may cut all tiles, and one for all others."""
     index = torch.arange(cols, dtype=torch.int32, device="cpu")
     tile = torch.zeros(2, cols, dtype=torch.int32, device="cpu")
     tile[0, -1] = last_col
@@ -302,7 +301,7 @@ def _items(lists: TileLists, pattern: Tensor, length: int, tile: int) -> Items:
 def _in_start_order(items: Items, lists: TileLists) -> Tensor:
     """The items as the kernels read them: int32 `[W, group, ITEM]`, in the order in which programs start."""
     start, masked = items.start.view(-1), (items.start + items.full).view(-1)
-    index = lists.index.view(len(lists.tile), -1)[:, 0]  # of a gathered tile, which has several, none is read
+    index = lists.index.view(len(lists.tile), -1)[:, 0]  # kernels do not read this block for gathered tiles
     work = WorkItem(
         number=items.number, start=items.start, full=items.full, count=items.size, part=items.part,
         full_block=index.index_select(0, start).view_as(items.start),

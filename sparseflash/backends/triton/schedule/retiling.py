@@ -1,4 +1,4 @@
-"""The lists of a mask in other tilings than its own, each made on first use, and their tile counts."""
+"""Makes the lists of a mask in other tilings, each on first use, and counts their tiles."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Retiling:
         self, indptr: Tensor, indices: Tensor, tile: Tensor, words: Tensor, pattern: Tensor, lengths: tuple[int, int],
         block: tuple[int, int],
     ) -> None:  # fmt: skip
-        self._arrays = indptr, indices, tile  # not the indices on which this is cached, or neither would be freed
+        self._arrays = indptr, indices, tile  # `indices` is detached: this is cached on the mask's own `indices`
         self._words, self._pattern = words, pattern
         self._lengths, self._block = lengths, block
         self._made: dict[Any, Any] = {}
 
     def lists(self, axis: int, tiling: Tiling) -> TileLists:
-        """The lists of that tiling, with exactly the live scores of the mask."""
+        """The lists of a tiling, with exactly the live scores of the mask."""
         made: TileLists = self._once(("lists", axis, tiling), lambda: self._lists(axis, tiling))
         return made
 
@@ -48,12 +48,12 @@ class Retiling:
         return candidates((self._block[axis], self._block[1 - axis]), whole, gathered)
 
     def held(self, axis: int) -> int:
-        """The number of tokens that all programs over this axis hold together, over all patterns."""
+        """The total number of tokens that programs over this axis hold, over all patterns."""
         patterns = (len(self._arrays[0]) - 1) // -(-self._lengths[0] // self._block[0])
         return patterns * self._lengths[axis]
 
     def count(self, axis: int, tiling: Tiling) -> int:
-        """The number of tiles of a tiling, over all patterns, computed without making them."""
+        """The number of tiles of a tiling, over all patterns, computed without making the lists."""
         counted: int = self._once(("count", axis, tiling), lambda: self._count(axis, tiling))
         return counted
 
@@ -82,7 +82,7 @@ class Retiling:
     def _mask(self) -> BlockMask:
         block_q, block_k = self._block
         bits = self._words.view(-1, block_q, bitmask.words_per_row(block_k))
-        if not bool((self._arrays[2] > 0).any()):  # the words are then one unused dead tile
+        if not bool((self._arrays[2] > 0).any()):  # no partial tile; the words are one unused dead tile
             bits = bits[:0]
         return BlockMask(*self._lengths, block_q, block_k, *self._arrays, bits, self._pattern)
 

@@ -1,11 +1,10 @@
-"""Decides which work items are cut into chunks, and makes the resulting items.
+"""Split-K: decides which work items are cut into chunks, and makes the resulting items.
 
 An item far longer than the rest (the row or column of a global token) would still be running when all others are done.
-Its list is cut into chunks of nearly equal length, each an item of its own that writes partial results to a workspace;
+Its list is cut into chunks of nearly equal length. Each chunk is an item and writes partial results to a workspace;
 `portable/combine.py` merges them in the order of the list.
 
-The cuts depend only on the rows of one (batch element, head), never on the number of those, so a row has the same bits
-alone and in any batch.
+The cuts of a row depend only on the rows of the same (batch element, head), so a row has the same bits in every batch.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ class Items(NamedTuple):
 
     number: Tensor  # of batch, head and tile of tokens; the same for the group
     start: Tensor
-    full: Tensor  # how many tiles of the list are full; these come first
-    size: Tensor  # of the list
+    full: Tensor  # number of full tiles of the list; these come first
+    size: Tensor  # number of tiles of the list
     part: Tensor  # number among all chunks of cut items, from 1; 0: not cut; the same for the group
 
 
 class Cuts(NamedTuple):
-    """The number of chunks of each item, and its totals on the host."""
+    """The number of chunks of each item, and totals on the host."""
 
     chunks: Tensor  # int64 [W]; 1: not cut
     total: int  # sum of `chunks`
@@ -38,7 +37,7 @@ class Cuts(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """The number of chunks of the items that are cut."""
+        """The total number of chunks of items that are cut."""
         return self.total - (len(self.chunks) - self.cut)
 
 
@@ -49,11 +48,12 @@ def cuts_of(
     """How items with lists of these `size [W, group]`, in tiles of `block` tokens, are cut; None if no item is.
 
     tiles: the number of consecutive items that belong to one head. held: the tokens that the program of an item holds.
-    resident: the number of programs that a multiprocessor runs at a time.
+    resident: the number of programs that an SM runs at a time. each: the number of tiles of every item, if it is the
+    same for all and known on the host. most: an upper bound of all sizes. total: the number of tiles of a head, if
+    known.
 
-    Needs numbers on the host: `each`, the tiles of every item, if they are equal and known there. Otherwise, if
-    `may_wait`, two numbers are copied from the device. That copy is skipped if `most`, an upper bound of all sizes,
-    and `total`, the tiles of a head if known, already show that nothing is cut.
+    The result needs totals on the host. Unless `each` is given, they are copied from the device if `may_wait`; else no
+    item is cut. The copy is skipped if `most` and `total` already show that no item is cut.
     """
     slots = rule.multiprocessors * resident // rule.heads
     shortest = -(-rule.shortest(held) // block)
@@ -88,8 +88,7 @@ def cut_items(items: Items, cuts: Cuts) -> tuple[Items, Tensor]:
     """The chunks of all items, in order, and the items to be merged.
 
     The lists of an item are cut as if concatenated: chunk p of n goes from `p * length // n` to `(p + 1) * length //
-    n`. Full tiles come first in each list, so a chunk is again a list (maybe an empty one) for each member of the
-    group.
+    n`. Full tiles come first in each list, so a chunk is again a list, maybe empty, for each member of the group.
 
     The second result is int32 `[cut, CUT_ITEM]`.
     """

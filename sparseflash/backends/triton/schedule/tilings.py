@@ -3,15 +3,14 @@
 Tensor cores need at least 64 rows in the tile that a program holds, and loops need at least 64 tokens per step. A mask
 of smaller blocks can be run in other tiles with the same live scores, which the bits of the tiles keep exact:
 
-- larger tiles unite blocks in both directions; dead scores between them are multiplied in vain;
+- larger tiles unite blocks in both directions; dead scores between the blocks are computed in vain;
 - gathered tiles unite blocks only over the tokens that a program holds; a step takes the next few live blocks of the
-  list, wherever they lie. No dead scores lie between those, but TMA cannot load them, so every thread loads for
-  itself.
+  list, wherever they are. No dead scores lie between these, but TMA cannot load them, so threads load with pointers.
 
-Which is best depends on where the blocks lie. In a window larger tiles are nearly as full as small ones, whereas a
-random block is live in one row only. So the tiles of each tiling are counted, and the cheapest one is used.
+The best tiling depends on the positions of the blocks. In a window, larger tiles are nearly as full as small ones,
+whereas a random block is live in one row only. So the tiles of each tiling are counted, and the cheapest is used.
 
-Scores multiplied per live one, 16384 tokens, 64 tokens held and 64 streamed, or 32 held:
+Scores computed per live score, 16,384 tokens, 64 tokens held and 64 streamed, or 32 held:
 
     mask                                   blocks of    64 x 64    gathered    gathered, 32 held
     butterfly (i ^ j is a power of two)           16       3.27        3.27                 1.82
@@ -36,10 +35,10 @@ Warps = Callable[[Tile, bool], int]  # number of warps for such tiles; the flag 
 
 
 class Tiling(NamedTuple):
-    """The tiles of a kernel's lists, in tokens: those that a program holds, and those that it streams.
+    """The tiles of a kernel's lists, in tokens: `held` by a program, and `streamed` per tile.
 
-    Kernels over rows hold queries and stream keys; the one over columns holds keys and streams queries. If `gathered`
-    is not 0, the streamed tokens of a tile come from blocks of that many tokens, which divides `streamed`.
+    Kernels over rows hold queries and stream keys; the kernel over columns holds keys and streams queries. If
+    `gathered` is not 0, the streamed tokens of a tile come from blocks of `gathered` tokens, a divisor of `streamed`.
     """
 
     held: int
@@ -50,18 +49,18 @@ class Tiling(NamedTuple):
 class Cost(NamedTuple):
     """The cost of a kernel with a tiling, in units of the products of 64 x 64 scores; see `TILE_COSTS`."""
 
-    loading: float  # of 64 streamed tokens in one piece
-    loading_gathered: float  # the same if they are gathered
+    loading: float  # of 64 contiguous streamed tokens
+    loading_gathered: float  # of 64 gathered tokens
     step: float  # of four or more warps
     program: float
     worth: float  # another tiling must cost at most this share of the mask's own
 
     def of_step(self, held: int, streamed: int, *, gathered: bool = False, warps: int | None = None) -> float:
-        """One step of a tile of `held` tokens over `streamed` ones. `warps`: None for the usual number.
+        """The cost of one step with a tile of `held` x `streamed` tokens. warps: None for the usual number.
 
         >>> round(HALF.of_step(64, 64), 2), round(HALF.of_step(64, 128), 2)
         (1.55, 2.65)
-        >>> round(16 * HALF.of_step(16, 16), 2)  # for as many scores
+        >>> round(16 * HALF.of_step(16, 16), 2)  # the same number of scores as 64 x 64
         3.2
         """
         scores = held * streamed
@@ -71,7 +70,7 @@ class Cost(NamedTuple):
         return scores / 4096 + streamed / 64 * loading + self.step * min(1.0, warps / 4)
 
     def of_tiles(self, count: int, tiling: Tiling, tile: Tile, tokens: int, warps: int | None = None) -> float:
-        """All steps, of at most `tile`, over `count` tiles of the lists, by programs that together hold `tokens`."""
+        """The cost of all steps over `count` tiles of the lists. tile: the largest step. tokens: of all programs."""
         held, streamed = step_of(tiling, tile)
         steps = count * (tiling.held // held) * (tiling.streamed // streamed)
         step = self.of_step(held, streamed, gathered=tiling.gathered > 0, warps=warps)
@@ -79,7 +78,7 @@ class Cost(NamedTuple):
 
 
 def usual_warps(tile: Tile, gathered: bool) -> int:
-    """One warp per 256 scores."""
+    """The usual number of warps: one per 256 scores."""
     return tile[0] * tile[1] // 256
 
 
@@ -109,8 +108,8 @@ def candidates(block: Tile, whole: Tile, gathered: Tile) -> list[Tiling]:
     32 64 16
     64 64 16
 
-    `whole`: the tile that the kernel prefers; `gathered`: the same if it gathers. Blocks are united up to those sizes,
-    or to 64, and no further: a mask of large blocks has only its own tiling.
+    whole: the tile that the kernel prefers. gathered: the tile that it prefers if it gathers. Blocks are united up to
+    these sizes, or to 64, so a mask of large blocks has only its own tiling.
     """
     held, streamed = block
     found = [Tiling(held, streamed)]
@@ -121,7 +120,7 @@ def candidates(block: Tile, whole: Tile, gathered: Tile) -> list[Tiling]:
 
 
 def _united(own: int, most: int, *sizes: int) -> list[int]:
-    """Those of the sizes, and of `most`, that are above `own` and at most `most`; `own` if there are none."""
+    """The sizes, including `most`, that are larger than `own` and at most `most`; `[own]` if none is."""
     return sorted({size for size in (*sizes, most) if own < size <= most}) or [own]
 
 
@@ -129,10 +128,10 @@ def choose(
     tilings: Sequence[Tiling], count: Callable[[Tiling], int], tokens: int, whole: Tile, gathered: Tile, cost: Cost,
     warps: Warps,
 ) -> Tiling:  # fmt: skip
-    """The cheapest tiling; the first, which is the mask's own, unless another is cheaper by enough.
+    """The cheapest tiling; the mask's own, which is the first, unless another is sufficiently cheaper.
 
-    `count`: the number of tiles in all lists of a tiling, which together hold `tokens` tokens. `whole` and `gathered`
-    as in `candidates`.
+    count: the number of tiles in all lists of a tiling. tokens: held by all programs together. whole, gathered: as in
+    `candidates`.
     """
     prices = []
     for tiling in tilings:

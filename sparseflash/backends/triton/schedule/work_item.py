@@ -1,4 +1,4 @@
-"""A work item: what a program is to do, as int32 numbers side by side, and where kernels find each of them."""
+"""The layout of a work item, the int32 numbers that define the work of one program, and the index of each number."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ import triton.language as tl
 class WorkItem(NamedTuple):
     """The numbers of an item of the portable kernels, in the order in which they are stored.
 
-    The first blocks are stored here because a program that looked them up in the lists would wait for memory once more
-    before it could load any keys.
+    The first blocks of the list are stored here to save a program one dependent load before its first load of keys.
     """
 
     number: Any  # of batch, head and tile of tokens
-    start: Any  # of its list, as the next two: see `TileLists`
+    start: Any  # start, full and count of its list: see `TileLists`
     full: Any
     count: Any
     full_block: Any  # of the first full tile of the list
     partial_block: Any  # of the first partial tile
-    partial_tile: Any  # the number of the bits of that tile
+    partial_tile: Any  # the number of its bits
     part: Any  # number among all chunks of items that are cut, from 1; 0: not cut
 
 
@@ -29,12 +28,12 @@ class CutItem(NamedTuple):
 
     number: Any  # of the item
     first_part: Any  # index of its first chunk among all chunks of items that are cut, from 0
-    parts: Any  # how many chunks it has
-    unused: Any  # so that it has 16 bytes
+    parts: Any  # number of its chunks
+    unused: Any  # padding to 16 bytes
 
 
 def place(item: type[NamedTuple], field: str) -> tl.constexpr:
-    """Where kernels find a number of an item.
+    """The index of a field in an item.
 
     >>> place(WorkItem, "start").value
     1

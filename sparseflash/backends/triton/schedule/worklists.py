@@ -1,4 +1,4 @@
-"""The lists of tiles that the kernels walk, one for every row or column of tiles, and the items that point to them."""
+"""The lists of tiles that the kernels walk, one per row or column of tiles, and the work items that refer to them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from sparseflash.limits import check_count
 class TileLists:
     """The tile list of every row (or column): row r has the tiles `start[r] : start[r] + count[r]`.
 
-    The first `full[r]` of them are full. Tile t lies at block `index[t]`, and `tile[t]` is 0 or the number of its bits
-    in `words`. If tiles are gathered from G blocks each, these are `index[t * G : (t + 1) * G]`; the last tile of a row
-    is padded with a block number past the end. Each of the two parts of a list increases. There is one tile more than
-    needed, because the kernels read one ahead. Rows may share a list.
+    The first `full[r]` of them are full. Tile t is at block `index[t]`; `tile[t]` is the number of its bits in `words`,
+    or 0 for a full tile. If tiles are gathered from G blocks each, their blocks are `index[t * G : (t + 1) * G]`, and
+    the last tile of a row is padded with a block number past the end. Block numbers increase among the full tiles and
+    among the partial tiles. The arrays have one extra tile at the end, because the kernels prefetch one tile ahead.
+    Rows may share a list.
     """
 
     start: Tensor  # int32 [P * M]
@@ -29,7 +30,7 @@ class TileLists:
     count: Tensor  # int32 [P * M]
     index: Tensor  # int32 [(tiles + 1) * G], G = 1 if nothing is gathered
     tile: Tensor  # int32 [tiles + 1]
-    words: Tensor  # int32, the concatenated bits of the partial tiles, as `BlockMask.words`
+    words: Tensor  # int32, the concatenated bits of the partial tiles, as in `BlockMask.words`
     tiling: Tiling
     each: int | None = None  # every count, if they are equal and known on the host
     ready: ReadyEvent = field(init=False, repr=False, compare=False)
@@ -39,10 +40,10 @@ class TileLists:
         object.__setattr__(self, "ready", ready)
 
     def to(self, device: torch.device) -> TileLists:
-        """The same lists on another device; themselves if already there."""
+        """These lists on another device; `self` if they are there already."""
         if self.index.device == device:
             return self
-        words = self.words.to(device)  # those of the mask are already there
+        words = self.words.to(device)  # no copy if they are the mask's own words
         start, full, count, index, tile = to_device(
             (self.start, self.full, self.count, self.index, self.tile), device
         )  # fmt: skip
@@ -51,7 +52,7 @@ class TileLists:
 
 @dataclass(frozen=True)
 class Worklist:
-    """The work of a kernel over rows or columns: its items, and the lists that they point into."""
+    """The work of a kernel over rows or columns: its work items, and the lists that they refer to."""
 
     work: Tensor  # int32 [W, group, ITEM], see work_item.py; other kernels may read other items
     index: Tensor
@@ -66,11 +67,11 @@ class Worklist:
         object.__setattr__(self, "ready", ready)
 
     def to(self, device: torch.device) -> Worklist:
-        """The same on another device; itself if already there."""
+        """This work on another device; `self` if it is there already."""
         if self.work.device == device:
             return self
         arrays = [self.work, self.index, self.tile, *([] if self.merged is None else [self.merged])]
-        words = [] if self.words.device == device else [self.words]  # those of the mask may already be there
+        words = [] if self.words.device == device else [self.words]  # the mask's own words are on its device
         work, index, tile, *rest = to_device((*arrays, *words), device)
         moved = rest.pop() if words else self.words
         return replace(self, work=work, index=index, tile=tile, words=moved, merged=rest[0] if rest else None)
@@ -82,9 +83,9 @@ def check_number_of_items(batch: int, heads: int, tiles: int) -> None:
 
 
 def full_first(indptr: Tensor, index: Tensor, tile: Tensor, words: Tensor, tiling: Tiling) -> TileLists:
-    """The lists of compressed sparse rows, in the order of each row but with full tiles before partial ones.
+    """The lists of compressed sparse rows. Each row keeps its order, but full tiles come before partial tiles.
 
-    Entries that belong to no row, the unused capacity of a dynamic mask, stay where they are.
+    Entries past the last row, the unused capacity of a dynamic mask, are not moved.
     """
     partial = tile > 0
     part = torch.add(partial, row_of_entry(indptr, len(index)), alpha=2).clamp_(max=2 * (len(indptr) - 1))
