@@ -62,7 +62,7 @@ def cut_kernel(
     items, programs, far, worth, worth_alike, parts, shortest, room, least,  # from `far` to `shortest`: see `cuts.Rule`
     AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Cuts items into parts, and writes the keys by which they are sorted. Runs as one program."""
+    """Cuts items into parts, and writes their sort keys. Runs as one program."""
     lane = tl.arange(0, AT_ONCE)
     total, most = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
     for first in range(0, items, AT_ONCE):

@@ -1,4 +1,4 @@
-"""Tensor descriptors, by which the copy engine reads and writes tensors."""
+"""Tensor descriptors of the copy engine."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ from sparseflash.backends.triton.portable.softmax import LN2, LOG2E, LOWEST
 
 NO_SCALE = gl.constexpr(2e-30)  # in units of log2(e); a scale of 0 arrives as less, see `configs.SMALLEST_SCALE`
 RECORD = gl.constexpr(16)  # numbers of an item that the loader passes to the warpgroups
-# More than the one or two buffers of queries: those of an item that ends are freed before its record is read for the
+# More than the one or two buffers of queries: an item's queries are freed before its record is read for the
 # last time.
 RECORDS = gl.constexpr(4)
 ROWS = gl.constexpr(configs.ROWS)  # of a warpgroup
