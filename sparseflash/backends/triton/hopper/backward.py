@@ -592,7 +592,7 @@ def consumer(
             # From registers: one buffer of dq is too small for dk at D=128, and the senders use both.
             key = gl.cast(gl.arange(0, KEYS, layout=gl.SliceLayout(1, KV)), gl.int64)
             column = gl.cast(gl.arange(0, D, layout=gl.SliceLayout(0, KV)), gl.int64)
-            before = gl.cast(part - 1, gl.int64) * (2 * KEYS)  # dk, then dv, as `combine_gradients_kernel` wants it
+            before = gl.cast(part - 1, gl.int64) * (2 * KEYS)  # dk, then dv, as in `combine_gradients_kernel`
             gl.store(parts_ptr + ((key + before)[:, None] * D + column[None, :]), dk)
             gl.store(parts_ptr + ((key + (before + KEYS))[:, None] * D + column[None, :]), dv)
         else:
@@ -614,15 +614,15 @@ def consumer(
 )  # fmt: skip
 def backward_kernel(
     q_desc, k_desc, v_desc, dout_desc,  # [B, Hq, Nq, .], [B, Hkv, Nk, .], [B, Hkv, Nk, .], [B, Hq, Nq, .] in boxes of
-    # [1, 1, ROWS or KEYS, D]: what is past the ends of a tensor is read as zeros and not written
+    # [1, 1, ROWS or KEYS, D]: reads past the ends of a tensor give zeros, writes there are dropped
     rows_desc,  # fp32 [B * Hq * tiles * steps * 2, ROWS] in boxes of [2, ROWS]: see rows.py
     acc_desc,  # fp32 [chains * TILE_ROWS * D // WIDTH, WIDTH] in boxes of ROWS * D each, see `in_thread_order`
     dk_desc, dv_desc,  # as k and v, written
     start_ptr, work_ptr, entry_ptr, words_ptr,  # int32 [programs + 1], [items, ITEM], [entries, ENTRY], bits
     counter_ptr,  # int32 [chains * TILE_ROWS // ROWS], zeros
-    parts_ptr,  # fp32 [parts, 2 * KEYS * D], written: dk without `scale` and dv of parts; None if no item is one
+    parts_ptr,  # fp32 [parts, 2 * KEYS * D], written: dk without `scale` and dv of parts; None without parts
     lengths_ptr, lengths_stride,  # int32 [2, B], of queries and of keys, or None
-    qk_scale, scale,  # positive, the first in units of log2(e), of scores in the units of scores.py
+    qk_scale, scale,  # positive; scores in the units of scores.py times qk_scale are exponents of 2
     heads, kv_heads, row_tiles,
     cap_scale, inverse_unit, slopes_ptr,  # as in the forward
     # Zeros, written where an item has entries of a head; or None. Items are in the order of the list if some are parts,
@@ -630,7 +630,7 @@ def backward_kernel(
     dslopes_ptr,  # fp32 [items, heads // kv_heads, KEYS]
     offset,  # keys minus queries of a sequence
     entries_ptr, until_ptr,  # of a table, as in the forward; q_len: of a sequence
-    buckets_ptr,  # int32 [C] of `entries_kernel`, if the table gets a gradient, or None
+    buckets_ptr,  # int32 [C] of `entries_kernel`, if the table has a gradient, or None
     dtable_ptr,  # fp32 [items, heads // kv_heads, table_size, TABLE_SUMS], as dslopes_ptr, but added to
     table_size, q_len,
     biases_ptr,  # fp32 [rows, Nk in whole tiles] of `biases_kernel`, or None; then as in the forward

@@ -72,7 +72,7 @@ LEAST = 25
 class BackwardItem(NamedTuple):
     """The numbers of an item, in the order in which they are stored."""
 
-    number: Any  # of batch and head of keys
+    number: Any  # of batch element and KV head
     first_key: Any
     first_entry: Any
     count: Any  # of its entries

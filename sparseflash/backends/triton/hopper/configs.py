@@ -84,7 +84,7 @@ class BackwardConfig(NamedTuple):
     rows: int  # queries of a step
     q_stages: int  # of queries, rows * dim numbers each
     dout_stages: int
-    registers: int = 24  # a thread of the warps that load and send; the warpgroups get what is left
+    registers: int = 24  # a thread of the warps that load and send; the rest goes to the warpgroups
     start_registers: int = 168
 
     def with_pairs(self) -> BackwardConfig:

@@ -23,7 +23,7 @@ COUNT_BITS = tl.constexpr(24)
 _MASK = tl.constexpr((1 << 24) - 1)
 _LARGEST = tl.constexpr(1 << 31)  # larger than the cost of any item
 _NUMBER_SHIFT = tl.constexpr(24 + 31)  # of a program's number, where it stands before load and items
-_NEVER = tl.constexpr((1 << 63) - 1)  # comes last
+_NEVER = tl.constexpr((1 << 63) - 1)  # sorts last
 
 
 @triton.jit(

@@ -529,7 +529,7 @@ def consumer(
     )
     WORDS: gl.constexpr = gl.SliceLayout(2, BITS)
     BLOCK_M: gl.constexpr = GROUPS * ROWS
-    PART_SIZE: gl.constexpr = BLOCK_M * (PADDED_DV + 2)  # as `combine_rows_kernel` wants it
+    PART_SIZE: gl.constexpr = BLOCK_M * (PADDED_DV + 2)  # as in `combine_rows_kernel`
     # IN_TURNS: at D = 64 the exponentials take as long as the products. Left alone, both warpgroups compute
     # exponentials at the same time, and then both multiply. So they start their softmaxes by turns, which keeps them
     # apart. If each also waits for the end of the other's exponentials, the forward takes 1.11 times as long.
@@ -856,16 +856,17 @@ def bias_buffers(bias_desc, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
 )  # fmt: skip
 def forward_kernel(
     q_desc, k_desc, v_desc, o_desc,  # [B, Hq, Nq, .], [B, Hkv, Nk, .], [B, Hkv, Nk, .], [B, Hq, Nq, .] in boxes of
+    # [1, 1, ROWS or BLOCK_N, D, DV or OUT]: reads past the ends of a tensor give zeros, writes there are dropped.
     # The same tensors in boxes of D_REST and DV_REST channels, or None.
     q_rest_desc, k_rest_desc, v_rest_desc, o_rest_desc,
     lse_ptr,  # fp32 [B, Hq, Nq] contiguous
-    # fp32 [parts, GROUPS * ROWS * (PADDED_DV + 2)], written: acc, m_i, l_i of chunks; None if no item is one
+    # fp32 [parts, GROUPS * ROWS * (PADDED_DV + 2)], written: acc, m_i, l_i of chunks; None without chunks
     parts_ptr,
     work_ptr,  # int32 [items, ITEM]: see plan.py
     index_ptr, tile_ptr, words_ptr,  # the tile lists, one more entry than needed, and the bits: see worklists.py
     lengths_ptr, lengths_stride,  # int32 [2, B], of queries and of keys, or None
     counter_ptr,  # int32 [1], zero before and after the launch
-    qk_scale,  # positive; in units of log2(e), of scores in the units of scores.py
+    qk_scale,  # positive; scores in the units of scores.py times qk_scale are exponents of 2
     items, heads, group, q_len, k_len, row_tiles,
     cap_scale, inverse_unit,  # scale over the unit of scores, if CHANGES has CAPPED or for pairs; 1 over that unit
     slopes_ptr, sink_ptr,  # [Hq], or None

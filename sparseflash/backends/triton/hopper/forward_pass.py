@@ -173,7 +173,7 @@ class Forward:
         self.plan.ready.wait()
         counts = self.plan.work[:, ITEM_COUNT.value]
         config = self.layout.config
-        warps = 8 + config.streams  # those that multiply and those that load
+        warps = 8 + config.streams  # warps that multiply, and warps that load
         return [
             described_choice(
                 "forward",

@@ -1,4 +1,4 @@
-"""What differs between the versions of Triton's Gluon that the kernels run with, and nothing else."""
+"""The differences between the versions of Triton's Gluon that the kernels run with, and nothing else."""
 
 from __future__ import annotations
 

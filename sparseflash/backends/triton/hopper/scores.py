@@ -25,7 +25,7 @@ from sparseflash.backends.triton.portable.softmax import LN2
 # The steepest slope for two parts, in powers of 2 a token. Over 128 tokens the rounding of a part is 2^-13.
 STEEPEST = gl.constexpr(16.0)
 TABLE_SUMS = gl.constexpr(64)  # partial sums of a bucket, one a thread: eight threads of each warp
-LARGEST_FINITE = gl.constexpr(3.4e38)  # finite numbers of fp32 are no larger
+LARGEST_FINITE = gl.constexpr(3.4e38)  # about the largest finite number of fp32
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""What the kernels for Hopper can do, in words that tell a caller why they cannot."""
+"""Which calls the Hopper kernels serve, and the reasons given to callers where they do not."""
 
 from __future__ import annotations
 

@@ -257,9 +257,9 @@ def wide_backward_kernel(
     dk_ptr, dv_ptr, dk_strides, dv_strides,  # as k and v, written
     start_ptr, work_ptr, entry_ptr, words_ptr,  # as in `backward_kernel`
     counter_ptr,  # int32 [chains * TILE_ROWS // ROWS * CHUNKS], zeros
-    parts_ptr,  # fp32 [parts, KEYS * (D + DV)], written: dk without `scale` and dv of parts; None if no item is one
+    parts_ptr,  # fp32 [parts, KEYS * (D + DV)], written: dk without `scale` and dv of parts; None without parts
     lengths_ptr, lengths_stride,  # int32 [2, B], of queries and of keys, or None
-    qk_scale, scale,  # positive, the first in units of log2(e)
+    qk_scale, scale,  # positive, as in `backward_kernel`
     heads, kv_heads, row_tiles, k_len,
     D: gl.constexpr, DV: gl.constexpr, DIM: gl.constexpr, V_DIM: gl.constexpr,  # of tiles; of the tensors
     Q_STAGES: gl.constexpr, CHUNKS: gl.constexpr, REGISTERS: gl.constexpr,

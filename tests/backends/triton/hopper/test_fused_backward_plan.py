@@ -101,7 +101,7 @@ def test_a_mask_made_at_every_step_is_planned_without_waiting(data, batch, kv_he
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3), (4, 1)])
 def test_few_popular_columns_are_cut_alike(heads, kv_heads):
-    """By the default rule: two of many columns, then all; their lists are longer than the entries compared at a time."""
+    """By the default rule: two of many columns, then all. Lists have more entries than are compared at a time."""
     rows = torch.arange(3 * AT_ONCE + 8)
     layout = (rows[:, None] - rows).abs() <= 1
     layout[:, (0, 33)] = True
