@@ -1,7 +1,7 @@
-"""Kernels for Hopper GPUs (sm_90) in Gluon, behind the same masks as the portable ones.
+"""Gluon kernels for Hopper GPUs (sm_90). They take the same masks as the portable kernels.
 
-May import `schedule`, `changes`, of `backends/triton` `alignment`, `family` and `launcher`, of the `portable` kernels
-what merges chunks, shares launches, splits fp32 numbers and sums gradients, and the constants of `softmax`,
-`registration`, `saved`, `dropout`, `limits`, `scores.change`, and `bitmask`, `cache`, `streams` and `transfer` of the
-masks.
+May import `schedule` and `changes`; of `backends/triton` `alignment`, `family` and `launcher`; of the `portable`
+kernels the modules that merge chunks, share launches, split fp32 numbers and sum gradients, and the constants of
+`softmax`; `registration`, `saved`, `dropout`, `limits` and `scores.change`; and `bitmask`, `cache`, `streams` and
+`transfer` of the masks.
 """

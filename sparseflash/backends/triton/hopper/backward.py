@@ -1,35 +1,35 @@
-"""The backward kernel for Hopper (sm_90): one pass over the keys, five products a step, and dq added in a fixed order.
+"""The backward kernel for Hopper (sm_90): one pass over the keys, five products a step, dq added in a fixed order.
 
-An item is a tile of KEYS keys of one head of keys with the tiles of queries that see it, of every query head of the
-group, in steps of ROWS queries. Two warpgroups together hold dk and dv of the keys in registers and compute
+An item is a tile of KEYS keys of one KV head, with the tiles of queries that see it, of every query head of the group.
+A step takes ROWS queries. Two warpgroups together hold dk and dv of the keys in registers and compute
 
     S = K Q^T - lse,  P = exp(S),  dV += P dO,  dP = V dO^T - delta,  dS = P * dP,  dQ = dS^T K,  dK += dS Q
 
-with keys as rows of S. What is subtracted stands in the accumulators before the products, so it takes no registers of
-its own. One warp loads. Two warps send dq, each that of every second step of the plan, from a buffer of its own: while
-one waits until its addition can be seen, the other sends.
+with keys as rows of S. The accumulators of S and dP start as -lse and -delta, so these take no registers of their own.
+One warp loads. Two warps send dq; each takes every second step of the plan and has its own buffer. While one waits
+until its addition is visible, the other sends.
 
-Additions to one tile of queries come from many programs. They are made in a fixed order, so that the same call gives
-the same bits: every addition has a rank in a chain, which is an accumulator, and waits until the chain's counter has
-reached its rank. The first of a chain stores, so nothing has to be zeroed. A tile with many additions has several
-chains, which `finish_kernel` sums in order and rounds once.
+Many programs add to one tile of queries. The additions have a fixed order, so that the same call gives the same bits. A
+chain is an accumulator in global memory; every addition has a rank in a chain, and waits until the chain's counter has
+reached this rank. The first addition of a chain is a store, so nothing has to be zeroed. A tile with many additions has
+several chains; `finish_kernel` sums them in order and rounds once.
 
-The gradient of a bias of pairs is dS, and leaves from the shared memory from which dQ is computed of it, row by row. A
-live tile of one batch element and head is written once, by the program that has it.
+The gradient of a bias of pairs is dS. It is stored row by row from the shared memory buffer that holds dS for dQ. Each
+live tile of a batch element and head belongs to one program, which writes it once.
 
-An item that is far too long for one program is several in the plan, its parts (`cuts.py`). Each writes its own dk and
-dv in fp32 to a workspace, and `portable/combine.py` sums them in the order of the list and rounds once.
+In the plan, an item that is far too long for one program is cut into parts (`cuts.py`). Each part writes its dk and dv
+in fp32 to a workspace; `portable/combine.py` sums them in the order of the list and rounds once.
 
-Why nothing waits for ever. `backward_plan.py` gives every entry (a tile of queries of some item) a time, which
-increases strictly along the list of a program, and ranks the entries of a chain by (time, number of the program). So
-entries are in one total order, and each waits for earlier ones only:
+Why the kernel cannot deadlock: `backward_plan.py` gives every entry (a tile of queries of some item) a time, which
+increases strictly along the list of a program, and ranks the entries of a chain by (time, number of the program). This
+is a total order of all entries, and each entry waits only for earlier ones:
 
-- a sender waits for the chain's entry of the rank before, which is earlier in that order;
-- a sender, the warpgroups and the loader wait for a buffer, which is free when the same program is done with an entry
-  before, or full when it has computed or loaded this one, which waits for nobody outside.
+- A sender waits for the entry of the previous rank in the chain, which is earlier in that order.
+- A sender, the warpgroups and the loader wait for buffers. A buffer becomes free when the same program has finished an
+  earlier entry, and full when the program has loaded or computed this one, which depends on no other program.
 
-So of all entries not yet added the earliest never waits, provided that its program runs: all programs must run at the
-same time. They do, one a multiprocessor, because the launch is a cooperative one, which the driver refuses otherwise.
+So the earliest of all entries not yet added never waits, provided that its program runs. All programs must therefore be
+resident at the same time, one per SM. The launch is cooperative: the driver refuses it otherwise.
 """
 
 from triton.experimental import gluon
@@ -91,29 +91,30 @@ from sparseflash.backends.triton.hopper.scores import (
 KEYS = gl.constexpr(BLOCK[1])  # of an item; its tiles have TILE_ROWS queries, in TILE_ROWS // ROWS steps
 SENDERS = gl.constexpr(2)
 WORDS = gl.constexpr(BLOCK[0] // 32)  # of bits of a key of a tile
-# How many numbers the loader tells the warpgroups about a step. First the number of the tile's bits. With a decay: by
-# how many tokens the first key comes after the first query; on which side the queries are; the slope as seen from
-# there, as bits; with it or a bias of keys the number of the head in its group. With a table: by how many tokens, or
-# the bucket if all scores have one entry; whether they have; that entry, as bits, or 0; the head, plus its number in
-# the group times MOST_HEADS. With a bias of keys, in a buffer of its own: which tile of all biases. With one of pairs:
-# the first row of its tensor; the head.
+# Numbers a step that the loader passes to the warpgroups. The first is the number of the tile's bits. The others:
+# - With a decay: by how many tokens the first key comes after the first query; the side of the queries; the slope as
+#   seen from that side, as bits. With a decay or a bias of keys, last: the number of the head in its group.
+# - With a table: by how many tokens, or the bucket if all scores share one entry; whether they do; this entry, as bits,
+#   or 0; the head, plus its number in the group times MOST_HEADS.
+# - With a bias of pairs: the first row of the tile in its tensor; the head.
+# - With a bias of keys, in a buffer of its own: the number of the tile among all biases.
 TOLD = gl.constexpr(5)
 MOST_HEADS = gl.constexpr(1 << 16)
-# Stands for a dead score under a cap: its square is finite, and its weight is 0 where lse is above -1e7, whatever the
-# cap (`changed._CAPS`); `attention` promises no gradients from a million on.
+# A dead score under a cap. Its square is finite, and its weight is 0 where lse is above -1e7, for every cap
+# (`changed._CAPS`); `attention` promises no gradients from a million on.
 DEAD = gl.constexpr(-1e19)
-THREADS = gl.constexpr(256)  # of the warpgroups; each says for itself that it has read a stage, without waiting
+THREADS = gl.constexpr(256)  # of the warpgroups; each arrives by itself when it has read a stage
 
 
 @gluon.jit
 def items_of_program(start_ptr):
-    """The numbers of the first item of this program, and of the first of the next."""
+    """The numbers of this program's first item and of the next program's."""
     return gl.load(start_ptr + gl.program_id(0)), gl.load(start_ptr + gl.program_id(0) + 1)
 
 
 @gluon.jit
 def header(work_ptr, item):
-    """Number of batch and head of keys, first key, first entry, and number of entries of an item."""
+    """Number of batch element and KV head, first key, first entry, and number of entries of an item."""
     item_ptr = work_ptr + item * ITEM
     number, first_k = gl.load(item_ptr + ITEM_NUMBER), gl.load(item_ptr + ITEM_FIRST_KEY)
     first, count = gl.load(item_ptr + ITEM_FIRST_ENTRY), gl.load(item_ptr + ITEM_COUNT)
@@ -122,7 +123,7 @@ def header(work_ptr, item):
 
 @gluon.jit
 def part_of(work_ptr, item, HAS_PARTS: gl.constexpr):
-    """The number of an item among the parts of those that are cut, from 1; 0 of an item that is not."""
+    """An item's number among all parts, from 1; 0 if it is not a part."""
     part = 0
     if HAS_PARTS:
         part = gl.load(work_ptr + item * ITEM + ITEM_PART)
@@ -134,7 +135,7 @@ def part_of(work_ptr, item, HAS_PARTS: gl.constexpr):
 
 @gluon.jit
 def told(number_s, stage, WHICH: gl.constexpr, number, OF: gl.constexpr = TOLD):
-    """Tells the warpgroups a number of a step, by way of shared memory: so they need not wait for memory of the GPU."""
+    """Passes a number of a step to the warpgroups by shared memory, so that they need not wait for global memory."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     number_s.index(stage * OF + WHICH).store(gl.full([1], number, gl.int32, layout=layout))
 
@@ -143,7 +144,7 @@ def told(number_s, stage, WHICH: gl.constexpr, number, OF: gl.constexpr = TOLD):
 def loader(
     loads, ROWS: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, CHANGES: gl.constexpr,
 ):  # fmt: skip
-    """Queries with their rows of numbers, and gradients, step by step; keys and values once an item."""
+    """Loads queries, with their -lse and -delta, and dout for every step; keys and values once an item."""
     descriptors, tiles_s, bars, lists, sizes, decay, table, bias, pairs = loads
     q_desc, dout_desc, k_desc, v_desc, rows_desc = descriptors
     q_s, dout_s, k_s, v_s, rows_s, number_s = tiles_s
@@ -212,7 +213,7 @@ def loader(
                 mbarrier.expect(pair_full.index(0), pairs_desc.block_type.nbytes)
                 async_load(pairs_desc, [place[0], place[1], place[2], place[3]], pair_full.index(0), pair_s.index(0))
             if i == 0:
-                # Keys and values of the item before have been read when the gradients of its last step have been.
+                # The previous item's keys and values have been read once dout of its last step has been read.
                 before = step + DOUT_STAGES - 1
                 mbarrier.wait(dout_empty.index(before % DOUT_STAGES), ((before // DOUT_STAGES) & 1) ^ 1)
                 mbarrier.expect(kv_full.index(0), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
@@ -226,13 +227,13 @@ def loader(
 
 @gluon.jit
 def wait_for_turn(counter_ptr, rank):
-    """Returns when `rank` additions have been made, and can be seen.
+    """Spins until `rank` additions to the chain are complete and visible.
 
-    The counter is read without acquire semantics, because this warp reads nothing that the additions have written. What
-    follows is the next addition: a reduction that the copy engine has performed in the L2 cache, issued only after the
-    counter was read, and the additions before it were complete there before the counter was raised (`sent_is_visible`).
-    PTX's memory model would ask for an acquire and a proxy fence here. They cost 1.7 % of the backward under a sparse
-    mask (H200); without them the bits were the same in all stored repeats.
+    The counter is read without acquire semantics, because this warp reads nothing that the additions wrote. The next
+    operation is the next addition: a reduction that the copy engine performs in the L2 cache. It is issued only after
+    the counter was read, and the earlier additions were complete in L2 before the counter was raised
+    (`sent_is_visible`). PTX's memory model would ask for an acquire and a proxy fence here. They cost 1.7 % of the
+    backward under a sparse mask (H200); without them the bits were the same in all stored repeats.
     """
     made = gl.load(counter_ptr, volatile=True)
     while made < rank:
@@ -241,9 +242,9 @@ def wait_for_turn(counter_ptr, rank):
 
 @gluon.jit
 def sent_is_visible():
-    """Returns when all that this warp has sent can be seen by whoever reads a counter that it raises afterwards.
+    """Waits until everything that this warp has sent is visible to any reader of a counter that it raises afterwards.
 
-    `tma.store_wait` returns when the source has been read, which is earlier.
+    `tma.store_wait` is not enough: it returns when the source has been read.
     """
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     gl.inline_asm_elementwise(
@@ -254,8 +255,9 @@ def sent_is_visible():
 
 @gluon.jit
 def sender(sends, out_desc, WHICH: gl.constexpr, ROWS: gl.constexpr, HAS_PARTS: gl.constexpr):
-    """dq of every second step of the plan, in its turn; and dv (WHICH 0) or dk (WHICH 1) of every item that is no
-    part."""
+    """Sends dq of every second step of the plan, in the order of its chain; and dv (WHICH 0) or dk (WHICH 1) of every
+    item that is not a part.
+    """
     acc_desc, dq_s, out_s, full, empty, counter_ptr, lists, kv_heads = sends
     start_ptr, work_ptr, entry_ptr = lists
     STEPS: gl.constexpr = TILE_ROWS // ROWS
@@ -263,8 +265,8 @@ def sender(sends, out_desc, WHICH: gl.constexpr, ROWS: gl.constexpr, HAS_PARTS: 
     begin, end = items_of_program(start_ptr)
     for item in range(begin, end):
         number, first_k, first, count = header(work_ptr, item)
-        # Whose turn it is follows from the entry. Triton 3.6 and 3.7 lose a number of steps that is carried from item
-        # to item when it decides only where this loop begins.
+        # The sender of a step follows from the entry's number, not from a counter of steps: Triton 3.6 and 3.7 lose a
+        # counter that is carried from item to item if it is used only for the start of this loop.
         for i in range((first * STEPS + WHICH) & 1, count * STEPS, SENDERS):
             at = entry_ptr + (first + i // STEPS) * ENTRY
             place = gl.load(at + ENTRY_CHAIN) * STEPS + i % STEPS
@@ -295,26 +297,28 @@ def sender(sends, out_desc, WHICH: gl.constexpr, ROWS: gl.constexpr, HAS_PARTS: 
 
 @gluon.jit
 def in_registers(x):
-    """Copies of a broadcast value, made before the products that accumulate onto it are under way; else ptxas would
-    wait for those to make them (C7517)."""
+    """Copies a broadcast value into registers before the products that accumulate onto it are issued. Otherwise ptxas
+    would wait for these products before it makes the copies (warning C7517).
+    """
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def read_later(x):
-    """x, of 16 bits a number, read here and no earlier: otherwise the compiler converts it to fp32 at once, which takes
-    registers that there are not."""
+    """x, of 16 bits a number, behind a scheduling barrier. Without it the compiler converts x to fp32 at once, and
+    registers spill.
+    """
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
 
 
 @gluon.jit
 def in_thread_order(dq, ROWS: gl.constexpr, D: gl.constexpr):
-    """dq [ROWS, D] as it lies in shared memory and in chains: the numbers of a thread by fours, those of the threads of
-    a warp one after another. `rows.in_rows` undoes it.
+    """dq [ROWS, D] in its order in shared memory and in chains: each thread's numbers in groups of four, the groups of
+    a warp's threads one after another. `rows.in_rows` undoes it.
 
-    A matrix instruction leaves a thread a pair of numbers in every eighth column. In rows as they are, pairs of several
-    rows would meet in the same banks of shared memory. The dimensions, of rows: warp, half, lane; of columns: warpgroup
-    (of 64 rows), eight, lane, number of the pair.
+    A matrix instruction leaves a thread a pair of numbers in every eighth column. Stored by rows, pairs of several rows
+    would share banks of shared memory. Dimensions of the first shape: of rows, warp, half, lane; of columns, warpgroup
+    (if ROWS is 64), eight, lane, number in the pair.
     """
     if ROWS == 64:
         dq = dq.reshape([4, 2, 8, 2, D // 16, 4, 2]).permute((4, 3, 0, 2, 5, 1, 6))
@@ -325,7 +329,9 @@ def in_thread_order(dq, ROWS: gl.constexpr, D: gl.constexpr):
 
 @gluon.jit
 def hand_over(x, which, target_s, full, empty, parities):
-    """Gives a tile to a sender; bit `which` of `parities` says whether that has been given an odd number before."""
+    """Waits for a sender's buffer and gives it a tile. Bit `which` of `parities`: whether this sender has received an
+    odd number of tiles before.
+    """
     mbarrier.wait(empty.index(which), ((parities >> which) & 1) ^ 1)
     target_s.store(x)
     fence_async_shared()
@@ -337,8 +343,9 @@ def masked(
     x, words_ptr, tile, first_row, k_left, dead,
     ROWS: gl.constexpr, HAS_LENGTHS: gl.constexpr, BITS: gl.constexpr,
 ):  # fmt: skip
-    """x [KEYS, ROWS] where the bits of a tile have a one, else `dead`; tile 0: all are. If HAS_LENGTHS only its first
-    `k_left` keys. The rows are those of the tile from `first_row` on."""
+    """x [KEYS, ROWS] where the tile's bits are set, else `dead`; tile 0 is full. If HAS_LENGTHS, only the first
+    `k_left` keys are live. first_row: the query of the tile at which x begins.
+    """
     OF_WORDS: gl.constexpr = gl.SliceLayout(2, BITS)
     key = gl.arange(0, KEYS, layout=gl.SliceLayout(1, OF_WORDS))
     word = first_row // 32 + gl.arange(0, ROWS // 32, layout=gl.SliceLayout(0, OF_WORDS))
@@ -355,13 +362,13 @@ def masked(
 
 @gluon.jit
 def heard(number_s, stage, WHICH: gl.constexpr, OF: gl.constexpr = TOLD):
-    """What `told` has told."""
+    """The number that `told` has stored."""
     return gl.max(number_s.index(stage * OF + WHICH).load(gl.BlockedLayout([1], [32], [8], [0])), 0)
 
 
 @gluon.jit
 def sums_with_distances(ds, side, first, ROWS: gl.constexpr, CHANGES: gl.constexpr):
-    """[KEYS, 4], what a slope gains by the scores of a step: their gradients, times the distances, by thread."""
+    """The gradient of a slope from the scores of a step, [KEYS, 4], a sum for each thread: dS times the distances."""
     S: gl.constexpr = ds.type.layout
     if side == 0:
         gained = 0.0 - sums_of_threads(ds * distances(first, ROWS, CHANGES, S))
@@ -372,15 +379,17 @@ def sums_with_distances(ds, side, first, ROWS: gl.constexpr, CHANGES: gl.constex
 
 @gluon.jit
 def place_of_sums(item, number, first_k, tiles, HAS_PARTS: gl.constexpr):
-    """Where the sums of an item's gradients of changes stand: in the order of keys, `tiles` a head; or in the order of
-    the list if some items are parts."""
+    """Where the gradient sums of an item are stored: in the order of keys, with `tiles` items a head; or in the order
+    of the list if some items are parts.
+    """
     return item if HAS_PARTS else number * tiles + first_k // KEYS
 
 
 @gluon.jit
 def store_sums(slope_sums, dslopes_ptr, key_sums, dkey_ptr, place):
-    """Writes what a head's slope and biases gain by an item, sums of rows of [KEYS, 4], to `dslopes[place]` and
-    `dkey[place]`, which may be None."""
+    """Writes an item's part of the gradients of a head's slope and biases of keys: [KEYS, 4], summed over threads, to
+    `dslopes[place]` and `dkey[place]`. Either pointer may be None.
+    """
     key = gl.arange(0, KEYS, layout=gl.SliceLayout(1, slope_sums.type.layout))
     target = gl.cast(place, gl.int64) * KEYS + key
     if dslopes_ptr is not None:
@@ -410,13 +419,13 @@ def consumer(
     dtype: gl.constexpr = q_s.dtype
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, ROWS, 16])
     KV: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, D, 16])
-    # Of dq each warpgroup computes half the rows, or half the columns of 64 rows.
+    # Each warpgroup computes half the rows of dq or, of 64 rows, half the columns.
     COLUMNS: gl.constexpr = 128 // ROWS
     Q: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[8 // COLUMNS, COLUMNS], instr_shape=[16, D // COLUMNS, 16]
     )
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=KV, k_width=2)
-    # The layout S of [KEYS, ROWS] as [KEYS, ROWS // 32, 32], so that a thread has the words of its scores.
+    # The layout S of [KEYS, ROWS], seen as [KEYS, ROWS // 32, 32]: each thread holds the mask words of its scores.
     BITS: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 0, 16], [0, 1, 0]] + ([[0, 2, 0]] if ROWS == 128 else []),
         [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
@@ -431,7 +440,7 @@ def consumer(
     no_bucket_sums = sums_of_two_rows(no_scores)
     STEPS: gl.constexpr = TILE_ROWS // ROWS
     step = 0
-    # Numbers whose last bit alone is wanted, in one register: of tiles given to each sender, of items with an entry.
+    # Parities, packed into one register: of the tiles given to each sender, and of the items with an entry.
     parities = 0
     begin, end = items_of_program(start_ptr)
     for item in range(begin, end):
@@ -462,7 +471,7 @@ def consumer(
                 bias_ptr = biases_ptr + gl.cast(heard(bias_s, q_stage, 0, OF=1), gl.int64) * KEYS
                 bias = gl.load(bias_ptr + number_of(KEYS, gl.SliceLayout(1, S)))
             if dslopes_ptr is not None or dkey_ptr is not None:
-                # The tiles of a head follow one another.
+                # A head's tiles are consecutive, so its sums are complete when the head changes.
                 of_group = heard(number_s, q_stage, 4)
                 if of_group != member:
                     store_sums(slope_sums, dslopes_ptr, key_sums, dkey_ptr, place * group + member)
@@ -484,7 +493,7 @@ def consumer(
                 pairs = pair_s.index(0).permute((1, 0)).load(S)
                 async_copy.mbarrier_arrive(pair_empty.index(0), increment_count=False)
                 s = s + pairs.to(gl.float32) * inverse_unit
-                if HAS_LENGTHS:  # past which a bias may be NaN
+                if HAS_LENGTHS:  # a bias may be NaN beyond the lengths
                     is_dead = rows.slice(0, 1, dim=0).load(S).broadcast_to(KEYS, ROWS) == float("-inf")
                     s = gl.where(is_dead, float("-inf"), s)
             dead = float("-inf")
@@ -497,7 +506,7 @@ def consumer(
                 s = s + entries_of_scores(here_ptr, ahead, -1, s)
             if is_partial:
                 if biases_ptr is not None:
-                    # Before the mask: that of a dead key need not be finite.
+                    # Before the mask: the bias of a dead key need not be finite.
                     s = s + bias[:, None]
                     bias = gl.zeros([KEYS], gl.float32, layout=gl.SliceLayout(1, S))
                 s = masked(s, words_ptr, tile, i % STEPS * ROWS, k_left, dead, ROWS, HAS_LENGTHS, BITS)
@@ -535,7 +544,7 @@ def consumer(
                 fence_async_shared()
                 ds_by_row = ds_s.permute((1, 0))
             else:
-                # As it lies in memory, with keys side by side. It is sent from where dq is computed of it.
+                # Keys are contiguous, as in global memory: one buffer is the operand of dq and the source of the store.
                 tma.store_wait(0)
                 ds_by_row = ds_s
                 ds_by_row.permute((1, 0)).store(half_ds)
@@ -555,13 +564,14 @@ def consumer(
             dq = in_thread_order(dq, ROWS, D)
             hand_over(dq, which, dq_s.index(which), full, empty, parities)
             parities ^= 1 << which
-            # What tables and biases gain is added up now, as others wait for dq, and dq has left registers for it. It
-            # is taken from dS as the last product still reads it; in fp32 it would have had to be kept until here.
+            # Gradients of tables and biases of keys are summed after dq is handed over: other programs wait for dq, and
+            # it has left its registers. They are summed from the 16-bit dS, which the last product still reads; dS in
+            # fp32 would have had to stay live until here.
             if dtable_ptr is not None:
                 first_bucket = (place * group + heard(number_s, q_stage, 4) // MOST_HEADS) * table_size
                 read_ds = read_later(half_ds).to(gl.float32)
                 if is_shared:
-                    # Most tiles of an item have the bucket of the tile before.
+                    # Most tiles of an item share the previous tile's bucket.
                     if first_bucket + ahead != bucket:
                         add_to_bucket(bucket_sums, dtable_ptr, bucket)
                         bucket, bucket_sums = first_bucket + ahead, no_bucket_sums
@@ -579,10 +589,10 @@ def consumer(
             add_to_bucket(bucket_sums, dtable_ptr, bucket)
         part = part_of(work_ptr, item, HAS_PARTS)
         if HAS_PARTS and part > 0:
-            # From registers: of the buffers of dq, each would be too small for dk at D=128, and the senders use both.
+            # From registers: one buffer of dq is too small for dk at D=128, and the senders use both.
             key = gl.cast(gl.arange(0, KEYS, layout=gl.SliceLayout(1, KV)), gl.int64)
             column = gl.cast(gl.arange(0, D, layout=gl.SliceLayout(0, KV)), gl.int64)
-            before = gl.cast(part - 1, gl.int64) * (2 * KEYS)  # dk, then dv, as `combine_gradients_kernel` wants it
+            before = gl.cast(part - 1, gl.int64) * (2 * KEYS)  # dk, then dv, as in `combine_gradients_kernel`
             gl.store(parts_ptr + ((key + before)[:, None] * D + column[None, :]), dk)
             gl.store(parts_ptr + ((key + (before + KEYS))[:, None] * D + column[None, :]), dv)
         else:
@@ -593,7 +603,7 @@ def consumer(
         tma.store_wait(0)
 
 
-# Sizes are not specialised: another length or number of heads compiles nothing.
+# Sizes are not specialised: another length or number of heads causes no recompilation.
 @gluon.jit(
     do_not_specialize=[
         "lengths_stride", "qk_scale", "scale", "heads", "kv_heads", "row_tiles", "cap_scale", "inverse_unit", "offset",
@@ -604,23 +614,23 @@ def consumer(
 )  # fmt: skip
 def backward_kernel(
     q_desc, k_desc, v_desc, dout_desc,  # [B, Hq, Nq, .], [B, Hkv, Nk, .], [B, Hkv, Nk, .], [B, Hq, Nq, .] in boxes of
-    # [1, 1, ROWS or KEYS, D]: what is past the ends of a tensor is read as zeros and not written
+    # [1, 1, ROWS or KEYS, D]: reads past the ends of a tensor give zeros, writes there are dropped
     rows_desc,  # fp32 [B * Hq * tiles * steps * 2, ROWS] in boxes of [2, ROWS]: see rows.py
     acc_desc,  # fp32 [chains * TILE_ROWS * D // WIDTH, WIDTH] in boxes of ROWS * D each, see `in_thread_order`
     dk_desc, dv_desc,  # as k and v, written
     start_ptr, work_ptr, entry_ptr, words_ptr,  # int32 [programs + 1], [items, ITEM], [entries, ENTRY], bits
     counter_ptr,  # int32 [chains * TILE_ROWS // ROWS], zeros
-    parts_ptr,  # fp32 [parts, 2 * KEYS * D], written: dk without `scale` and dv of parts; None if no item is one
+    parts_ptr,  # fp32 [parts, 2 * KEYS * D], written: dk without `scale` and dv of parts; None without parts
     lengths_ptr, lengths_stride,  # int32 [2, B], of queries and of keys, or None
-    qk_scale, scale,  # positive, the first in units of log2(e), of scores in the units of scores.py
+    qk_scale, scale,  # positive; scores in the units of scores.py times qk_scale are exponents of 2
     heads, kv_heads, row_tiles,
     cap_scale, inverse_unit, slopes_ptr,  # as in the forward
     # Zeros, written where an item has entries of a head; or None. Items are in the order of the list if some are parts,
-    # else in that of batch, head of keys and keys.
+    # else ordered by batch element, KV head and keys.
     dslopes_ptr,  # fp32 [items, heads // kv_heads, KEYS]
     offset,  # keys minus queries of a sequence
     entries_ptr, until_ptr,  # of a table, as in the forward; q_len: of a sequence
-    buckets_ptr,  # int32 [C] of `entries_kernel`, if the table gets a gradient, or None
+    buckets_ptr,  # int32 [C] of `entries_kernel`, if the table has a gradient, or None
     dtable_ptr,  # fp32 [items, heads // kv_heads, table_size, TABLE_SUMS], as dslopes_ptr, but added to
     table_size, q_len,
     biases_ptr,  # fp32 [rows, Nk in whole tiles] of `biases_kernel`, or None; then as in the forward
@@ -628,7 +638,7 @@ def backward_kernel(
     dkey_ptr,  # fp32 [items, heads // kv_heads, KEYS], as dslopes_ptr
     pairs_desc,  # a bias of pairs, in boxes of [1, 1, ROWS, KEYS], or None; then as in the forward
     has_batches, has_heads, tile_numbers_ptr, tile_pattern_ptr, tiles_of_batch, tiles_of_head, tile_rows, tile_words,
-    dpairs_desc,  # as pairs_desc, if none share it, in such boxes, written for live tiles; or None
+    dpairs_desc,  # as pairs_desc, written for live tiles, if nothing shares the bias; or None
     D: gl.constexpr,
     ROWS: gl.constexpr,  # 64, or 128
     Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, REGISTERS: gl.constexpr, CHANGES: gl.constexpr,
@@ -647,7 +657,7 @@ def backward_kernel(
     ds_s = gl.allocate_shared_memory(dtype, DS_SHAPE, DS_LAYOUT)
     rows_s = gl.allocate_shared_memory(gl.float32, [Q_STAGES, 2, ROWS], rows_desc.layout)
     dq_s = gl.allocate_shared_memory(gl.float32, [SENDERS, ROWS * D // WIDTH, WIDTH], acc_desc.layout)
-    # dv and dk leave by the same buffers, which hold one or two of them.
+    # dv and dk are sent from the buffers of dq; each buffer holds one or two of them.
     out_s = reinterpret(dq_s, dtype, [SENDERS * (ROWS // 64), KEYS, D], TILE_LAYOUT)
     number_s = gl.allocate_shared_memory(gl.int32, [Q_STAGES * TOLD, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
@@ -669,7 +679,7 @@ def backward_kernel(
         mbarrier.init(full.index(c), count=1)
         mbarrier.init(empty.index(c), count=1)
     tiles_s = (q_s, dout_s, k_s, v_s, rows_s, number_s)
-    # In a tuple Gluon allows None only as an argument of the kernel, so that stands for the missing buffer.
+    # In a tuple Gluon allows None only as an argument of the kernel, so the argument stands for the missing buffer.
     if biases_ptr is None:
         bias, of_bias = (biases_ptr, bias_of_batch, bias_of_head, biases_ptr), (biases_ptr, dkey_ptr, biases_ptr)
     else:

@@ -1,4 +1,4 @@
-"""The backward by the kernels for Hopper, prepared for tensors of one layout and called with others like them."""
+"""Launches the Hopper backward: prepared for tensors of one layout, called with any tensors of that layout."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from sparseflash.scores.change import Scores
 
 
 class BackwardLayout:
-    """A backward for tensors of one layout and for all plans with as many chains."""
+    """The launches of a backward for tensors of one layout and all plans with the same number of chains."""
 
     keys = BLOCK[1]  # of an item
     dpairs: PairGradients | StoredPairGradients | None
@@ -59,8 +59,8 @@ class BackwardLayout:
         self, setting: Setting, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, scale: float, chains: int,
         *, dlse: bool, merges: bool, changes: Scores | None = None, wanted: Sequence[bool] = (),
     ) -> None:  # fmt: skip
-        """merges: whether some items are parts, whose dk and dv are merged. wanted: which tensors of the changes get a
-        gradient.
+        """merges: whether some items are parts, whose dk and dv are merged. wanted: which tensors of the score
+        modifications need a gradient.
         """
         device, v_dim = setting.plan.device, v.shape[-1]
         config = backward_config_for(q.shape[-1], v_dim)
@@ -115,7 +115,7 @@ class BackwardLayout:
             "D": config.dim, "ROWS": config.rows, "Q_STAGES": config.q_stages, "DOUT_STAGES": config.dout_stages,
             "REGISTERS": config.registers, "CHANGES": flags_of(changes),
         }  # fmt: skip
-        # What the kernel sums of an item and query head, by name: the shape.
+        # Shapes of the gradient sums that the kernel writes for each item and query head, by name.
         self.sums: dict[str, tuple[int, ...]] = {}
         if any(wanted_by_kind.get("distance", ())):
             self.sums["dslopes_ptr"] = (BLOCK[1],)
@@ -141,7 +141,7 @@ class BackwardLayout:
             if any(wanted_by_kind[pairs.kind]):
                 self.dpairs = pairs.gradients(device)
                 more["dpairs_desc"], described["dpairs_desc"] = self.dpairs.example, self.dpairs.described
-        self.prepared = [each for each in (entries, biases) if each is not None]  # each by a kernel of its own
+        self.prepared = [each for each in (entries, biases) if each is not None]  # each prepared by its own kernel
         self.launch = launch_of(
             backward_kernel, constants, numbers,
             {
@@ -168,12 +168,12 @@ class BackwardLayout:
             **numbers, "heads": numbers["kv_heads"], "tokens": k_len, "tiles": -(-k_len // self.keys),
             "amplification": 1.0, "lengths_offset": 0, "x_strides": strides_of(dk), "y_strides": strides_of(dv),
         }  # fmt: skip
-        # Weights of keys past their number are 0, so lengths make no difference.
+        # Keys past the lengths have weight 0, so the merge takes no lengths.
         examples = {"x_ptr": dk, "y_ptr": dv}
         return merge_launch(combine_gradients_kernel, constants, by_name, examples, setting.plan.device)
 
     def workspace(self) -> list[Tensor]:
-        """Memory for what the kernels tell one another, except for parts: rows of numbers, chains of dq, counters."""
+        """Memory for one call, except for parts: rows of -lse and -delta, chains of dq, counters."""
         return [torch.empty_like(each) for each in self._workspace]
 
 
@@ -184,7 +184,8 @@ class Backward:
         self.layout, self.plan = layout, plan
         self._dpairs = None if layout.dpairs is None else layout.dpairs.bind(setting.plan, setting.block)
         self._finish = layout.finish.bind(layout.pieces, chain_ptr=plan.chain)
-        # Without a live tile no item has an entry, and an empty array no address. The kernel reads none, but gets one.
+        # Without a live tile the entries are empty, and an empty tensor has no address; the kernel does not read this
+        # one.
         entries = plan.entries if len(plan.entries) else torch.empty_like(plan.work[:1])
         self._launch = layout.launch.bind(
             plan.programs, start_ptr=plan.start, work_ptr=plan.work, entry_ptr=entries, words_ptr=plan.words
@@ -203,7 +204,7 @@ class Backward:
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None, dropout: Dropout | None,
         changes: Scores,
     ) -> tuple[tuple[Tensor, Tensor, Tensor], list[Tensor | None]]:  # fmt: skip
-        """`(dq, dk, dv)`, and the gradients of the tensors of the changes that the layout was made for."""
+        """`(dq, dk, dv)`, and the gradients of the tensors of the score modifications that the layout was made for."""
         of_kind: dict[str, Tensor | None] = {}
         heads, (batch, kv_heads, k_len, _) = saved.q.shape[1], saved.k.shape
         written = {
@@ -228,8 +229,9 @@ class Backward:
         return gradients, in_order(changes, of_kind)
 
     def _sums_by_head(self, part: Tensor, batch: int, kv_heads: int, k_len: int) -> Tensor:
-        """The sums of the parts of all items, `[items, group, ..., n]`, as `[Hq, ...]`: by keys, in whatever order the
-        plan has the items."""
+        """Sums `[items, group, ..., n]` over items and keys, as `[Hq, ...]`. They are added in the order of keys,
+        whatever the order of items in the plan.
+        """
         group, between = part.shape[1], part.shape[2:-1]
         if not self.plan.parts:
             return part.view(batch, kv_heads, -1, *part.shape[1:]).sum((0, 2, -1)).view(-1, *between)
@@ -240,7 +242,7 @@ class Backward:
         return found.view(batch, kv_heads * group, *between).sum(0)
 
     def _sums_by_key(self, part: Tensor, batch: int, kv_heads: int, k_len: int) -> Tensor:
-        """The sums of the parts of each tile of keys, `[items, group, KEYS]`, as `[B, Hq, Nk]`."""
+        """The sums of the parts of each tile of keys: `[items, group, KEYS]` to `[B, Hq, Nk]`."""
         group, columns = part.shape[1], -(-k_len // BLOCK[1])
         if self.plan.parts:
             number, first_key = (self.plan.work[:, each.value].long() for each in (ITEM_NUMBER, ITEM_FIRST_KEY))
@@ -253,7 +255,7 @@ class Backward:
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None, changes: Scores | None = None,
         written: Mapping[str, Tensor] | None = None,
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:  # fmt: skip
-        """The gradients, and the numbers of rows that `begin_kernel` writes."""
+        """The gradients, and the -lse and -delta that `begin_kernel` writes."""
         q, k, v, out, lse, _ = saved
         dq, dk, dv = empty_gradient(q), empty_gradient(k), empty_gradient(v)
         rows, acc, counters = self.layout.workspace()
@@ -290,7 +292,7 @@ class Backward:
         return [*prepared, layout.begin, self._launch, self._finish, *([] if combine is None else [combine])]
 
     def choices(self) -> list[KernelChoice]:
-        """How the kernel runs that computes."""
+        """Describes the main kernel for `explain`."""
         self.plan.ready.wait()
         counts = self.plan.work[:, ITEM_COUNT.value]
         loads = torch.stack([each.sum() for each in counts.tensor_split(self.plan.start[1:-1].tolist())])
@@ -300,13 +302,13 @@ class Backward:
 
 
 def _of_kernel(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Those tensors of changes that the kernel takes: the sink is in the lse."""
+    """The tensors of score modifications that the kernel takes. It takes no sink: lse includes the sink."""
     return {name: x for name, x in tensors.items() if name != "sink_ptr"}
 
 
 def planned_backward(plan: Plan, programs: int) -> BackwardPlan:
-    """What the backward walks, from the plan's cache. Waits for the device, once, unless the mask is made at every
-    step.
+    """The plan that the backward walks, from the cache of `plan`. Waits for the device, once, unless the mask is
+    dynamic.
     """
     return plan.derived(("hopper backward", programs), lambda: _planned(plan, programs))
 

@@ -1,26 +1,28 @@
-"""What the backward on Hopper walks: which program has which items, in which order, and the order of all additions.
+"""The work plan of the Hopper backward: the items of every program and their order, and the order of all additions.
 
-An item is a tile of keys of one head of keys, with an entry for every live tile of queries of every query head of its
-group. One that is far too long is cut into parts, each of which is an item from then on; see `cuts.py`. All is decided
-before the kernel runs, in three steps, each a function of what came before:
+An item is a tile of keys of one KV head, with an entry for every live tile of queries of every query head of its group.
+An item that is far too long is cut into parts, which are items from then on; see `cuts.py`. The plan is made before the
+kernel runs, in three steps, each a function of the results before it:
 
-1. Items go to programs longest first where they are long, else head by head, each to a program with little work.
-2. Every place in the list of a program has a time: how many entries come before it, an item counting as one more. The
-   entries of an item are put in an order in which few meet others at one tile of queries at the same time.
-3. The additions to a tile of queries are ordered by time, those of the same time by the number of the program. A tile
-   with more of them than others has several chains, which take them in turn.
+1. Items go to programs, longest first where they are long, otherwise head by head, each to a program with little work.
+2. Every place in a program's list has a time: the number of entries before it, with each item counting as one more. The
+   entries of an item are put in an order in which few of them meet other programs' entries at one tile of queries at
+   the same time.
+3. The additions to a tile of queries are ordered by time, and at the same time by the number of the program. A tile
+   with more additions than others has several chains, which take them in turn.
 
-The plan of a mask that is made at every step waits for no number from the device. So it has room for as many entries
-and chains as there may be, cuts no item, has one chain for a tile and walks all columns in the first of the orders.
+For a dynamic mask, one that is made at every step, the plan is made without waiting for the device. It has room for the
+largest possible number of entries and chains, cuts no item, has one chain a tile, and walks all columns in the first
+order.
 
-That nothing can wait for ever needs no more of these times than that they increase along every program; see
-`backward.py`. How long additions have to wait depends on how near they are to the truth.
+The kernel cannot deadlock as long as times increase along every program; see `backward.py`. How long additions wait
+depends on how realistic the times are.
 
-On a GPU `fused_plan.py` makes the same plan by kernels. What is written here with PyTorch's operations says what those
-must find. It makes the plans on a CPU, and those of more items or programs than the kernels can count.
+On a GPU `fused_plan.py` makes the same plan with kernels. This module, in PyTorch operations, is their reference. It
+also makes the plans on a CPU, and those with more items or programs than the kernels can count.
 
-The order of additions, and with it the last bits of dq, depends on how many programs and heads there are, as it does on
-the mask; the same call gives the same bits.
+The order of additions, and with it the last bits of dq, depends on the mask and on the numbers of programs and heads.
+The same call gives the same bits.
 """
 
 from __future__ import annotations
@@ -46,29 +48,31 @@ from sparseflash.limits import COUNT
 
 Ints = NDArray[np.int64]
 
-# A tile of queries has one chain for so many additions, or for so many times the mean of its head. In a simulation of
-# 16,384 tokens where an addition takes 1.2 times as long as the step that made it, causal masks take 1.02 times as long
-# as without any order, and 1.20 times with one chain a tile; random blocks 1.12 and 1.13, global tokens 1.05 and more.
+# A tile of queries has one chain for every _SHORTEST_CHAIN additions, or for every _LONG_CHAIN / 4 times its head's
+# mean if that is more. In a simulation of 16,384 tokens where an addition takes 1.2 times as long as the step that made
+# it, causal masks take 1.02 times as long as without any order, and 1.20 times with one chain a tile; random blocks
+# 1.12 and 1.13, global tokens 1.05 and more.
 _SHORTEST_CHAIN = 16
 _LONG_CHAIN = 5  # quarters
 ONE_CHAIN = 2**31 - 1  # more additions than a tile can have
-# Rows are walked band by band, each in strides of so much of its rows; another order is taken if less than this share
-# of the entries meet.
+# Rows are walked in bands of _BAND rows, with a stride of this share of a band. A later order replaces an earlier one
+# if it has fewer than _CLEARLY tenths of its meetings.
 _STRIDE = 0.382
 _BAND = 128
 _CLEARLY = 7  # tenths
 
 
-# What an item must have to be taken before all others, in percent of the mean program. Chosen blocks have many items of
-# more than twice the mean, which would come first from all heads, and no head's tiles stay in the L2 cache: at 16,384
-# tokens and 16 heads choice, plan, forward and backward took 2.10 ms on an H200 with all of them first, 1.96 so.
+# The shortest item that may be taken before all others, in percent of a program's mean load. Selected blocks have many
+# items longer than twice the mean. If these came first, from all heads, no head's tiles would stay in the L2 cache: at
+# 16,384 tokens and 16 heads, selection, plan, forward and backward took 2.10 ms on an H200 without this limit, 1.96 ms
+# with it.
 LEAST = 25
 
 
 class BackwardItem(NamedTuple):
     """The numbers of an item, in the order in which they are stored."""
 
-    number: Any  # of batch and head of keys
+    number: Any  # of batch element and KV head
     first_key: Any
     first_entry: Any
     count: Any  # of its entries
@@ -87,7 +91,7 @@ class Entry(NamedTuple):
 # Kernels index the numbers of all entries with 32 bits.
 MOST_ENTRIES_LISTED = COUNT // len(Entry._fields) - 1
 
-# Where kernels find them.
+# Indices of these numbers, for kernels.
 ITEM = tl.constexpr(len(BackwardItem._fields))
 ITEM_NUMBER = place(BackwardItem, "number")
 ITEM_FIRST_KEY = place(BackwardItem, "first_key")
@@ -109,10 +113,10 @@ class BackwardPlan:
     work: Tensor  # int32 [W, ITEM]
     entries: Tensor  # int32 [E, ENTRY], some perhaps unused
     chain: Tensor  # int32 [B * Hq * tiles + 1], the first chain of each tile of queries
-    words: Tensor  # int32 [T, 128 * 4], the bits of the partial tiles, of every key its queries
-    chains: int  # at least as many as there are
+    words: Tensor  # int32 [T, 128 * 4], the bits of the partial tiles, with keys as rows
+    chains: int  # at least the number of chains
     merged: Tensor  # int32 [items that are cut, CUT_ITEM]
-    parts: int  # of all of these
+    parts: int  # of all cut items
     ready: ReadyEvent = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -121,15 +125,16 @@ class BackwardPlan:
 
     @property
     def programs(self) -> int:
-        """How many run, all at the same time."""
+        """How many programs run, all at the same time."""
         return len(self.start) - 1
 
 
 def backward_plan(
     lists: TileLists, pattern: Tensor, kv_heads: int, q_len: int, k_len: int, *, programs: int, may_wait: bool = True
 ) -> BackwardPlan:
-    """The plan for `pattern [B, Hq]`, on its device; `lists`: over columns. may_wait: whether the mask is not made at
-    every step. (What is written here waits in any case.)
+    """The plan for `pattern [B, Hq]`, on its device.
+
+    lists: over columns. may_wait: False for a dynamic mask. (This implementation waits for the device in any case.)
     """
     device, (batch, heads) = pattern.device, pattern.shape
     check_entries(lists, pattern, q_len, k_len)
@@ -141,7 +146,7 @@ def backward_plan(
     walked, walk_start = walks(lists.start.long(), counts, index, rows, columns)
     parts, merged = cuts.cut(walk_start[list_of], counts[list_of], programs, cuts.RULE if may_wait else cuts.NEVER)
     items = _dealt(parts.size.sum(1).cpu().numpy(), programs)
-    if not may_wait:  # as many programs as there are, some perhaps without an item
+    if not may_wait:  # all programs, some perhaps without an item
         items = items._replace(start=np.pad(items.start, (0, programs + 1 - len(items.start)), mode="edge"))
     arrays = [torch.from_numpy(x).int() for x in items]
     *of_items, start = to_device(arrays, device)
@@ -173,7 +178,7 @@ def backward_plan(
 def check_entries(lists: TileLists, pattern: Tensor, q_len: int, k_len: int) -> None:
     """Raises ValueError if `pattern [B, Hq]` has more than `MOST_ENTRIES_LISTED` entries.
 
-    Synchronises with the device only if the sizes allow so many entries.
+    Synchronises with the device only if the sizes allow more.
     """
     tiles = math.prod(-(-n // size) for n, size in zip((k_len, q_len), lists.tiling[:2]))
     most = tiles if lists.each is not None else min(tiles, len(lists.tile) - 1)  # equal rows share a list
@@ -189,8 +194,9 @@ def check_entries(lists: TileLists, pattern: Tensor, q_len: int, k_len: int) -> 
 
 
 class _Items(NamedTuple):
-    """Items in the order of the programs that have them: their numbers, sizes and first entries; the program of each
-    and the time when it begins; and the first item of every program, [programs + 1]."""
+    """Items, sorted by program: the number, size, first entry, program and start time of each; and the first item of
+    every program, [programs + 1].
+    """
 
     sequence: Ints
     size: Ints
@@ -205,7 +211,7 @@ class _Items(NamedTuple):
 
 
 def _dealt(sizes: Ints, programs: int) -> _Items:
-    """Items of these `sizes`, in entries, given to so many programs."""
+    """Assigns items of these `sizes`, in entries, to programs."""
     program, order = assigned(sizes, programs)
     sequence = order[np.argsort(program[order], kind="stable")]
     program, sizes = program[sequence], sizes[sequence]
@@ -215,17 +221,18 @@ def _dealt(sizes: Ints, programs: int) -> _Items:
 
 
 def assigned(sizes: Ints, programs: int) -> tuple[Ints, Ints]:
-    """The program of every item of these `sizes`, and the order in which items were given to programs.
+    """The program of every item of these `sizes`, and the order in which items were assigned.
 
-    In `start_order`, each time to all programs that have about as little work as the one with the least: the longest of
-    the next items to the program with the least. No program stays without an item if there are enough.
+    Items are taken in `start_order`, a round at a time. A round has an item for each program whose load is about the
+    least; the longest of these items goes to the program with the least load. Every program has an item if there are
+    enough.
 
     >>> program, order = assigned(np.array([3, 1, 9, 2, 1, 3]), programs=2)
     >>> order.tolist(), [int(sizes.sum()) for sizes in (np.array([3, 1, 9, 2, 1, 3])[program == p] for p in (0, 1))]
     ([2, 0, 5, 3, 1, 4], [10, 9])
     """
     order = start_order(torch.from_numpy(sizes), programs, least=LEAST).numpy()
-    cost = sizes + 1  # to begin with an item takes about as long as an entry
+    cost = sizes + 1  # starting an item takes about as long as an entry
     near = float(cost.mean()) / 2
     load, program = np.zeros(min(programs, len(sizes))), np.empty(len(sizes), dtype=np.int64)
     at = 0
@@ -243,13 +250,14 @@ def assigned(sizes: Ints, programs: int) -> tuple[Ints, Ints]:
 def walks(start: Tensor, count: Tensor, index: Tensor, rows: int, columns: int) -> tuple[Tensor, Tensor]:
     """Orders in which the lists of columns may be walked, each as places in `index`; and where each list begins.
 
-    In the first three, columns that begin together and have all rows never meet in one:
+    Two columns meet where both reach the same row at the same time. In the first three orders, columns that start
+    together and have all rows never meet:
 
-    - from the diagonal on, around the end, in bands of rows and in strides within a band: what columns have in common
-      is spread over time, and yet what all programs read and add to at one time fits in the L2 cache;
-    - from the diagonal on, around the end: columns of which each has all rows from some on never meet;
-    - by `row ^ column`: nor do those of a butterfly;
-    - from the last row back: nor do those of a causal mask that begin one after the other.
+    - From the diagonal on, wrapping around at the end, in bands of rows and in strides within a band. Meetings are
+      spread over time, and the rows that all programs read and add to at one time fit in the L2 cache.
+    - From the diagonal on, wrapping around at the end. Columns that have all rows from some row on never meet, either.
+    - By `row ^ column`. Columns of a butterfly never meet, either.
+    - From the last row back. Columns of a causal mask that start one after the other never meet.
     """
     of_list, place = _expanded(count)
     source = start[of_list] + place
@@ -259,17 +267,17 @@ def walks(start: Tensor, count: Tensor, index: Tensor, rows: int, columns: int) 
     in_band = shift % band
     in_strides = shift - in_band + in_band * stride_of(band) % band
     keys = torch.stack([in_strides, shift, row ^ column, rows - 1 - row])
-    most = 2 * max(rows, columns)  # no key is as large
+    most = 2 * max(rows, columns)  # larger than any key
     return source[torch.argsort(of_list * most + keys)], count.cumsum(0) - count
 
 
 def band_of(rows: int) -> int:
-    """How many tiles of queries, of so many of a head, a program walks before it goes on to others."""
+    """How many of the `rows` tiles of queries of a head a program walks before it goes on to the others."""
     return rows if rows <= 2 * _BAND else _BAND
 
 
 def stride_of(band: int) -> int:
-    """The stride in which the rows of a band are walked: near _STRIDE of them, and prime to their number.
+    """The stride in which the rows of a band are walked: near _STRIDE of the band, and coprime to it.
 
     >>> stride_of(128)
     49
@@ -278,8 +286,9 @@ def stride_of(band: int) -> int:
 
 
 def best_of(orders: Tensor, index: Tensor, head: Tensor, time: Tensor, rows: int, heads: int) -> Tensor:
-    """Of each of `heads` the order in which the fewest entries meet others at the same tile of queries and the same
-    time; an order after the first only if it is clearly better."""
+    """Picks for each of `heads` the order in which the fewest entries meet others at the same tile of queries and the
+    same time; an order after the first only if it is clearly better.
+    """
     if not len(time):
         return orders[0]
     span, count = time.max() + 1, len(orders)
@@ -301,7 +310,7 @@ def chained(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The chain of each addition to one of `tiles` tiles of queries and its rank there; and each tile's first chain.
 
-    rows: how many of the tiles are those of one head. shortest: of a tile with several chains.
+    rows: the tiles of one head. shortest: the least length of a chain where a tile has several.
     """
     made = torch.zeros(tiles, dtype=torch.int64, device=row.device).index_add_(0, row, torch.ones_like(row))
     of_head = made.view(-1, rows)
@@ -319,12 +328,12 @@ def chained(
 
 
 def bits_by_key(lists: TileLists) -> Tensor:
-    """The bits of tiles with keys as rows; those of a list have queries as rows."""
+    """The bits of the tiles with keys as rows. The lists have them with queries as rows."""
     keys, queries = lists.tiling.held, lists.tiling.streamed
     return transposed(lists.words.view(-1, queries, words_per_row(keys)), keys).flatten()
 
 
 def _expanded(count: Tensor, total: int | None = None) -> tuple[Tensor, Tensor]:
-    """Of every entry of lists of these lengths, `total` together, the number of its list and its place there."""
+    """The number of the list and the place in it, for every entry of lists of these lengths. total: of all lengths."""
     of_list = torch.repeat_interleave(count, output_size=total)
     return of_list, torch.arange(len(of_list), device=count.device) - (count.cumsum(0) - count)[of_list]

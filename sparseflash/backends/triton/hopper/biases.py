@@ -1,7 +1,7 @@
-"""Biases of keys, as the kernels for Hopper read them: in the units of their scores, each row in whole tiles.
+"""Biases of keys in the form that the Hopper kernels read: in the units of their scores, each row in whole tiles.
 
-The forward adds them by a matrix instruction, as if keys had more channels: the three pieces of a bias, of 8 bits each,
-beside which queries have ones. In the backward, where rows are keys, they are part of an addition that is there anyway.
+The forward adds them by a matrix instruction, like more channels: keys have the three pieces of a bias, of 8 bits each,
+and queries have ones. In the backward, where rows are keys, the bias is part of an addition that is needed anyway.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def biases_kernel(
     k_len, width, programs_of_row,  # width: k_len, or 1 if all keys share a number
     IN_PIECES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The bias of every key; 0 where there is no key. In pieces [rows, PIECES, whole tiles]."""
+    """The bias of every key, 0 past the last key. If IN_PIECES: [rows, PIECES, whole tiles]."""
     row, number = tl.program_id(0) // programs_of_row, tl.program_id(0) % programs_of_row
     key = number * BLOCK + tl.arange(0, BLOCK)
     start_ptr = values_ptr + tl.cast(row, tl.int64) * width
@@ -41,7 +41,7 @@ def biases_kernel(
     biases = finite_product(values.to(tl.float32), factor)
     if IN_PIECES:
         target = biases_ptr + (tl.cast(row, tl.int64) * (PIECES * size) + key)
-        is_finite = tl.abs(biases) < float("inf")  # the pieces of others would be NaN
+        is_finite = tl.abs(biases) < float("inf")  # other numbers would have pieces that are NaN
         first, second, third = split(tl.where(is_finite, biases, 0.0), tl.bfloat16)
         tl.store(target, tl.where(is_finite, first, biases.to(tl.bfloat16)), mask=key < size)
         tl.store(target + size, second, mask=key < size)
@@ -51,7 +51,7 @@ def biases_kernel(
 
 
 class Biases:
-    """What a kernel reads of a bias of keys, prepared for tensors of one layout."""
+    """A bias of keys as a kernel reads it, prepared for tensors of one layout."""
 
     def __init__(self, changes: Scores, k_len: int, factor: float, device: torch.device, *, in_pieces: bool) -> None:
         values = like(key_bias_of(changes))
@@ -60,7 +60,7 @@ class Biases:
         shape = (batch * heads, PIECES.value, size) if in_pieces else (batch * heads, size)
         self.example = torch.empty(shape, dtype=torch.bfloat16 if in_pieces else torch.float32, device="meta")
         self._biases = one_number_of(self.example, device)
-        # In which row those of a batch element and query head stand: the sum of these, times their numbers.
+        # Rows from one batch element or query head to the next, 0 where they share a row.
         self.numbers = {"bias_of_batch": heads if batch > 1 else 0, "bias_of_head": int(heads > 1)}
         programs = -(-size // _BLOCK)
         numbers = {"factor": factor, "k_len": k_len, "width": width, "programs_of_row": programs}
@@ -71,7 +71,7 @@ class Biases:
         ).bind(batch * heads * programs)  # fmt: skip
 
     def __call__(self, changes: Scores) -> dict[str, Tensor]:
-        """The kernels' arguments, of a call: the forward has a descriptor, the backward a pointer."""
+        """The kernels' arguments for one call: a descriptor for the forward, a pointer for the backward."""
         biases = torch.empty_like(self._biases)
         self.launch({"values_ptr": key_bias_of(changes), "biases_ptr": biases})
         return {"bias_desc": biases, "biases_ptr": biases}
@@ -85,7 +85,7 @@ def key_bias_of(changes: Scores) -> Tensor:
 def biases_of(
     changes: Scores | None, k_len: int, factor: float, device: torch.device, *, in_pieces: bool
 ) -> Biases | None:
-    """Those of keys, if the changes have a bias of keys; in pieces for the forward."""
+    """The prepared bias of keys, in pieces for the forward; None if the score modifications have none."""
     if changes is None or changes.find("key_bias") is None:
         return None
     return Biases(changes, k_len, factor, device, in_pieces=in_pieces)

@@ -1,4 +1,4 @@
-"""How changes of scores reach the kernels for Hopper: which kinds these know, and with what arguments."""
+"""How score modifications reach the Hopper kernels: which kinds the kernels support, and their arguments."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from sparseflash.backends.triton.portable.passes import like
 from sparseflash.backends.triton.portable.softmax import LOG2E
 from sparseflash.scores.change import PAIRS, Scores
 
-# One of each at most, and in this order, as `Scores` has them.
+# At most one of each, in the order that `Scores` keeps.
 _DIVIDED = ("distance", "relative", "key_bias", *PAIRS)  # added to scores, and so divided by their unit
 KINDS = ("softcap", *_DIVIDED, "sink")
-LEARNED = (*_DIVIDED, "sink")  # those whose tensors get gradients
-# What is added is divided by the scale, and must stay finite. Products of fp16 times this vanish.
+LEARNED = (*_DIVIDED, "sink")  # kinds whose tensors may have gradients
+# Added terms are divided by the scale, and must stay finite. Products of fp16 numbers times this scale vanish.
 _SMALLEST_SCALE_THAT_DIVIDES = 1e-20
-# A smaller cap leaves nothing of a score, and a larger one leaves it as it is; both keep what is computed finite.
+# A smaller cap leaves nothing of a score, and a larger one does not change it; within these all results are finite.
 _CAPS = 1e-12, 1e30
 
 
@@ -33,7 +33,7 @@ def flags_of(changes: Scores | None) -> int:
 
 
 def numbers_of(changes: Scores | None, scale: float) -> dict[str, float]:
-    """The kernels' numbers, in the units of `hopper/scores.py`: the cap, or 1 / scale."""
+    """The kernels' scalars, in the units of `hopper/scores.py`: the cap, or 1 / scale."""
     cap = None if changes is None else changes.find("softcap")
     divides = changes is not None and not set(_DIVIDED).isdisjoint(changes.kinds)
     if cap is None:
@@ -44,14 +44,14 @@ def numbers_of(changes: Scores | None, scale: float) -> dict[str, float]:
 
 
 def forward_numbers_of(changes: Scores | None, scale: float) -> dict[str, float]:
-    """The same of the forward. With a bias of pairs scores are in their own units, in which no bias overflows."""
+    """`numbers_of`, for the forward. With a bias of pairs scores keep their own units, in which no bias overflows."""
     if changes is None or set(PAIRS).isdisjoint(changes.kinds):
         return numbers_of(changes, scale)
     return {"qk_scale": LOG2E.value, "inverse_unit": 1.0, "cap_scale": scale}
 
 
 def tensors_of(changes: Scores | None, q: Tensor) -> dict[str, Any]:
-    """The kernels' tensors, but for those of a table and of biases: see `tables`, `biases` and `pairs`."""
+    """The kernels' tensors, except tables and biases: see `tables`, `biases` and `pairs`."""
     if changes is None:
         return {}
     found = {"slopes_ptr": changes.find("distance"), "sink_ptr": changes.find("sink")}
@@ -59,5 +59,5 @@ def tensors_of(changes: Scores | None, q: Tensor) -> dict[str, Any]:
 
 
 def examples_of(changes: Scores | None, q: Tensor) -> dict[str, Any]:
-    """The same on the meta device."""
+    """`tensors_of`, on the meta device."""
     return {name: like(x) for name, x in tensors_of(changes, q).items()}

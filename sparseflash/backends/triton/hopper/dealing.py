@@ -1,7 +1,7 @@
-"""Kernels that cut the items of the backward into parts and give those to programs: they do what `cuts.cut` and
-`backward_plan.assigned` do, with the same result.
+"""Kernels that cut the items of the backward into parts and assign parts to programs. They have the same results as
+`cuts.cut` and `backward_plan.assigned`.
 
-From `cut_kernel` on an item that is cut is as many items as it has parts, numbered one after the other.
+From `cut_kernel` on, every part of a cut item is an item; the parts of an item have consecutive numbers.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from sparseflash.backends.triton.schedule.work_item import (
     CUT_UNUSED,
 )
 
-# A program is kept as one number: its work, 31 bits; its number, as many as PADDED needs; its items, COUNT_BITS. So
-# sorting finds the program with the least work, and the first of several.
+# A program is one number, from the high bits on: its load, 31 bits; its number, as many bits as PADDED needs; its
+# number of items, COUNT_BITS. So sorting finds the program with the least load, the first among equals.
 COUNT_BITS = tl.constexpr(24)
 _MASK = tl.constexpr((1 << 24) - 1)
-_LARGEST = tl.constexpr(1 << 31)  # no item has as much work
-_NUMBER_SHIFT = tl.constexpr(24 + 31)  # of the program's number, before its work and its items
-_NEVER = tl.constexpr((1 << 63) - 1)  # comes last
+_LARGEST = tl.constexpr(1 << 31)  # larger than the cost of any item
+_NUMBER_SHIFT = tl.constexpr(24 + 31)  # of a program's number, where it stands before load and items
+_NEVER = tl.constexpr((1 << 63) - 1)  # sorts last
 
 
 @triton.jit(
@@ -36,7 +36,7 @@ def size_kernel(
     batch_stride, head_stride, kv_heads, columns, group, items,
     AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Writes how many entries every item has."""
+    """Writes the number of entries of every item."""
     item = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
     here = item < items
     kv_head, column = item // columns, item % columns
@@ -55,14 +55,14 @@ def size_kernel(
 )  # fmt: skip
 def cut_kernel(
     size_ptr,  # int32 [items]
-    first_ptr,  # int32 [2, items + 1]: the first part of each item; those of all items before it that are cut
-    part_size_ptr,  # int32 [most_items]: of every part, also the only one of an item
-    merged_ptr, total_ptr,  # int32 [items, CUT_ITEM]; [6]: parts, those of cut items, cut items
-    key_ptr,  # int32 [room]: what items are sorted by for `plan.start_order`
-    items, programs, far, worth, worth_alike, parts, shortest, room, least,  # from `far` on five: see `cuts.Rule`
+    first_ptr,  # int32 [2, items + 1]: the first part of each item; the parts of all cut items before it
+    part_size_ptr,  # int32 [most_items]: the size of every part; an item that is not cut is one part
+    merged_ptr, total_ptr,  # int32 [items, CUT_ITEM]; [6]: parts, parts of cut items, cut items
+    key_ptr,  # int32 [room]: the sort keys of `plan.start_order`
+    items, programs, far, worth, worth_alike, parts, shortest, room, least,  # from `far` to `shortest`: see `cuts.Rule`
     AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Cuts items into parts, and writes the keys of their order. One program does all."""
+    """Cuts items into parts, and writes their sort keys. Runs as one program."""
     lane = tl.arange(0, AT_ONCE)
     total, most = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
     for first in range(0, items, AT_ONCE):
@@ -107,14 +107,14 @@ def cut_kernel(
 
 @triton.jit
 def _is_long(size, items, programs, total, least):
-    """Which items come first: see `plan.start_order`."""
+    """Whether an item comes first: see `plan.start_order`."""
     size = size.to(tl.int64)
     return (size * items > 2 * total) & (size * (100 * programs) >= least * total)
 
 
 @triton.jit
 def _write_keys(size_ptr, key_ptr, items, total, programs, room, least, AT_ONCE: tl.constexpr):
-    """Writes the keys of items of `total` entries together, and for the rest of the `room` what comes last."""
+    """Writes the sort keys of items with `total` entries together; the rest of the `room` sorts last."""
     lane = tl.arange(0, AT_ONCE)
     others = tl.zeros([], tl.int32)  # items that are not long
     for first in range(0, items, AT_ONCE):
@@ -146,7 +146,7 @@ def deal_kernel(
     tiles, programs, room,
     PADDED: tl.constexpr, PROGRAM_BITS: tl.constexpr,
 ):  # fmt: skip
-    """Gives every item to a program, and writes how many entries, chains and times there are. One program does all."""
+    """Assigns every item to a program, and writes the numbers of entries, chains and times. Runs as one program."""
     SHIFT: tl.constexpr = PROGRAM_BITS + COUNT_BITS
     items = tl.load(total_ptr)
     lane = tl.arange(0, PADDED).to(tl.int64)
@@ -161,9 +161,9 @@ def deal_kernel(
         here = (lane < free) & (at + lane < items)
         item = tl.load(order_ptr + at + lane, mask=here, other=0)
         size = tl.load(size_ptr + item, mask=here, other=0).to(tl.int64)
-        # The longest first, of equal ones the first: 31 bits, as many as PADDED needs, and the number of the item.
+        # The longest first, the first among equals: 31 bits, as many as PADDED needs, and the number of the item.
         key = tl.where(here, ((_LARGEST - 1 - size) << SHIFT) | (lane << COUNT_BITS) | item, _NEVER)
-        # Both are sorted at once, which takes as long as one. Those that are free come first.
+        # Both are sorted in one call, which takes as long as sorting one. Free programs come first.
         state, key = tl.split(tl.trans(tl.sort(tl.trans(tl.join(state, key)))))
         load = state >> SHIFT
         is_given = key < _NEVER
@@ -174,7 +174,7 @@ def deal_kernel(
         state += tl.where(is_given, (cost << SHIFT) + 1, 0)
         at += free
 
-    # By the numbers of the programs. Where there are more than items, those without any come last.
+    # Sorted by the number of the program. Programs without an item come last.
     number, load, count = (state >> COUNT_BITS) & (PADDED - 1), state >> SHIFT, state & _MASK
     state = tl.sort(tl.where(state < _NEVER, (number << _NUMBER_SHIFT) | (load << COUNT_BITS) | count, _NEVER))
     has_items = state < _NEVER

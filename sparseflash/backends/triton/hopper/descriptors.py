@@ -1,4 +1,4 @@
-"""Tensors as the copy engine reads and writes them."""
+"""Tensor descriptors of the copy engine."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ def as_read(x: Tensor) -> Tensor:
 
 
 def read_as(x: Tensor) -> Tensor:
-    """What `as_read` returns of such a tensor, on the meta device."""
+    """An example of the result of `as_read(x)`, on the meta device."""
     return like(x) if can_describe(x) else torch.empty(x.shape, dtype=x.dtype, device="meta")
 
 
 def described_as(x: Tensor, tokens: int, dim: int) -> Describe:
-    """The descriptor of `x [B, H, N, D]` in boxes of so many tokens of one head."""
+    """The descriptor of `x [B, H, N, D]` in boxes of `tokens` tokens and `dim` channels of one head."""
     element = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}[x.dtype]
     layout = gl.NVMMASharedLayout.get_default_for([1, 1, tokens, dim], element)
     return Describe(x, x.shape, describable_strides(x), [1, 1, tokens, dim], layout)
 
 
 def described_rows(x: Tensor, box: Sequence[int], shape: Sequence[int] | None = None) -> Describe:
-    """The descriptor of fp32 rows of numbers in such boxes, as they are in memory. shape: as which `x` is seen."""
+    """The descriptor of fp32 rows in boxes of this size, not swizzled. shape: the shape as which `x` is viewed."""
     seen = x if shape is None else x.view(*shape)
     plain = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     return Describe(x, seen.shape, seen.stride(), list(box), plain)
 
 
 def described_channels(x: Tensor, keys: int) -> Describe:
-    """The descriptor of some channels of all keys `[rows, channels, Nk]`, in boxes of as many as a matrix instruction
-    takes; the copy engine fills up with zeros.
+    """The descriptor of a few channels of all keys `[rows, channels, Nk]`, in boxes of the CHANNELS of a matrix
+    instruction; the copy engine pads with zeros.
     """
     box = [1, CHANNELS, keys]
     return Describe(x, x.shape, x.stride(), box, gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16))

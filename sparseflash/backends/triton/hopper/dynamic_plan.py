@@ -1,7 +1,6 @@
-"""The forward's plan for a mask that is made at every step.
+"""The forward's plan for a dynamic mask, one that is made at every step.
 
-It waits for nothing: no row is cut, and the order is that in which the portable kernels plan such a mask
-(`schedule/fused.py`).
+It is made without waiting for the device: no row is cut, and the order is the portable kernels' (`schedule/fused.py`).
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ from sparseflash.blockmask.cache import bounded
 def dynamic_forward_plan(lists: TileLists, pattern: Tensor, q_len: int) -> Worklist:
     """The plan, with items `[W, ITEM]`, for `pattern [B, Hq]`; `lists`: over rows, in the forward's tiles.
 
-    A row without tiles has one of which no score is live, tile number -1.
+    A row without tiles has one dead tile, number -1.
     """
     (batch, heads), device, held = pattern.shape, pattern.device, lists.tiling.held
     check_number_of_items(batch, heads, -(-q_len // held))
     order, place = fused.order_of_work(lists, pattern, (batch, heads, 1), q_len, held)
     work = torch.empty(len(order), ITEM.value, dtype=torch.int32, device=device)
     index, tile = lists.index, lists.tile
-    if len(index) < 2:  # of a mask without room for a tile; the kernel reads one ahead of a row without tiles, too
+    if len(index) < 2:  # a mask without room for a tile: the kernel reads one tile ahead even then
         index, tile = with_trailing_zero(index), with_trailing_zero(tile)
     _launch(device).start(
         -(-len(order) // fused.AT_ONCE), pattern, lists.start, lists.full, lists.count, index, tile, order, work,
@@ -52,7 +51,7 @@ def dynamic_forward_plan(lists: TileLists, pattern: Tensor, q_len: int) -> Workl
     return Worklist(work, index, tile, lists.words)
 
 
-# The arguments are all that differs in what Triton specialises on: see `Launch.of_all_arguments`.
+# Triton specialises these kernels on nothing but their arguments: see `Launch.of_all_arguments`.
 @bounded(maxsize=32)
 def _launch(device: torch.device) -> Launch:
     return Launch.of_all_arguments(items_kernel, device, num_warps=4, num_stages=1)
@@ -68,7 +67,7 @@ def items_kernel(
     batch_stride, head_stride, items, heads, tiles, blocks, tile, held,
     AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Writes the items that are at some places of the order."""
+    """Writes AT_ONCE items, in their order."""
     place = tl.program_id(0).to(tl.int64) * AT_ONCE + tl.arange(0, AT_ONCE)
     here = place < items
     number = tl.load(order_ptr + place, mask=here, other=items)

@@ -1,30 +1,31 @@
-"""The forward kernel for Hopper (sm_90): one program a multiprocessor runs item after item, as one stream.
+"""The forward kernel for Hopper (sm_90): a persistent kernel, one program per SM, that runs its items as one stream.
 
 An item is a tile of queries with the list of its tiles of keys, full ones first. One warp loads; each of GROUPS
 warpgroups holds ROWS queries of the item. A step of the stream multiplies the queries with the keys of one tile and,
-under the softmax of that, the weights of the tile before with its values. So the first keys of an item are multiplied
-under the last values of the item before, and the matrix units see no end of an item.
+under the softmax of these scores, the weights of the previous tile with its values. So the first keys of an item are
+multiplied under the last values of the previous item, and the tensor cores do not idle between items.
 
-Two orders in which the work is written down matter, both seen in the machine code, where the compiler would move it:
+At two places the order of the source matters. In both, the machine code showed that the compiler would order it
+otherwise:
 
-- The softmax ends with the wait for the next keys, which splits the code in two: what stands before stays before the
-  wait for the product, and runs under it. Without that the compiler waits for the product first.
-- The sums are rescaled before the next scores are multiplied, and only by a warp that has a row whose maximum has grown
-  so much that weights relative to the one before could become large: seldom after the first steps of an item. Below
-  the products the compiler would wait for them at that branch.
+- The softmax ends with the wait for the next keys, which splits the code in two. Instructions before it stay before the
+  wait for the product, and run under it. Without it the compiler waits for the product first.
+- The accumulator is rescaled before the next scores are multiplied, and only by a warp that has a row whose maximum has
+  grown by more than SLACK: seldom after the first steps of an item. After the products, the compiler would wait for
+  them at that branch.
 
-Biases of pairs are loaded last, and into one buffer a warpgroup, which takes the place of a second one of queries at
-D = 128. A warpgroup gives its own back as soon as it has read it, so the next ones come while it computes weights.
+Biases of pairs are loaded last, into one buffer per warpgroup; at D = 128 it takes the memory of a second buffer of
+queries. A warpgroup frees the buffer as soon as it has read it, so the next biases arrive while it computes weights.
 
-The stream goes on for two steps after the last item, which load nothing, so that no step needs a condition.
+The stream runs for two steps after the last item. They load nothing, and so no step needs a condition.
 
-Of a mask in blocks of 64 x 64 an item is a tile of 64 queries, and a program runs two streams, each with a warp that
-loads and one warpgroup: neighbouring rows of blocks see other keys, so there is nothing for two warpgroups to share.
+For a mask in blocks of 64 x 64 an item is a tile of 64 queries, and a program runs two streams, each with one loading
+warp and one warpgroup: neighbouring rows of blocks see different keys, so two warpgroups would have nothing to share.
 
-Channels that are no power of 2 are two pieces that are, in buffers and with descriptors of their own: the rest has 16
-to 64 channels. Both pieces of a product with keys are added to the same scores; each piece of values has sums of its
-own. The copy engine fills up with zeros what a head has less than its pieces. Where wide heads leave no room for
-128 keys, a tile of the lists is SPLIT steps of BLOCK_N keys.
+Head dims that are not a power of 2 are split into two pieces that are, each with its own buffers and descriptors; the
+second piece, the rest, has 16 to 64 channels. Both pieces of a product with keys accumulate onto the same scores; each
+piece of values has its own accumulator. The copy engine pads heads with zeros up to the size of their pieces. Where
+wide heads leave no room for 128 keys, a tile of the lists is SPLIT steps of BLOCK_N keys.
 """
 
 from triton.experimental import gluon
@@ -72,20 +73,20 @@ from sparseflash.backends.triton.hopper.scores import (
 )
 from sparseflash.backends.triton.portable.softmax import LN2, LOG2E, LOWEST
 
-NO_SCALE = gl.constexpr(2e-30)  # in units of log2(e); a scale of 0 arrives as less: see `configs.SMALLEST_SCALE`
-RECORD = gl.constexpr(16)  # numbers that the loader tells the others of an item
-# Queries have one buffer or two, but of an item that ends they are given back before its record is read for the last
-# time.
+NO_SCALE = gl.constexpr(2e-30)  # in units of log2(e); a scale of 0 arrives as less, see `configs.SMALLEST_SCALE`
+RECORD = gl.constexpr(16)  # numbers of an item that the loader passes to the warpgroups
+# More than the one or two buffers of queries: an item's queries are freed before its record is read for the
+# last time.
 RECORDS = gl.constexpr(4)
 ROWS = gl.constexpr(configs.ROWS)  # of a warpgroup
 CHANNELS = gl.constexpr(configs.CHANNELS)
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # of one warp
-# How far, in powers of 2, the maximum that weights are relative to may lag behind the true one. Weights then stay below
-# 256, which half precision and sums in fp32 hold as exactly as those below 1.
+# How far, in powers of 2, the running maximum may lag behind the true one. Weights then stay below 256, which half
+# precision and fp32 sums hold as exactly as weights below 1.
 SLACK = gl.constexpr(8.0)
 COARSE = gl.constexpr(configs.COARSE)
 
-# Of a record.
+# Indices of the numbers of a record.
 BATCH_HEAD = gl.constexpr(0)
 BATCH = gl.constexpr(1)
 HEAD = gl.constexpr(2)
@@ -97,8 +98,8 @@ TILE = gl.constexpr(7)  # the number of the first tile's bits, 0: full, -1: dead
 PART = gl.constexpr(8)  # which chunk of a longer item, from 1; 0: a whole one
 Q_LIMIT = gl.constexpr(9)  # queries from here on are dead
 K_LIMIT = gl.constexpr(10)  # and keys
-JUMP_LEFT = gl.constexpr(11)  # when so many steps are left,
-JUMP = gl.constexpr(12)  # so many tiles of the list are passed over
+JUMP_LEFT = gl.constexpr(11)  # when this many steps are left,
+JUMP = gl.constexpr(12)  # this many tiles of the list, full ones past the lengths, are skipped
 BLOCK = gl.constexpr(13)  # the number of the first tile
 FIRST_ENTRY = gl.constexpr(14)  # of a table, the entries of the first distance and of the last, as bits
 LAST_ENTRY = gl.constexpr(15)
@@ -109,8 +110,9 @@ LAST_ENTRY = gl.constexpr(15)
 
 @gluon.jit
 def next_item(counter_ptr, items, streams):
-    """The number of an item that no other of the streams has. Who takes the last number makes the counter ready for the
-    next launch: each stream draws once for every item that it runs, so `items` numbers are drawn."""
+    """The number of an item that no other stream has. The stream that draws the last number resets the counter for the
+    next launch: each stream draws once for every item that it runs, so `items` numbers are drawn.
+    """
     drawn = gl.atomic_add(counter_ptr, 1, sem="relaxed", scope="gpu")
     if drawn == items - 1:
         gl.store(counter_ptr, 0)
@@ -119,7 +121,7 @@ def next_item(counter_ptr, items, streams):
 
 @gluon.jit
 def block_at(index_ptr, place, SPLIT: gl.constexpr):
-    """Which BLOCK_N keys the step at `place` has: a tile of the list is SPLIT steps."""
+    """The number of the BLOCK_N keys of the step at `place`: a tile of the list is SPLIT steps."""
     if SPLIT == 1:
         block = gl.load(index_ptr + place)
     else:
@@ -141,17 +143,17 @@ def count_below(index_ptr, start, stop, limit):
 
 @gluon.constexpr_function
 def bytes_of(desc, rest_desc):
-    """Of a box, with that of the rest of its channels, if there is one."""
+    """The bytes of a box, and of the box of the rest of its channels if it has one."""
     return desc.block_type.nbytes + (0 if rest_desc is None else rest_desc.block_type.nbytes)
 
 
 @gluon.jit
 def cut_at_lengths(index_ptr, start, full, count, first_q, q_limit, k_limit, BLOCK_N: gl.constexpr):
-    """Leaves out the tiles at or past the end: `(first, full, count, k_limit, jump_left, jump)`, as in a record.
+    """Leaves out the tiles at or past the lengths: `(first, full, count, k_limit, jump_left, jump)`, as in a record.
 
-    Of the full tiles those that lie inside stay full; the next, if it is cut by the end, is treated as a partial one.
-    The others are passed over, before `first` if all are. What is wholly dead keeps one step without a live key, so
-    that it is written like all others.
+    Full tiles inside the lengths stay full; the one that the lengths cut becomes a partial one. The other full tiles
+    are skipped: by a jump, or before `first` if all of them are. A wholly dead item keeps one step without a live key,
+    so that its output is written like any other.
     """
     inside = count_below(index_ptr, start, start + full, k_limit // BLOCK_N)
     touched = count_below(index_ptr, start, start + full, gl.cdiv(k_limit, BLOCK_N))
@@ -170,7 +172,7 @@ def loader(
     own, loads, stream, BLOCK_N: gl.constexpr, SPLIT: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
     GROUPS: gl.constexpr, STAGES: gl.constexpr, Q_BUFFERS: gl.constexpr, HAS_LENGTHS: gl.constexpr,
 ):  # fmt: skip
-    """Finds items, tells the others of them, and loads what they want: keys of a step, values of the step before."""
+    """Finds items, writes their records, and loads queries, the keys of a step and the values of the step before."""
     buffers_s, rests_s, bias_s, pairs_s = own
     tiles_s, _, record_s, bars = buffers_s
     q_rest_s, k_rest_s, v_rest_s, _ = rests_s
@@ -218,7 +220,7 @@ def loader(
             if first > start:
                 start, block, tile = first, gl.load(index_ptr + first), gl.load(tile_ptr + first)
         if SPLIT > 1:  # from here on in steps
-            # A row without tiles has one, of which the first step says that it is dead.
+            # A row without tiles has one dead tile, which needs only its first step.
             count = gl.where(tile < 0, 1, count * SPLIT)
             start, full, block = start * SPLIT, full * SPLIT, block * SPLIT
             jump_left, jump = jump_left * SPLIT, jump * SPLIT
@@ -290,7 +292,7 @@ def loader(
                 if v_rest_desc is not None:
                     async_load(v_rest_desc, [v_batch, v_head, v_first, DV], v_full.index(stage), v_rest_s.index(stage))
             if pairs_desc is not None:
-                # Last, as its only buffer is the last to become free.
+                # Last: the bias has one buffer, which is freed last.
                 at = place_of_pairs(stored, batch, head, first_q, first_k, GROUPS * ROWS, BLOCK_N)
                 for c in gl.static_range(GROUPS):
                     mbarrier.wait(pair_empty.index(c), (step & 1) ^ 1)
@@ -318,7 +320,9 @@ def field(record_s, turn, N: gl.constexpr):
 
 @gluon.jit
 def row_maximum(s, added):
-    """[ROWS], of s, or of s and what is added to the scores of each thread, [ROWS, 4], or of the tile, a number."""
+    """The maximum of each row of s, [ROWS]. added: what is added to the scores of each thread, [ROWS, 4], or of the
+    tile, a number; or None.
+    """
     mine = gl.max(gl.max(gl.max(by_thread(s), 4), 2), 1)
     if added is not None:
         mine += added
@@ -327,11 +331,11 @@ def row_maximum(s, added):
 
 @gluon.jit
 def scale_of_rows(maximum, qk_scale):
-    """[ROWS], what scores with biases are multiplied by. maximum: of each row, scaled.
+    """The factor of scores with biases, [ROWS]. maximum: of each row, already times qk_scale.
 
-    It is qk_scale, unless the rounding of so large a maximum could make weights infinite, or all of them 0. Then it is
-    the power of 2 above: products with it are exact, the largest score has weight 1, and of others, which are lower by
-    several powers of 2 if they are not as large, the order is kept and next to nothing else is known.
+    The factor is qk_scale, unless the maximum is so large that its rounding could make weights infinite, or all of them
+    0. Then the factor is the next power of 2 above qk_scale. Products with it are exact, so the largest score has
+    weight 1. Smaller scores keep their order, but their weights are next to arbitrary.
     """
     power_above = as_float((gl.cast(qk_scale, gl.int32, bitcast=True) & 0x7F800000) + 0x00800000)
     return gl.where(gl.abs(maximum) < COARSE, qk_scale, power_above)
@@ -339,15 +343,16 @@ def scale_of_rows(maximum, qk_scale):
 
 @gluon.jit
 def by_own_scale(maximum, qk_scale):
-    """What a maximum of `scale_of_rows` is times qk_scale; no division, which would be rounded."""
+    """A maximum in the scale of `scale_of_rows`, converted to qk_scale without a division, which would round."""
     of_power_above = as_float((gl.cast(qk_scale, gl.int32, bitcast=True) & 0x007FFFFF) + 0x3F000000)  # 1/2 to 1
     return maximum * gl.where(gl.abs(maximum) < COARSE, 1.0, of_power_above)
 
 
 @gluon.constexpr_function
 def rescaling(numbers):
-    """The PTX of `rescaled` for so many numbers a thread, and its operands: results, numbers, factors. A thread holds
-    numbers of two rows, in pairs: two of the one row, two of the other, and so on."""
+    """The PTX of `rescaled` for this many numbers a thread, and its operands: results, numbers, factors. A thread holds
+    numbers of two rows, in pairs: two of the first row, two of the second, and so on.
+    """
     differ = f"setp.neu.f32 p, ${2 * numbers}, 0f3F800000; setp.neu.or.f32 p, ${2 * numbers + 2}, 0f3F800000, p;"
     products = " ".join(f"mul.f32 ${i}, ${i}, ${2 * numbers + i};" for i in range(numbers))
     code = f".reg .pred p; {differ} vote.sync.any.pred p, p, -1; @!p bra same; {products} same:"
@@ -379,8 +384,12 @@ def opaque(x):
 
 @gluon.jit
 def exchanged_with_nobody(x):
-    """x. The compiler moves no exchange past the wait behind it, and so not what it needs. A branch with one stays
-    a branch: if it only masks scores, ptxas would rather compute it at every step, under a predicate."""
+    """x, through a shuffle of each thread with itself: a scheduling barrier.
+
+    ptxas does not move a shuffle across the wait behind it, so the instructions that compute x stay before the wait. A
+    branch that contains a shuffle stays a branch; ptxas would rather predicate one that only masks scores, and run it
+    at every step.
+    """
     CONSTRAINTS: gl.constexpr = "=f,f" if x.dtype == gl.float32 else "=r,r"
     return gl.inline_asm_elementwise(
         "shfl.sync.bfly.b32 $0, $1, 0, 31, -1;", CONSTRAINTS, [x], dtype=x.dtype, is_pure=False, pack=1
@@ -391,7 +400,7 @@ def exchanged_with_nobody(x):
 def at_turn_of(C: gl.constexpr, OPERATION: gl.constexpr):
     """Waits at ("sync") or arrives at ("arrive") the named barrier of warpgroup C, which opens when the other arrives.
 
-    A program has 16 of these barriers, and Triton itself uses the first few.
+    A program has 16 named barriers; Triton itself uses the first few.
     """
     token = gl.zeros([128], gl.int32, layout=gl.BlockedLayout([1], [32], [4], [0]))
     CODE: gl.constexpr = "bar." + OPERATION + (" 8" if C == 0 else " 9") + ", 256; mov.b32 $0, $1;"
@@ -404,8 +413,9 @@ def live_words(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SPLIT: gl.constexpr, HAS_LENGTHS: gl.constexpr,
     MAY_BE_FULL: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """The bits of the step at `place`, one a score, [ROWS, BLOCK_N // 32]: none if `tile` is -1, and, if MAY_BE_FULL or
-    HAS_LENGTHS, all if it is 0. If HAS_LENGTHS, only those of its first `k_left` keys."""
+    """The mask bits of the step at `place`, one a score, [ROWS, BLOCK_N // 32]. No bit is set if `tile` is -1. All are
+    set if it is 0 and MAY_BE_FULL or HAS_LENGTHS. If HAS_LENGTHS, only the first `k_left` keys are live.
+    """
     WORDS: gl.constexpr = BLOCK_N // 32 * SPLIT
     row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))
     word = gl.arange(0, BLOCK_N // 32, layout=gl.SliceLayout(0, LAYOUT))
@@ -435,7 +445,7 @@ def masked(s, words, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def finished(acc, factors, IS_NAN: gl.constexpr):
-    """acc times one factor a row, [ROWS, 1]; if IS_NAN, sums of which the factor is 0 may be NaN."""
+    """acc times one factor a row, [ROWS, 1]. IS_NAN: accumulators may be NaN where the factor is 0, and give 0."""
     out = acc * factors
     if IS_NAN:
         out = gl.where(factors == 0.0, 0.0, out)
@@ -444,8 +454,9 @@ def finished(acc, factors, IS_NAN: gl.constexpr):
 
 @gluon.jit
 def store_part(part_ptr, out, first_row, FIRST: gl.constexpr, PADDED_DV: gl.constexpr, SAVES: gl.constexpr):
-    """Writes channels from FIRST on to a chunk [., PADDED_DV]. SAVES: whether tiles leave no registers for
-    addresses, which the compiler would otherwise compute before the loop."""
+    """Writes channels from FIRST on to a chunk [., PADDED_DV]. SAVES: keeps the compiler from computing the addresses
+    before the loop, where the register pressure is too high for them.
+    """
     row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, out.type.layout))
     if SAVES:
         row = opaque(row)
@@ -460,8 +471,7 @@ def send(
     out, rest, out_descs, out_s, C: gl.constexpr, batch, head, first_q, FIRST: gl.constexpr, DV: gl.constexpr,
     DV_REST: gl.constexpr,
 ):  # fmt: skip
-    """Writes channels from FIRST on, and the rest from DV on if DV_REST is not 0, by way of the buffers of this
-    warpgroup."""
+    """Writes channels from FIRST on, and the rest from DV on if DV_REST is not 0, through this warpgroup's buffers."""
     o_desc, o_rest_desc = out_descs
     o_s, o_rest_s = out_s
     tma.store_wait(0)  # until the last tile has been read
@@ -492,9 +502,9 @@ def consumer(
         pair_s, pair_full, pair_empty = pairs_s
     HAS_TABLE: gl.constexpr = entries_ptr is not None
     HAS_KEY_BIAS: gl.constexpr = bias_s is not None
-    # Whether maxima are not yet in units of log2(e): where all scores of a query are as low as a bias can be, what a
-    # fused multiplication and subtraction of the maximum leaves is any number, and not 0. With a bias of keys alone
-    # `scale_of_rows` sees to that.
+    # Whether maxima are kept unscaled, not in units of log2(e). Where all scores of a query are as low as a bias can
+    # be, a fused multiplication and subtraction of the maximum leaves an arbitrary number instead of 0. With a bias of
+    # keys alone `scale_of_rows` prevents this.
     KEEPS: gl.constexpr = pairs_desc is not None or (HAS_KEY_BIAS and slopes_ptr is not None)
     HAS_DISTANCES: gl.constexpr = slopes_ptr is not None or HAS_TABLE
     q_s, k_s, v_s = tiles_s
@@ -508,7 +518,8 @@ def consumer(
     P: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=A, k_width=2)
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S)
     A_ROWS: gl.constexpr = gl.SliceLayout(1, A)
-    # The layout S of [ROWS, BLOCK_N] as [ROWS, BLOCK_N // 32, 32], so that a thread has the words of its scores.
+    # The layout S of [ROWS, BLOCK_N], seen as [ROWS, BLOCK_N // 32, 32]: each thread holds the mask words of its
+    # scores.
     BITS: gl.constexpr = gl.DistributedLinearLayout(
         ([[0, 1, 0], [0, 2, 0]] if BLOCK_N == 128 else [[0, 1, 0]]) + [[0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 0, 16]],
         [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
@@ -518,12 +529,12 @@ def consumer(
     )
     WORDS: gl.constexpr = gl.SliceLayout(2, BITS)
     BLOCK_M: gl.constexpr = GROUPS * ROWS
-    PART_SIZE: gl.constexpr = BLOCK_M * (PADDED_DV + 2)  # as `combine_rows_kernel` wants it
-    # IN_TURNS: at D = 64 the exponentials take as long as the products. Left alone, both warpgroups compute theirs at
-    # the same time, and then both multiply. So they begin their softmaxes by turns, which keeps them apart. To wait
-    # until the other has computed its exponentials, too, takes 1.11 of the time.
-    # A product with few keys takes as long as to read both of its factors from shared memory, which values and what is
-    # loaded want, too. So KEPT of the two pieces of queries, or the only one, are kept in registers.
+    PART_SIZE: gl.constexpr = BLOCK_M * (PADDED_DV + 2)  # as in `combine_rows_kernel`
+    # IN_TURNS: at D = 64 the exponentials take as long as the products. Left alone, both warpgroups compute
+    # exponentials at the same time, and then both multiply. So they start their softmaxes by turns, which keeps them
+    # apart. If each also waits for the end of the other's exponentials, the forward takes 1.11 times as long.
+    # KEPT: how many of the one or two pieces of queries are kept in registers. A product with few keys takes as long as
+    # reading both operands from shared memory, whose bandwidth values and loads need, too.
     PIECES: gl.constexpr = 1 if D_REST == 0 else 2
     KEEPS_Q: gl.constexpr = KEPT == PIECES
     Q: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S, k_width=2)
@@ -545,7 +556,7 @@ def consumer(
     if KEPT == 2:
         kept_rest = gl.zeros([ROWS, D_REST], dtype, layout=Q)
     ones = gl.full([ROWS, CHANNELS], 1.0, gl.bfloat16, layout=Q)
-    goes_on = False  # whether the product of the next step is added to acc; else it is an item's first
+    goes_on = False  # whether the next product is added to acc; False for the first of an item
     step = 0
     turn = -1
     left, partial_left, place, tile, k_limit, jump_left = 0, 0, 0, 0, 0, 0
@@ -611,7 +622,8 @@ def consumer(
         place += 1
         if HAS_LENGTHS and left == jump_left:
             place += field(record_s, turn, JUMP)
-        # Of the next step: a load whose address waits for a load would hold it up.
+        # Prefetched for the next step: the address of the mask's words depends on it, and two dependent loads would
+        # stall.
         tile = gl.load(tile_ptr + (place if SPLIT == 1 else place // SPLIT))
         if HAS_DISTANCES:
             table_block = next_block
@@ -638,7 +650,7 @@ def consumer(
             acc_rest = warpgroup_mma(weights, v_rest_s.index(stage), acc_rest, use_acc=goes_on, is_async=True)
         s = warpgroup_mma_wait(1 if DV_REST == 0 else 2, deps=(s,))
         if Q_BUFFERS == 1 and not KEEPS_Q and left == 0:
-            # Before the wait for the next keys, which are the next item's and come after its queries.
+            # Before the wait for the next keys: they belong to the next item, and are loaded after its queries.
             async_copy.mbarrier_arrive(q_empty.index(C), increment_count=False)
         if IN_TURNS:
             at_turn_of(C, "sync")
@@ -650,7 +662,7 @@ def consumer(
         if pairs_desc is not None:
             mbarrier.wait(pair_full.index(C), step & 1)
             pairs = pair_s.index(C).load(S)
-            # The loads are not waited for: they are made in order, and the next numbers arrive long after them.
+            # Arrives without a wait for the loads: loads are in order, and the next numbers arrive long after them.
             async_copy.mbarrier_arrive(pair_empty.index(C), increment_count=False)
             s = s * cap_scale + pairs.to(gl.float32)
         if is_mixed:
@@ -676,14 +688,14 @@ def consumer(
         if begins:
             if turn > 0:
                 if Q_BUFFERS == 2:
-                    # Before the wait for the next keys, which come after the next item's queries if this one has one
-                    # tile.
+                    # Before the wait for the next keys: if this item has one tile, they are loaded after the next
+                    # item's queries.
                     mbarrier.arrive(q_empty.index((ended & 1) * GROUPS + C), count=1)
                 total = gl.convert_layout(gl.sum(l_i, 1), S_ROWS, assert_trivial=True)
                 row = C * ROWS + gl.arange(0, ROWS, layout=S_ROWS)
                 part = field(record_s, ended, PART)
                 maximum = m_i
-                if KEEPS:  # a bias may be as low as fp32 holds
+                if KEEPS:  # a bias may be the lowest number of fp32
                     maximum = gl.where(m_i == float("-inf"), float("-inf"), gl.maximum(m_i * qk_scale, LOWEST))
                 elif HAS_KEY_BIAS:
                     maximum = by_own_scale(m_i, qk_scale)
@@ -742,7 +754,7 @@ def consumer(
             less = gl.convert_layout(m_safe, SUM_ROWS, assert_trivial=True)[:, None]
             if KEEPS:
                 exponents = plus_of_threads(s, added - less) * qk_scale
-                # The decay may be lost to rounding, but then no weight must become infinite.
+                # The decay may be lost to rounding; no weight may become infinite then.
                 p = gl.exp2(gl.where(exponents > SLACK, SLACK, exponents))
             else:
                 p = gl.exp2(plus_of_threads(s * qk_scale, added * qk_scale - less))
@@ -758,19 +770,19 @@ def consumer(
         acc = warpgroup_mma_wait(0, deps=(acc,))
         if DV_REST > 0:
             acc_rest = warpgroup_mma_wait(0, deps=(acc_rest,))
-        # Each thread says so for itself, without waiting for the others.
+        # Each thread arrives by itself, without waiting for the others.
         async_copy.mbarrier_arrive(kv_empty.index(stage), increment_count=False)
         goes_on = not begins
         if begins and turn > 0:
-            IS_NAN: gl.constexpr = HAS_LENGTHS and pairs_desc is not None  # so may be what such queries have summed
+            IS_NAN: gl.constexpr = HAS_LENGTHS and pairs_desc is not None  # sums past the lengths may be NaN
             out = finished(acc, gl.convert_layout(alpha, A_ROWS)[:, None], IS_NAN)
             rest = out
             if DV_REST > 0:
                 rest = finished(acc_rest, gl.convert_layout(alpha, R_ROWS)[:, None], IS_NAN)
-            # Registers. Other tiles are as they were measured.
+            # For the register pressure. Other tiles keep the code that was measured.
             SAVES: gl.constexpr = D != DV or D_REST > 0 or DV > 128
             if SAVES:
-                acc = out  # in the same registers: the next product is not added to it
+                acc = out  # in the same registers: the next product does not accumulate onto it
             part = field(record_s, ended, PART)
             if HAS_PARTS and part > 0:
                 part_ptr = parts_ptr + gl.cast(part - 1, gl.int64) * PART_SIZE
@@ -787,13 +799,13 @@ def consumer(
                     send(halves[0], rest, out_descs, out_s, C, batch, head, first_q, 0, DV, DV_REST)
                     send(halves[1], rest, out_descs, out_s, C, batch, head, first_q, OUT, DV, 0)
     if IN_TURNS and C == 0:
-        at_turn_of(0, "sync")  # the last time that the other arrives
+        at_turn_of(0, "sync")  # the other warpgroup's last arrival
     tma.store_wait(0)
 
 
 @gluon.jit
 def tiles_of(dtype: gl.constexpr, COUNT: gl.constexpr, TOKENS: gl.constexpr, CHANNELS: gl.constexpr):
-    """Buffers for tiles of so many tokens."""
+    """Shared memory for COUNT tiles of TOKENS tokens."""
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TOKENS, CHANNELS], dtype)
     return gl.allocate_shared_memory(dtype, [COUNT, TOKENS, CHANNELS], LAYOUT)
 
@@ -827,13 +839,13 @@ def buffers(
 
 @gluon.jit
 def bias_buffers(bias_desc, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
-    """The shared memory of a stream for a bias of keys."""
+    """A stream's shared memory for a bias of keys."""
     dtype: gl.constexpr = bias_desc.dtype
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHANNELS, BLOCK_N], dtype)
     return gl.allocate_shared_memory(dtype, [STAGES, CHANNELS, BLOCK_N], LAYOUT)
 
 
-# Sizes are not specialised: another length or number of heads compiles nothing.
+# Sizes are not specialised: another length or number of heads causes no recompilation.
 @gluon.jit(
     do_not_specialize=[
         "lengths_stride", "qk_scale", "items", "heads", "group", "q_len", "k_len", "row_tiles", "cap_scale",
@@ -844,17 +856,17 @@ def bias_buffers(bias_desc, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
 )  # fmt: skip
 def forward_kernel(
     q_desc, k_desc, v_desc, o_desc,  # [B, Hq, Nq, .], [B, Hkv, Nk, .], [B, Hkv, Nk, .], [B, Hq, Nq, .] in boxes of
-    # [1, 1, ROWS or BLOCK_N, D, DV or OUT]: what is past the ends of a tensor is read as zeros and not written
-    # The same in boxes of D_REST and DV_REST channels, or None.
+    # [1, 1, ROWS or BLOCK_N, D, DV or OUT]: reads past the ends of a tensor give zeros, writes there are dropped.
+    # The same tensors in boxes of D_REST and DV_REST channels, or None.
     q_rest_desc, k_rest_desc, v_rest_desc, o_rest_desc,
     lse_ptr,  # fp32 [B, Hq, Nq] contiguous
-    # fp32 [parts, GROUPS * ROWS * (PADDED_DV + 2)], written: acc, m_i, l_i of chunks; None if no item is one
+    # fp32 [parts, GROUPS * ROWS * (PADDED_DV + 2)], written: acc, m_i, l_i of chunks; None without chunks
     parts_ptr,
     work_ptr,  # int32 [items, ITEM]: see plan.py
     index_ptr, tile_ptr, words_ptr,  # the tile lists, one more entry than needed, and the bits: see worklists.py
     lengths_ptr, lengths_stride,  # int32 [2, B], of queries and of keys, or None
-    counter_ptr,  # int32 [1], zero, and left so
-    qk_scale,  # positive; in units of log2(e), of scores in the units of scores.py
+    counter_ptr,  # int32 [1], zero before and after the launch
+    qk_scale,  # positive; scores in the units of scores.py times qk_scale are exponents of 2
     items, heads, group, q_len, k_len, row_tiles,
     cap_scale, inverse_unit,  # scale over the unit of scores, if CHANGES has CAPPED or for pairs; 1 over that unit
     slopes_ptr, sink_ptr,  # [Hq], or None
@@ -865,16 +877,16 @@ def forward_kernel(
     # A bias of pairs, or None: [B or 1, Hq or 1, Nq, Nk] in boxes of [1, 1, ROWS, BLOCK_N]; or, stored for live tiles,
     # [1, 1, B or 1 * Hq or 1 * tiles * block_q, block_k].
     pairs_desc,
-    # How many numbers to go from one batch element or head to the next, 0 where they share it: of the first two
-    # dimensions, or of the pattern.
+    # Steps from one batch element or head to the next, 0 where they share the bias: in the first two dimensions, or in
+    # the pattern.
     has_batches, has_heads,
     tile_numbers_ptr, tile_pattern_ptr,  # of the tiles that are stored, see `StoredTiles`; or None
     tiles_of_batch, tiles_of_head, tile_rows, tile_words,  # as in `changes/tile_bias.py`
     BLOCK_N: gl.constexpr, SPLIT: gl.constexpr,  # keys of a step; steps of a tile, whose queries are GROUPS * ROWS
-    # Channels of queries and keys, and of values, in two pieces, the second 0 if there is one; those of a chunk.
+    # Channels of queries and keys, and of values, in two pieces, the second 0 if there is one; channels of a chunk.
     D: gl.constexpr, D_REST: gl.constexpr, DV: gl.constexpr, DV_REST: gl.constexpr, PADDED_DV: gl.constexpr,
     OUT: gl.constexpr,  # channels of out, of the first DV, that are written at a time: all or half
-    GROUPS: gl.constexpr, STREAMS: gl.constexpr,  # warpgroups that share an item, and how many run items of their own
+    GROUPS: gl.constexpr, STREAMS: gl.constexpr,  # warpgroups that share an item; streams, with items of their own
     STAGES: gl.constexpr, Q_BUFFERS: gl.constexpr,  # of keys and values; of queries, 1 or 2
     KEPT: gl.constexpr, IN_TURNS: gl.constexpr,  # see `consumer`
     REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr, CHANGES: gl.constexpr,
@@ -899,7 +911,7 @@ def forward_kernel(
     descriptors = (q_desc, k_desc, v_desc, q_rest_desc, k_rest_desc, v_rest_desc)
     loads = (descriptors, work_ptr, lists, lengths, counter_ptr, sizes, streams, bias, pairs, entries_ptr)
     reads = (lists, words_ptr, (o_desc, o_rest_desc), lse_ptr, parts_ptr, qk_scale, q_len, changes)
-    # In a tuple Gluon allows None only as an argument of the kernel, so that stands for the missing buffers.
+    # In a tuple Gluon allows None only as an argument of the kernel, so the argument stands for the missing buffers.
     q_rest_s, k_rest_s, v_rest_s, o_rest_s = q_rest_desc, k_rest_desc, v_rest_desc, o_rest_desc
     if D_REST > 0:
         q_rest_s, k_rest_s = tiles_of(dtype, Q_BUFFERS * GROUPS, ROWS, D_REST), tiles_of(dtype, STAGES, BLOCK_N, D_REST)

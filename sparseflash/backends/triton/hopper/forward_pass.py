@@ -1,4 +1,4 @@
-"""The forward by the kernels for Hopper, prepared for tensors of one layout and called with others like them."""
+"""Launches the Hopper forward: prepared for tensors of one layout, called with any tensors of that layout."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ from sparseflash.dropout import Dropout
 from sparseflash.scores.change import Scores
 
 _SOME_COUNTERS = torch.empty(16, dtype=torch.int32, device="meta")
-_counters = BoundedDict(256)  # of a device and a stream
+_counters = BoundedDict(256)  # by device and stream
 
 
 class ForwardLayout:
-    """A forward for tensors of one layout and for all work of one size."""
+    """The launches of a forward for tensors of one layout and all work of one size."""
 
     def __init__(
         self, setting: Setting, config: Config, q: Tensor, k: Tensor, v: Tensor, scale: float, items: int, *,
         merges: bool, changes: Scores | None = None,
     ) -> None:  # fmt: skip
-        """items: of the work. merges: whether some are chunks, whose results are merged."""
+        """items: the number of work items. merges: whether some are chunks, whose results are merged."""
         device = setting.plan.device
         (heads, q_len), (kv_heads, k_len) = q.shape[1:3], k.shape[1:3]
         out, lse = empty_out(like(q), like(v)), empty_lse(like(q))
@@ -56,7 +56,7 @@ class ForwardLayout:
         units = forward_numbers_of(changes, scale)
         entries = entries_of(changes, q, units["inverse_unit"], device)
         biases = biases_of(changes, k_len, units["inverse_unit"], device, in_pieces=True)
-        self.prepared = [each for each in (entries, biases) if each is not None]  # each by a kernel of its own
+        self.prepared = [each for each in (entries, biases) if each is not None]  # each prepared by its own kernel
         config = config if pairs is None and biases is None else config.with_biases()
         self.config, queries, keys = config, config.tile[0], config.keys
         self.part = queries * (config.padded_v_dim + 2)
@@ -154,7 +154,8 @@ class Forward:
             if layout.pairs is not None:
                 given |= layout.pairs(changes)
         if self._combine is not None:
-            # Channels between the pieces of values and the next power of 2 are read, too, but written by nobody.
+            # The merge also reads the channels between the pieces of values and the next power of 2, which no kernel
+            # writes.
             make = torch.empty if layout.config.padded_v_dim == sum(layout.config.v_dims) else torch.zeros
             given["parts_ptr"] = make(self.plan.parts, layout.part, dtype=torch.float32, device=q.device)
         self._launch(given)
@@ -168,11 +169,11 @@ class Forward:
         return [*prepared, self._launch, *([] if self._combine is None else [self._combine])]
 
     def choices(self) -> list[KernelChoice]:
-        """How the kernel runs that computes."""
+        """Describes the main kernel for `explain`."""
         self.plan.ready.wait()
         counts = self.plan.work[:, ITEM_COUNT.value]
         config = self.layout.config
-        warps = 8 + config.streams  # those that multiply and those that load
+        warps = 8 + config.streams  # warps that multiply, and warps that load
         return [
             described_choice(
                 "forward",
@@ -188,7 +189,7 @@ class Forward:
 
 
 def _described(tiles: Mapping[str, Tensor], config: Config) -> dict[str, Describe]:
-    """The descriptors of q, k, v and o, and those of the rest of their channels."""
+    """The descriptors of q, k, v and o, and of the rest of their channels."""
     tokens = {"q": ROWS, "k": config.keys, "v": config.keys, "o": ROWS}
     (dim, rest), (v_dim, v_rest) = config.dims, config.v_dims
     first = {"q": dim, "k": dim, "v": v_dim, "o": v_dim // config.out_pieces}
@@ -199,7 +200,7 @@ def _described(tiles: Mapping[str, Tensor], config: Config) -> dict[str, Describ
 
 
 def planned_forward(plan: Plan, tile: tuple[int, int], programs: int) -> Worklist:
-    """What the forward walks in such tiles, from the plan's cache. programs: as many as run items at a time."""
+    """The work list of the forward in these tiles, from the cache of `plan`. programs: how many items run at a time."""
     return plan.derived(("hopper forward", tile, programs), lambda: _planned(plan, tile, programs))
 
 
@@ -217,10 +218,10 @@ def _planned(plan: Plan, tile: tuple[int, int], programs: int) -> Worklist:
 
 
 def counter(device: torch.device) -> Tensor:
-    """A zero from which the programs of one launch count, and which they leave zero.
+    """A zero that the programs of one launch count up, and that is zero again when the launch ends.
 
-    Launches of one stream follow one another, so they may share one. A CUDA graph may be replayed on any stream; what
-    it records makes a zero of its own.
+    Launches on one stream follow one another, so they share a counter. A CUDA graph may be replayed on any stream, so a
+    capture makes its own counter.
     """
     if streams.is_capturing(device):
         return torch.zeros(1, dtype=torch.int32, device=device)

@@ -1,9 +1,9 @@
-"""The plan of the backward on a GPU: that of `backward_plan.backward_plan`, number for number, by kernels.
+"""Makes the plan of the backward on a GPU with kernels: equal to `backward_plan.backward_plan`, number for number.
 
-Written with PyTorch's operations, a plan is 215 operations, for each of which the host takes 6 to 10 us, three of them
-sorts of entries, and a loop on the host. Here it is nine launches, a sort of the items and two small operations of
-PyTorch. The host waits once, for the numbers of entries and chains and for the end of the timeline; or, for a mask that
-is made at every step, not at all, in seven launches, the sort and one operation.
+Written with PyTorch, a plan takes 215 operations of 6 to 10 us of host time each, three of them sorts of entries, and a
+loop on the host. Here it takes nine kernels, a sort of the items and two small PyTorch operations. The host waits once,
+for the numbers of entries and chains and for the end of the timeline. For a dynamic mask it does not wait, and launches
+seven kernels, the sort and one operation.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sparseflash.backends.triton.schedule.worklists import TileLists
 from sparseflash.blockmask.bitmask import words_per_row
 from sparseflash.blockmask.cache import bounded
 
-_AT_ONCE = 1024  # items whose keys are made at a time
+_AT_ONCE = 1024  # items whose sort keys are made at a time
 _ORDERS = 4
 _FEWEST_LANES, _MOST_LANES = 32, 256
 _MOST_ITEMS = 1 << 24
@@ -40,8 +40,9 @@ def backward_plan(
 ) -> BackwardPlan:  # fmt: skip
     """The plan for `pattern [B, Hq]`, on its device.
 
-    lists: over columns. counted: int32 `[P * rows]`, how many entries every row has. may_wait: the host may wait for
-    the device, once. Otherwise the plan has room for as many entries as any heads with patterns of the mask can have.
+    lists: over columns. counted: int32 `[P * rows]`, the number of entries of every row. may_wait: whether the host may
+    wait for the device, once. Otherwise the plan has room for all entries that heads with patterns of the mask can
+    have.
     """
     device, (batch, query_heads) = pattern.device, pattern.shape
     reference.check_entries(lists, pattern, q_len, k_len)
@@ -114,13 +115,13 @@ class _Kernels(NamedTuple):
     rank: Launch
 
 
-# Warps of a program: one or two where lists are short and there are many, eight where one program sorts. At 65,536
-# tokens and 64 heads of chosen blocks, four warps took 169 us for the entries, one 57; for the deal four took 126 us,
-# eight 96 (H200).
+# Warps of a program: one or two where many programs walk short lists, eight where one program sorts. At 65,536 tokens
+# and 64 heads of selected blocks the entries took 169 us with four warps and 57 us with one; the deal 126 us with four
+# and 96 us with eight (H200).
 _WARPS = {"timeline": 1, "entry": 1, "rank": 2, "deal": 8}
 
 
-# The arguments are all that differs in what Triton specialises on: see `Launch.of_all_arguments`.
+# Triton specialises these kernels on nothing but their arguments: see `Launch.of_all_arguments`.
 @bounded(maxsize=32)
 def _kernels(device: torch.device, lanes: int, queries: int, keys: int) -> _Kernels:
     functions = (

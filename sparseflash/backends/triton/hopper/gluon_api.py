@@ -1,4 +1,4 @@
-"""What differs between the versions of Triton's Gluon that the kernels run with, and nothing else."""
+"""The differences between the versions of Triton's Gluon that the kernels run with, and nothing else."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ else:
 
 @builtin
 def accumulator(products, _semantic=None):
-    """The sum of products that may be under way still, for others to be added to."""
+    """The result of products that may still be in flight, as an accumulator for more products."""
     return tensor(products.handle, products.type.tensor_type)
 
 
 @builtin
 def local_mma_wait(products, pending, _semantic=None):
-    """The sum of `products` when all but the last `pending` matrix instructions of this warpgroup are done.
+    """Waits until at most `pending` matrix instructions of this warpgroup are in flight; returns `products`.
 
-    `warpgroup_mma_wait` makes the warpgroups of a partition wait for one another, too (Triton 3.7 and later).
+    `warpgroup_mma_wait` also makes the warpgroups of a partition wait for one another (Triton 3.7 and later).
     """
     kind = products.type.tensor_type
     count = math.prod(kind.shape) // (32 * math.prod(kind.layout.warps_per_cta))  # of a thread

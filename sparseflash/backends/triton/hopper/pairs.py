@@ -1,4 +1,4 @@
-"""Biases of pairs of queries and keys, which the kernels for Hopper read as they are, and their gradients."""
+"""Biases of (query, key) pairs, which the Hopper kernels read without a copy, and their gradients."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def clear_kernel(
     dpairs_ptr,  # [B, Hq, Nq, width] contiguous, written where a tile is dead
     start_ptr, full_ptr, count_ptr, index_ptr,  # `TileLists` over rows
     pattern_ptr,  # int32 [B, Hq] contiguous
-    q_len, k_len, width,  # width: from row to row, a multiple of 8
+    q_len, k_len, width,  # width: the stride of rows, a multiple of 8
 ):  # fmt: skip
-    """Zeros in one row of tiles of one batch element and head, where no tile of the lists is."""
+    """Zeroes the dead tiles in one row of tiles of one batch element and head."""
     row_tiles = tl.cdiv(q_len, ROWS)
     batch_head, row = tl.program_id(0) // row_tiles, tl.program_id(0) % row_tiles
     line = tl.load(pattern_ptr + batch_head) * row_tiles + row
     start = tl.load(start_ptr + line)
     partial = start + tl.load(full_ptr + line)
     stop = start + tl.load(count_ptr + line)
-    # Both parts of a list increase, the full tiles and the others.
+    # Tiles increase in both parts of a list: the full ones, and the others.
     next_full, next_partial = start, partial
     q = row * ROWS + tl.arange(0, ROWS)
     key = tl.arange(0, KEYS)
@@ -51,14 +51,14 @@ def clear_kernel(
         next_full += is_full.to(tl.int32)
         next_partial += is_partial.to(tl.int32)
         if not (is_full | is_partial):
-            # By eights, which are stored at once: what follows a row up to its width may be anything.
+            # In vectors of eight: the padding between the end of a row and its width may hold anything.
             inside = (q < q_len)[:, None] & (key // 8 * 8 + column * KEYS < k_len)[None, :]
             zeros = tl.zeros([ROWS, KEYS], dpairs_ptr.dtype.element_ty)
             tl.store(targets + column * KEYS, zeros, mask=inside)
 
 
 class Pairs:
-    """What the kernels read of a bias of pairs, prepared for tensors of one layout."""
+    """A bias of pairs as the kernels read it, prepared for tensors of one layout."""
 
     kind = "bias"
 
@@ -74,16 +74,16 @@ class Pairs:
         return {"has_batches": int(batch > 1), "has_heads": int(heads > 1)}
 
     def __call__(self, changes: Scores) -> dict[str, Tensor]:
-        """The kernels' arguments, of a call."""
+        """The kernels' arguments for one call."""
         return {"pairs_desc": changes.find("bias").values}
 
     def gradients(self, device: torch.device) -> PairGradients | StoredPairGradients:
-        """What writes the gradient, where nobody shares the bias."""
+        """Prepares the gradient, of a bias that no batch elements or heads share."""
         return PairGradients(self.examples["pairs_desc"], self._box, device)
 
 
 class StoredPairs(Pairs):
-    """The same of one that is stored for live tiles, below one another."""
+    """A bias of pairs that is stored for live tiles only, one below another."""
 
     kind = "tile_bias"
 
@@ -103,7 +103,7 @@ class StoredPairs(Pairs):
 
 
 def pairs_of(changes: Scores | None, box: tuple[int, int]) -> Pairs | None:
-    """That of pairs, if the changes have one."""
+    """The bias added to each (query, key) pair, or None if the score modifications have none."""
     if changes is None:
         return None
     return next((each(changes, box) for each in (Pairs, StoredPairs) if changes.find(each.kind)), None)
@@ -111,7 +111,7 @@ def pairs_of(changes: Scores | None, box: tuple[int, int]) -> Pairs | None:
 
 @dataclass(frozen=True)
 class _LiveTiles:
-    """Where the tiles of a plan lie that are live."""
+    """The live tiles of a plan."""
 
     lists: TileLists  # over rows
     pattern: Tensor  # int32 [B, Hq] contiguous
@@ -128,8 +128,9 @@ class _LiveTiles:
 
 
 class PairGradients:
-    """The gradient of a bias of pairs, of tensors of one layout. The kernels write live tiles; those that are dead are
-    0, and half of a causal mask.
+    """Prepares the gradient of a bias of pairs, for tensors of one layout.
+
+    The backward kernel writes live tiles. Dead tiles, half of a causal mask, are zeroed here.
     """
 
     def __init__(self, pairs: Tensor, box: tuple[int, int], device: torch.device) -> None:
@@ -144,7 +145,7 @@ class PairGradients:
         )  # fmt: skip
 
     def bind(self, plan: Plan, block: tuple[int, int]) -> BoundPairGradients:
-        """For a plan of a mask in such blocks."""
+        """For a plan of a mask in blocks of `block`."""
         if plan.has_every_tile(block):
             return BoundPairGradients(None)
         live = plan.derived("live tiles of hopper's pairs", lambda: _LiveTiles.of(plan))
@@ -156,14 +157,16 @@ class PairGradients:
 
 
 class BoundPairGradients:
-    """Memory for the gradient, in which dead tiles are 0."""
+    """Makes the tensor of the gradient, with dead tiles zeroed."""
 
     def __init__(self, clearing: tuple[BoundLaunch, ReadyEvent] | None) -> None:
-        """clearing: what clears dead tiles, if there are some, and when it may read where they are."""
+        """clearing: the launch that zeroes dead tiles, and the event after which it may read the lists; None if no tile
+        is dead.
+        """
         self._clearing = clearing
 
     def __call__(self, changes: Scores) -> tuple[Tensor, Tensor]:
-        """`(the gradient, the same as the kernel writes it)`."""
+        """`(the gradient, the tensor that the kernel writes)`."""
         values = changes.find("bias").values
         padded = with_padded_rows(values)
         if self._clearing is not None:
@@ -174,12 +177,14 @@ class BoundPairGradients:
         return found, found
 
     def launches(self) -> list[BoundLaunch]:
-        """What a call launches."""
+        """The kernels that a call launches."""
         return [] if self._clearing is None else [self._clearing[0]]
 
 
 class StoredPairGradients:
-    """The same of one that is stored for live tiles. Kernels write all that a batch element and head has."""
+    """Prepares the gradient of a bias that is stored for live tiles. The backward kernel writes all tiles of the
+    pattern of a batch element and head.
+    """
 
     def __init__(self, pairs: Tensor, box: tuple[int, int]) -> None:
         self.example = torch.empty_like(pairs)
@@ -191,7 +196,7 @@ class StoredPairGradients:
 
 
 class BoundStoredPairGradients:
-    """Memory for its gradient, in which tiles of other heads' patterns are 0."""
+    """Makes the tensor of the gradient, with tiles of other heads' patterns zeroed."""
 
     def __call__(self, changes: Scores) -> tuple[Tensor, Tensor]:
         """As `BoundPairGradients.__call__`."""
@@ -202,13 +207,13 @@ class BoundStoredPairGradients:
         return found, _below_one_another(found)
 
     def launches(self) -> list[BoundLaunch]:
-        """What a call launches."""
+        """The kernels that a call launches."""
         return []
 
 
 def _below_one_another(values: Tensor) -> Tensor:
-    """Tiles `[B, H, tiles, block_q, block_k]` as of one head; if there are none, one that nobody reads, as no
-    descriptor has an empty tensor.
+    """Tiles `[B, H, tiles, block_q, block_k]`, viewed as one head. Without tiles, one tile that is never read, because
+    a descriptor needs a tensor that is not empty.
     """
     if values.numel() == 0:
         return values.new_empty(1, 1, *values.shape[3:])

@@ -1,4 +1,4 @@
-"""What makes the passes of the family of kernels for Hopper, as `dispatch.py` wants them."""
+"""Makes the passes of the Hopper family, in the form that `dispatch.py` expects."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def backward(
     setting: Setting, key: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, scale: float, dropped: int,
     *, dlse: bool, changes: Scores | None = None, wanted: Sequence[bool] = (),
 ) -> Backward:  # fmt: skip
-    """The backward of a plan for tensors like these. dlse: whether a gradient comes through lse. wanted: which tensors
-    of the changes get a gradient.
+    """The backward of a plan for tensors like these. dlse: whether lse has a gradient. wanted: which tensors of the
+    score modifications need a gradient.
     """
     programs, wide = programs_of(setting.plan.device), wide_config_for(q.shape[-1], v.shape[-1])
     plan = (planned_backward if wide is None else planned_wide_backward)(setting.plan, programs)

@@ -1,9 +1,8 @@
-"""What the forward on Hopper walks: its work items, how long ones are cut, and the order in which they are taken.
+"""The work plan of the Hopper forward: its items, the cuts of long rows, and the order in which items are taken.
 
-Programs take the next item of one list as they come to it, so which program runs an item depends on the clock. No
-result does: an item is computed in the order of its own list, and how a row is cut is decided by the row and the other
-rows of its pattern alone. The same call gives the same bits, and a row gives the same bits whatever the batch and the
-other heads are.
+Programs draw items from one list, so the clock decides which program runs an item. No result depends on it: an item is
+computed in the order of its own list, and only a row and the other rows of its pattern decide how the row is cut. The
+same call gives the same bits, and a row has the same bits whatever the batch and the other heads are.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from sparseflash.backends.triton.schedule.worklists import TileLists, Worklist, 
 class Rule(NamedTuple):
     """When a row is cut into chunks.
 
-    A row far longer than the others of its pattern (that of a global token) would still run when all others are done,
-    unless there are many others. With 2 global rows of 128 tiles among 126 of some 8, a multiprocessor has 9 tiles to
-    do for one head and 150 for 16. A chunk costs about two tiles, to write its sums and to merge them.
+    A row far longer than the others of its pattern, such as the row of a global token, would still run when all others
+    are done, unless there are many others. With 2 global rows of 128 tiles among 126 rows of about 8, an SM has 9 tiles
+    to do for one head and 150 for 16. A chunk costs about two tiles, to write its sums and to merge them.
     """
 
-    far: float = 4.0  # times the mean of its pattern must a row be,
+    far: float = 4.0  # a row is cut if it is longer than this many times the mean of its pattern,
     chunk: int = 32  # tiles of the longest chunk,
-    worth: float = 1.5  # and so many chunks
+    worth: float = 1.5  # and longer than this many chunks
 
 
 RULE = Rule()
@@ -39,20 +38,20 @@ RULE = Rule()
 class ForwardItem(NamedTuple):
     """The numbers of an item, in the order in which they are stored.
 
-    The first entry of the list stands here, too, so that nothing waits for two loads.
+    The first entry of the list is repeated here, to avoid two dependent loads.
     """
 
     number: Any  # of batch, head and tile of queries
-    start: Any  # of its list, as the next two: see `TileLists`
+    start: Any  # of its list, like the next two: see `TileLists`
     full: Any
     count: Any
     block: Any  # of the first tile of the list
     tile: Any  # the number of that tile's bits; 0: full; -1: dead
     part: Any  # number among all chunks of rows that are cut, from 1; 0: not cut
-    unused: Any  # so that an item has 32 bytes
+    unused: Any  # pads an item to 32 bytes
 
 
-# Where the kernel finds them.
+# Indices of these numbers, for the kernel.
 ITEM = tl.constexpr(len(ForwardItem._fields))
 ITEM_NUMBER = place(ForwardItem, "number")
 ITEM_START = place(ForwardItem, "start")
@@ -67,10 +66,10 @@ ITEM_UNUSED = place(ForwardItem, "unused")
 def forward_plan(lists: TileLists, pattern: Tensor, q_len: int, k_len: int, *, programs: int) -> Worklist:
     """The plan for `pattern [B, Hq]`, with items `[W, ITEM]`.
 
-    A row without tiles has one of which no score is live, tile number -1.
+    A row without tiles has one dead tile, number -1.
 
-    programs: how many run at a time, on which only the order depends. The host waits for the device, once, where rows
-    may have to be cut.
+    programs: how many run at a time; only the order depends on it. The host waits for the device, once, where rows may
+    have to be cut.
     """
     batch, heads = pattern.shape
     rows = -(-q_len // lists.tiling.held)
@@ -89,13 +88,13 @@ def forward_plan(lists: TileLists, pattern: Tensor, q_len: int, k_len: int, *, p
             items, merged = cut_items(items, cuts)
             parts = cuts.parts
     index, tile = lists.index, lists.tile
-    if len(index) < 2:  # of a mask without a tile; the kernel reads one ahead of a row without tiles, too
+    if len(index) < 2:  # a mask without a tile: the kernel reads one tile ahead even then
         index, tile = torch.cat([index, index]), torch.cat([tile, tile])
     return Worklist(_work(items, index, tile, programs), index, tile, lists.words, parts, merged)
 
 
 def _chunks(count: Tensor, rows: int) -> Tensor:
-    """Into how many chunks each row is cut: int64, as long as `count`, of which every `rows` are one pattern."""
+    """The number of chunks of each row: int64. count: each `rows` numbers are one pattern."""
     tiles = count.view(-1, rows).long()
     is_far = tiles * rows > RULE.far * tiles.sum(1, keepdim=True)
     is_worth = tiles > RULE.worth * RULE.chunk
@@ -115,13 +114,13 @@ def _work(items: Items, index: Tensor, tile: Tensor, programs: int) -> Tensor:
 
 
 def start_order(lengths: Tensor, programs: int, *, least: int = 0) -> Tensor:
-    """The order in which items of these `lengths [W]`, in tiles, are taken by so many programs: int64 `[W]`.
+    """The order in which `programs` programs take items of these `lengths [W]`, in tiles: int64 `[W]`.
 
-    least: the percentage of what a program has to do on average that an item must have to count as long.
+    least: the least length of an item that may count as long, in percent of a program's mean load.
 
-    What is more than twice as long as the mean comes first, longest first, and the last three rounds are longest
-    first; the rest stay as they are, head by head, so that the cache holds the keys that are wanted. With all sorted
-    over all heads, 16 heads of random blocks took 1.13 times as long on an H200.
+    Items more than twice as long as the mean come first, longest first, and the last three rounds are longest first.
+    The others stay in order, head by head, so that the keys stay in the L2 cache. Sorting all items over all heads took
+    1.13 times as long on an H200, for 16 heads of random blocks.
 
     >>> start_order(torch.tensor([3, 1, 9, 2, 1, 3]), programs=1).tolist()
     [2, 0, 1, 5, 3, 4]
@@ -138,7 +137,7 @@ def start_order(lengths: Tensor, programs: int, *, least: int = 0) -> Tensor:
 
 
 def programs_of(device: torch.device) -> int:
-    """How many programs run at the same time, one a multiprocessor; elsewhere than on a GPU those of an H100."""
+    """How many programs run at the same time: one per SM, or the SMs of an H100 if the device is no GPU."""
     return (
         int(torch.cuda.get_device_properties(device).multi_processor_count)
         if device.type == "cuda"

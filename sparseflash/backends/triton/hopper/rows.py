@@ -1,4 +1,4 @@
-"""What the backward for Hopper computes of queries before its one pass, and makes of dq after it."""
+"""Work on rows before and after the one pass of the Hopper backward: -lse and -delta of queries, and their dq."""
 
 import triton
 import triton.language as tl
@@ -8,16 +8,18 @@ from sparseflash.backends.triton.portable.softmax import LN2, LOWEST
 
 TILE_ROWS = tl.constexpr(BLOCK[0])  # queries of a tile
 WIDTH = tl.constexpr(256)  # of the boxes in which the copy engine adds dq
-# Whoever pads with biases writes numbers like -1e30, and a query may see nothing else. In an lse as low as that its
-# weights are lost to rounding: they would be anything, also infinite, times a gradient that is mostly 0.
+# Padding by a bias uses numbers like -1e30, and a query may see padded keys alone. In an lse this low the weights are
+# lost to rounding: they would be anything, also infinite, times a gradient that is mostly 0.
 LOWEST_LSE = tl.constexpr(-COARSE * LN2.value)
 
 
 @triton.jit
 def finite_product(x, factor):
-    """x * factor, but finite wherever x is, also when it is brought to units of log2(e): biases as large as fp32 holds,
-    and the lse of rows that have no others, would become infinite, and their difference NaN. Beyond 3e38 / factor, or
-    7.5e37, all are alike."""
+    """x * factor, but finite wherever x is, also in units of log2(e).
+
+    Otherwise the lowest biases of fp32, and the lse of rows that have no others, would become infinite, and their
+    difference NaN. Magnitudes are clamped to 3e38 / factor, or to 7.5e37 if that is less.
+    """
     most = -LOWEST / tl.maximum(factor, 4.0)  # the forward multiplies by less than 3 / factor
     return tl.where(tl.abs(x) < float("inf"), tl.minimum(tl.maximum(x, -most), most), x) * factor
 
@@ -35,8 +37,9 @@ def begin_kernel(
     inverse_unit, heads, q_len, row_tiles, out_strides, dout_strides,
     D: tl.constexpr, PADDED_D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Of ROWS queries. Those without a live key, past the end too, and those below LOWEST_LSE get -inf, so that their
-    weights are 0."""
+    """-lse and -delta of ROWS queries. Queries without a live key, past the end or with an lse below LOWEST_LSE have
+    -inf, so that their weights are 0.
+    """
     STEPS: tl.constexpr = TILE_ROWS // ROWS
     number = tl.program_id(0)
     batch_head = number // (row_tiles * STEPS)
@@ -71,7 +74,7 @@ def begin_kernel(
 
 @triton.jit
 def in_rows(dq, ROWS: tl.constexpr, D: tl.constexpr):
-    """dq [ROWS, D] of what `backward.in_thread_order` has made of it."""
+    """dq [ROWS, D]: undoes `backward.in_thread_order`."""
     if ROWS == 64:
         dq = dq.reshape([D // 16, 2, 4, 8, 4, 2, 2]).permute((2, 5, 3, 1, 0, 4, 6))
     else:
@@ -87,7 +90,7 @@ def finish_kernel(
     dq_ptr, scale, heads, q_len, row_tiles, dq_strides,
     D: tl.constexpr, PADDED_D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """dq of ROWS queries: the sum of their chains, in order; 0 without any."""
+    """dq of ROWS queries: the sum of their chains, in order; 0 without a chain."""
     STEPS: tl.constexpr = TILE_ROWS // ROWS
     number = tl.program_id(0)
     tile, piece = number // STEPS, number % STEPS

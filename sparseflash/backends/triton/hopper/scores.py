@@ -1,17 +1,17 @@
-"""Changes of scores in the kernels for Hopper: a cap, a decay with distance, a table of relative positions, and biases
+"""Score modifications in the Hopper kernels: a soft cap, a decay with distance, a relative position table, and biases
 of keys and of pairs. `sparseflash/scores/` defines them.
 
-A cap and a decay take a few operations a score and no memory, which is why these kernels know them. Scores are in units
-of the cap, or of 1 / scale without one: then a cap costs its tanh and one multiplication. (In the forward a bias of
-pairs has them as they are.) A sink takes part in the sums of a row alone, and is added where those are written.
+A cap and a decay take a few operations a score and no memory. Scores are in units of the cap, or of 1 / scale without
+one: then a cap costs its tanh and one multiplication. (In the forward a bias of pairs keeps scores in their own units.)
+A sink takes part only in the sums of a row, and is added where the sums are written.
 
-Of a table these kernels know those whose entry follows from the distance of query and key, and is mostly the same from
-one distance to the next. Then the scores of nearly all tiles have one entry, which is added to the numbers of rows and
-costs nothing a score; near the diagonal each score reads its own.
+Relative position tables are supported if their entry follows from the distance of query and key, and is mostly the same
+from one distance to the next. Then the scores of nearly all tiles share one entry, which is added to numbers of rows
+and costs nothing a score. Near the diagonal each score loads its own entry.
 
-A bias of keys comes with the keys. In the forward a matrix instruction adds it, see `biases.py`; in the backward rows
-are keys, so it is part of a multiplication and addition that there are anyway. Biases of pairs are loaded as they are,
-a tile a step.
+The forward loads a bias of keys with the keys, and adds it by a matrix instruction: see `biases.py`. In the backward
+rows are keys, so the bias is part of a multiplication and addition that is needed anyway. Biases of pairs are loaded
+without conversion, a tile a step.
 """
 
 from triton.experimental import gluon
@@ -22,15 +22,15 @@ from sparseflash.backends.triton.hopper.change_flags import LOGARITHMIC
 from sparseflash.backends.triton.hopper.tables import MARGIN
 from sparseflash.backends.triton.portable.softmax import LN2
 
-# In base 2 a token. Over 128 tokens the rounding of such a term is 2^-13.
+# The steepest slope for two parts, in powers of 2 a token. Over 128 tokens the rounding of a part is 2^-13.
 STEEPEST = gl.constexpr(16.0)
-TABLE_SUMS = gl.constexpr(64)  # of a bucket, by as many threads: eight of each warp
-LARGEST_FINITE = gl.constexpr(3.4e38)  # finite numbers of fp32 are no larger
+TABLE_SUMS = gl.constexpr(64)  # partial sums of a bucket, one a thread: eight threads of each warp
+LARGEST_FINITE = gl.constexpr(3.4e38)  # about the largest finite number of fp32
 
 
 @gluon.jit
 def hyperbolic_tangent(x):
-    """With a relative error of 2^-11, no more than rounding to half precision makes."""
+    """tanh(x), with a relative error of 2^-11: no more than rounding to half precision."""
     return gl.inline_asm_elementwise(
         "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
     )  # fmt: skip
@@ -38,7 +38,7 @@ def hyperbolic_tangent(x):
 
 @gluon.jit
 def slope_of(slopes_ptr, head, inverse_unit):
-    """That of a head, in the units of scores."""
+    """The slope of a head, in the units of scores."""
     return gl.cast(gl.load(slopes_ptr + head), gl.float32) * inverse_unit
 
 
@@ -46,14 +46,14 @@ def slope_of(slopes_ptr, head, inverse_unit):
 def side_of_columns(
     ahead, slope, qk_scale, ROWS: gl.constexpr, COLUMNS: gl.constexpr, CHANGES: gl.constexpr
 ):  # fmt: skip
-    """1 if all columns of a tile come before all its rows, -1 if they come after them, else 0.
+    """1 if all columns of a tile come before all its rows, -1 if all come after them, else 0.
 
     ahead: by how many tokens the first row comes after the first column.
 
-    On one side the distance grows or shrinks by one from column to column. So a linear decay is added in two parts, one
-    that the compiler knows for each of a thread's columns (`from_first_column`) and one for each row of a thread
-    (`to_first_column`), with one operation a score and not two. 0 also for a logarithmic decay, and for a slope so
-    steep that this would not be as exact.
+    On one side of the diagonal the distance changes by one from column to column. So a linear decay is added in two
+    parts: a compile-time constant for each of a thread's columns (`from_first_column`), and a number for each row of a
+    thread (`to_first_column`). That is one operation a score instead of two. The side is also 0 for a logarithmic
+    decay, and for a slope so steep that two parts would not be as exact.
     """
     IS_LINEAR: gl.constexpr = not LOGARITHMIC & CHANGES
     # Each part is rounded by itself, and may be much larger than their sum.
@@ -63,16 +63,18 @@ def side_of_columns(
 
 @gluon.jit
 def from_first_column(COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
-    """[1, COLUMNS], how many columns come before each, from the first that its thread has. The compiler knows these
-    numbers, so that no thread holds one for each column."""
+    """[1, COLUMNS]: the number of columns from the first column of a thread to each of its columns. These are
+    compile-time constants, so they take no registers.
+    """
     column = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))
     return gl.cast(column & ~6, gl.float32)[None, :]
 
 
 @gluon.jit
 def to_first_column(ahead, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    """[ROWS, 4], how many tokens the first column of each of the threads of a row comes after the row. Exact below 2^24
-    tokens."""
+    """[ROWS, 4]: by how many tokens the first column of each of a row's four threads comes after the row. Exact below
+    2^24 tokens.
+    """
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)) + ahead
     column = 2 * gl.arange(0, 4, layout=gl.SliceLayout(0, LAYOUT))
     return gl.cast(column[None, :] - row[:, None], gl.float32)
@@ -80,8 +82,9 @@ def to_first_column(ahead, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def distances(first, COLUMNS: gl.constexpr, CHANGES: gl.constexpr, LAYOUT: gl.constexpr):
-    """[ROWS, COLUMNS], the distances of the tokens of a tile's rows and columns, or their logarithms. first: what
-    `to_first_column` says of the tile."""
+    """[ROWS, COLUMNS]: the distances of a tile's rows and columns in tokens, or their logarithms. first: the tile's
+    `to_first_column`.
+    """
     column = from_first_column(COLUMNS, LAYOUT).broadcast_to(first.shape[0], COLUMNS)
     apart = gl.abs(plus_of_threads(column, first))
     if LOGARITHMIC & CHANGES:
@@ -91,14 +94,15 @@ def distances(first, COLUMNS: gl.constexpr, CHANGES: gl.constexpr, LAYOUT: gl.co
 
 @gluon.jit
 def by_thread(x):
-    """[ROWS, COLUMNS] as [ROWS, ., 4, 4, 2]. A thread has all of a row but along the axis of four in the middle right,
-    which four threads share; what it reduces itself it reduces in short chains."""
+    """[ROWS, COLUMNS] as [ROWS, ., 4, 4, 2]. Four threads share a row, along axis 3; each reduces its own numbers,
+    along the other axes, in short chains.
+    """
     return x.reshape([x.shape[0], x.shape[1] // 32, 4, 4, 2])
 
 
 @gluon.jit
 def sums_of_threads(x):
-    """[ROWS, 4], what each of the four threads of a row sums of x, [ROWS, COLUMNS]."""
+    """[ROWS, 4]: the sums of x, [ROWS, COLUMNS], over the columns of each of the four threads of a row."""
     return gl.sum(gl.sum(gl.sum(by_thread(x), 4), 2), 1)
 
 
@@ -114,7 +118,7 @@ def plus_of_threads(x, added):
 
 @gluon.jit
 def pair_buffers(pairs_desc, COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, THREADS: gl.constexpr):
-    """Shared memory for so many tiles, each of which so many threads read, and barriers for each: full, and empty."""
+    """Shared memory for COUNT tiles, each read by THREADS threads, with a full and an empty mbarrier for each."""
     dtype: gl.constexpr = pairs_desc.dtype
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], dtype)
     pair_s = gl.allocate_shared_memory(dtype, [COUNT, ROWS, COLUMNS], LAYOUT)
@@ -128,9 +132,10 @@ def pair_buffers(pairs_desc, COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: g
 
 @gluon.jit
 def place_of_pairs(stored, batch, head, first_q, first_k, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr):
-    """Where the bias of some pairs begins in its tensor: batch element, head, query and key.
+    """Where the bias of a tile begins in its tensor: batch element, head, query and key.
 
-    stored: how it is stored, see `forward_kernel`; one of live tiles is as if one head had them below one another.
+    stored: how the bias is stored, see `forward_kernel`. A bias of live tiles is one head with the tiles one below
+    another.
     """
     has_batches, has_heads, numbers_ptr, pattern_ptr, tiles_of_batch, tiles_of_head, rows, words = stored
     if numbers_ptr is None:
@@ -147,7 +152,7 @@ def place_of_pairs(stored, batch, head, first_q, first_k, BLOCK_Q: gl.constexpr,
 
 @gluon.jit
 def ones_of(x):
-    """How many bits of a number are set, of which the highest is not."""
+    """The number of set bits of x, whose highest bit must be 0."""
     x = x - ((x >> 1) & 0x55555555)
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
     x = (x + (x >> 4)) & 0x0F0F0F0F
@@ -160,9 +165,12 @@ def ones_of(x):
 
 @gluon.jit
 def outer_runs(until_ptr, q_len, offset):
-    """`(until_ptr of distance 0, last distance with the entry of the first one, first with that of the last one, the
-    first distance, the last)`; or None without a table. A distance is by how many tokens a query comes after a key;
-    `until_ptr` has one number for each, and one more: see `sparseflash/scores/relative.py`."""
+    """`(until_ptr of distance 0, last distance of the first run, first distance of the last run, first distance, last
+    distance)`; None without a table. A run: consecutive distances with one entry.
+
+    A distance is by how many tokens a query comes after a key. `until_ptr` has one number for each distance, and one
+    more: see `sparseflash/scores/relative.py`.
+    """
     runs = None
     if until_ptr is not None:
         first, last = 1 - q_len, q_len + offset - 1
@@ -173,8 +181,9 @@ def outer_runs(until_ptr, q_len, offset):
 
 @gluon.jit
 def shared_distance(runs, least, most):
-    """`(a distance, whether all scores of a tile have its entry)`; least, most: the distances of the tile. It needs no
-    load where that is the entry of the first distance or of the last."""
+    """`(a distance, whether all scores of a tile have its entry)`. least, most: the distances of the tile. Loads
+    nothing if all have the entry of the first distance or of the last.
+    """
     until_ptr, first_end, last_start, first, last = runs
     is_first, is_last = most <= first_end, least >= last_start
     at = gl.where(is_first, first, gl.where(is_last, last, gl.maximum(least, first)))
@@ -186,14 +195,15 @@ def shared_distance(runs, least, most):
 
 @gluon.jit
 def can_be_shared(entry):
-    """Whether an entry is finite. Another would undo the mask, so scores that have it read it themselves."""
+    """Whether an entry is finite. An infinite one would undo the mask, so scores that have one load it themselves."""
     return gl.abs(entry) <= LARGEST_FINITE
 
 
 @gluon.jit
 def shared_entry(runs, here_ptr, least, most):
-    """`(a distance, its entry if all scores of a tile have that, else 0, whether they have)`; as `shared_distance`.
-    here_ptr: the entry of distance 0."""
+    """`(a distance, its entry, whether all scores of a tile have this entry)`; if not, the entry is 0. The arguments
+    are as in `shared_distance`; here_ptr: the entry of distance 0.
+    """
     at, is_shared = shared_distance(runs, least, most)
     entry = gl.load(here_ptr + at)
     is_shared = is_shared & can_be_shared(entry)
@@ -202,8 +212,9 @@ def shared_entry(runs, here_ptr, least, most):
 
 @gluon.jit
 def outer_tiles(runs, first_position, first_entry, last_entry, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """`(up to which first key all scores of a tile have the last entry, from which on the first one)`, of the queries
-    from `first_position` on. So most tiles need two comparisons."""
+    """`(past, future)` for queries from `first_position` on. In tiles with a first key up to `past` all scores have the
+    last distance's entry; from `future` on, the first distance's. So most tiles need two comparisons.
+    """
     past = first_position - (COLUMNS - 1) - runs[2]
     future = first_position + (ROWS - 1) - runs[1]
     return gl.where(can_be_shared(last_entry), past, -1), gl.where(can_be_shared(first_entry), future, 2147483647)
@@ -217,15 +228,16 @@ def as_float(bits):
 
 @gluon.jit
 def entries_of_head(entries_ptr, head, q_len, offset):
-    """Where the entry of distance 0 is of those that `tables.entries_kernel` writes of a head."""
+    """The address of the entry of distance 0 of a head, in the output of `tables.entries_kernel`."""
     codes = 2 * q_len + offset - 1
     return entries_ptr + gl.cast(head, gl.int64) * (codes + 2 * MARGIN) + (MARGIN + q_len - 1)
 
 
 @gluon.jit
 def number_of(SIZE: gl.constexpr, LAYOUT: gl.constexpr):
-    """0 .. SIZE - 1, hidden from the compiler. Otherwise it computes what follows from them before the loop, and keeps
-    that in registers that there are not."""
+    """0 .. SIZE - 1, hidden from the compiler. Otherwise it computes everything that follows from them before the loop,
+    and spills the results.
+    """
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [gl.arange(0, SIZE, layout=LAYOUT)], dtype=gl.int32, is_pure=False, pack=1
     )  # fmt: skip
@@ -235,9 +247,8 @@ def number_of(SIZE: gl.constexpr, LAYOUT: gl.constexpr):
 def entries_of_scores(entries_ptr, ahead, SIGN: gl.constexpr, like):
     """The entry of each score of a tile, in the layout of `like`, [ROWS, COLUMNS].
 
-    ahead: by how many tokens the first row comes after the first column; SIGN: 1 if rows are queries, -1 if they are
-    keys. A thread computes two addresses, for its two rows; those of its columns differ from them by numbers that the
-    compiler knows.
+    ahead: by how many tokens the first row comes after the first column. SIGN: 1 if rows are queries, -1 if they are
+    keys. A thread computes two addresses, one for each of its rows; its columns are at compile-time offsets from these.
     """
     ROWS: gl.constexpr = like.shape[0]
     COLUMNS: gl.constexpr = like.shape[1]
@@ -251,7 +262,7 @@ def entries_of_scores(entries_ptr, ahead, SIGN: gl.constexpr, like):
     return gl.load(plus_of_threads(columns, first_ptr))
 
 
-# ---------------------------------------------------------------------- their gradients
+# ---------------------------------------------------------------------- gradients of tables
 
 
 @gluon.jit
@@ -274,7 +285,7 @@ def halved(parts, COUNT: gl.constexpr):
 
 @gluon.jit
 def by_column(x):
-    """x, [8, 8, 4, J], as J tensors [64, 4], of which each thread has one number."""
+    """x, [8, 8, 4, J], as J tensors [64, 4] with one number a thread."""
     LAYOUT: gl.constexpr = gl.DistributedLinearLayout(
         [], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0], [32, 0]], [], [64, 4]
     )
@@ -290,9 +301,9 @@ def by_column(x):
 
 @gluon.jit
 def with_shifted(x, y, BY: gl.constexpr, THREADS: gl.constexpr, COUNT: gl.constexpr):
-    """COUNT + 1 tensors, the sums of COUNT tensors x and y, of which y lie BY further: see `sums_by_distance`.
+    """COUNT + 1 tensors: the sums of COUNT tensors x and y, with y BY distances further: see `sums_by_distance`.
 
-    THREADS: by how many the thread with the y comes after that with the x.
+    THREADS: by how many threads the one with y comes after the one with x.
     """
     LAYOUT: gl.constexpr = x[0].type.layout
     row = number_of(64, gl.SliceLayout(1, LAYOUT)) & 7
@@ -310,13 +321,13 @@ def with_shifted(x, y, BY: gl.constexpr, THREADS: gl.constexpr, COUNT: gl.conste
 
 @gluon.jit
 def sums_by_distance(x):
-    """The sums of x, [128, COLUMNS], along its diagonals, of the 16 rows of each warp: COLUMNS / 8 + 4 tensors [64, 4].
+    """Sums x, [128, COLUMNS], along its diagonals within the 16 rows of each warp: COLUMNS / 8 + 4 tensors [64, 4].
 
-    In `[8 * warp + g, 0]` of number i stands the sum over column - row = 8 * (i - 1) - 16 * warp - g, and in the other
-    columns nothing of use. Thread 4 * g + t of a warp has its rows 8 * a + g in columns 8 * j + 2 * t + b. So a
-    diagonal goes on from (j, a) to (j + 1, a + 1) in the same thread, and these are added first. Then those of b = 1
-    are added to those of b = 0, which are as far in the thread 4 further, or 28 before with j + 1; and so what odd t
-    have to what even ones have, and at last t = 2 to t = 0.
+    `[8 * warp + g, 0]` of tensor i is the sum over column - row = 8 * (i - 1) - 16 * warp - g; the other columns hold
+    nothing of use. Thread 4 * g + t of a warp has its rows 8 * a + g in columns 8 * j + 2 * t + b. A diagonal goes on
+    from (j, a) to (j + 1, a + 1) in the same thread, and these numbers are added first. Then b = 1 is added to b = 0:
+    the same diagonal is there in the thread 4 further, or 28 before with j + 1. In the same way odd t are added to even
+    t, and at last t = 2 to t = 0.
     """
     J: gl.constexpr = x.shape[1] // 8
     upper, lower = gl.split(x.reshape([8, 2, 8, J, 4, 2]).permute((0, 2, 4, 3, 5, 1)))
@@ -331,7 +342,7 @@ def sums_by_distance(x):
 
 @gluon.jit
 def with_next(upper, lower, J: gl.constexpr):
-    """J + 1 tensors, the sums of those of `upper` and of the next of `lower`, which has one more at the beginning."""
+    """J + 1 tensors: the first of `lower`, the sums of `upper[j]` and `lower[j + 1]`, and the last of `upper`."""
     found = lower[:1]
     for j in gl.static_range(J - 1):
         found += (upper[j] + lower[j + 1],)
@@ -340,15 +351,16 @@ def with_next(upper, lower, J: gl.constexpr):
 
 @gluon.jit
 def sums_of_two_rows(x):
-    """[64, 4], what each thread sums of x, [128, COLUMNS]: of two of its rows, of which a warp has 16."""
+    """[64, 4]: the sums of x, [128, COLUMNS], over the columns of each thread and over two of its rows."""
     mine = gl.sum(sums_of_threads(x).reshape([8, 2, 8, 4]), 1)
     return mine.reshape([64, 4])
 
 
 @gluon.jit
 def add_to_bucket(sums, sums_ptr, bucket):
-    """Adds the gradients of scores that have one entry, `sums_of_two_rows`, to `sums_ptr[bucket]`, fp32
-    [., TABLE_SUMS]; to nothing if bucket is -1. To each number adds the thread that does so in `add_by_distance`."""
+    """Adds the gradients of scores that share one entry, `sums_of_two_rows`, to `sums_ptr[bucket]`, fp32 rows of
+    TABLE_SUMS; does nothing if bucket is -1. Each number has the same thread adding to it as in `add_by_distance`.
+    """
     mine = gl.sum(sums, 1)
     LAYOUT: gl.constexpr = mine.type.layout
     row = number_of(64, LAYOUT)
@@ -359,17 +371,17 @@ def add_to_bucket(sums, sums_ptr, bucket):
 
 @gluon.jit
 def add_by_distance(ds, sums_ptr, first_bucket, buckets_ptr, ahead, q_len, offset):
-    """Adds the gradients of scores, [128, COLUMNS], whose rows are keys, to those of the buckets of their distances.
+    """Adds the gradients of scores, [128, COLUMNS], with keys as rows, to the buckets of their distances.
 
-    sums_ptr: fp32 [., TABLE_SUMS]; first_bucket: which of them are those of bucket 0, for this item and head. Only one
-    thread adds to a number of it, so the order is always the same. buckets_ptr: of all codes.
+    sums_ptr: fp32 [., TABLE_SUMS]. first_bucket: the row of bucket 0, for this item and head. Only one thread adds to
+    each number, so the order is always the same. buckets_ptr: the bucket of every code.
     """
     COUNT: gl.constexpr = ds.shape[1] // 8 + 4
     sums = sums_by_distance(ds)
     LAYOUT: gl.constexpr = sums[0].type.layout
     row = number_of(64, gl.SliceLayout(1, LAYOUT))
     has_sum = (number_of(4, gl.SliceLayout(0, LAYOUT)) == 0)[None, :]
-    # Of number 0 of `sums`. Where there is no code, there are no scores, and 0 is added.
+    # The code of `sums[0]`. Distances without a code have no scores, and 0 is added.
     first = (q_len - 9) - ahead - ((row >> 3) * 16 + (row & 7))
     sums_ptr += gl.cast(first_bucket, gl.int64) * TABLE_SUMS
     targets = sums[:0]

@@ -1,4 +1,4 @@
-"""What the kernels for Hopper can do, in words that tell a caller why they cannot."""
+"""Which calls the Hopper kernels serve, and the reasons given to callers where they do not."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from sparseflash.backends.triton.schedule.costs import SPLITS
 from sparseflash.scores.change import PAIRS
 
 _DTYPES = (torch.float16, torch.bfloat16)
-# Of a table that gets gradients, over all query heads that share keys. Each takes 256 bytes for a tile of keys, or for
-# each part of one that is cut: together at most 64 KB, as the fp32 sums of dq of a tile and head at D = 128.
+# Entries of a table with gradients, over all query heads that share keys. Each takes 256 bytes for a tile of keys, or
+# for each part of a cut one: together at most 64 KB, as the fp32 dq of a tile and head at D = 128.
 MOST_ENTRIES = 256
 _NOT_WITH_A_TABLE = ("softcap", "distance", "key_bias")
-# Those that take no shared memory and few registers, for which the kernels of all head dims have room.
+# Kinds that take no shared memory and few registers, so that the kernels of all head dims have room.
 _AT_ALL_DIMS = ("softcap", "distance", "sink")
 
 
@@ -110,7 +110,7 @@ def _named(kinds: Iterable[str], *, logarithmic: bool | None = None) -> str:
 
 
 def _refuses_pairs(request: Request) -> str | None:
-    """The same of its bias of pairs, if it has one."""
+    """Why the kernels cannot serve the bias of pairs of a request; None if they can."""
     pairs = request.pairs
     if pairs is None:
         return None
@@ -140,7 +140,7 @@ def yields(request: Request) -> str | None:
         return "the portable kernels read less memory in blocks of {} x {}".format(*request.block)
     if request.lengths and backward:
         return "the portable backward skips what lies past the lengths"
-    cuts = k_len > SPLITS.longest_whole(BLOCK[0]) or request.keys < k_len  # under a mask, rows of other lengths
+    cuts = k_len > SPLITS.longest_whole(BLOCK[0]) or request.keys < k_len  # a mask makes rows differ in length
     if cuts and k_len > q_len * LIMITS.most_keys_a_query:
         return (
             f"the portable kernels split the keys of few queries over more programs; got {q_len:,} queries and "
@@ -163,8 +163,8 @@ def yields(request: Request) -> str | None:
         return "the portable kernels are faster at D = 64 with softcap"
     if request.logarithmic and not backward:
         return "the portable forward is faster with log_decay"
-    # With a bias the portable forward is the slower one: of pairs 0.476 beside 0.435 ms, of keys 0.475 beside 0.336, on
-    # another H200 (causal, 8,192 tokens).
+    # With a bias these kernels are faster: of pairs 0.435 ms and the portable forward 0.476, of keys 0.336 and 0.475,
+    # on another H200 (causal, 8,192 tokens).
     has_bias = request.pairs is not None or "key_bias" in request.changes
     if dim == 64 and not backward and request.keys > LIMITS.most_keys and not has_bias:
         return (
@@ -175,8 +175,8 @@ def yields(request: Request) -> str | None:
 
 
 def _room(request: Request) -> float:
-    """What the backward's entries take for a mask that is made at every step, as a share of the memory of q: a head may
-    have all tiles of all patterns.
+    """Memory of the backward's entries for a dynamic mask, over the memory of q: a head may have all tiles of all
+    patterns.
     """
     q_len, k_len = request.tokens
     rows, columns = -(-q_len // BLOCK[0]), -(-k_len // BLOCK[1])

@@ -1,4 +1,4 @@
-"""Tables of relative positions, as the kernels for Hopper read them: by distance, in the units of their scores."""
+"""Relative position tables in the form that the Hopper kernels read: by distance, in the units of their scores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparseflash.backends.triton.portable.launches import launch_of
 from sparseflash.backends.triton.portable.passes import like, one_number_of
 from sparseflash.scores.change import Scores
 
-# Tiles that lie partly past the ends of the tokens reach so far beyond the distances that there are.
+# Padding at both ends: tiles that lie partly past the ends of the tokens read this far beyond the valid distances.
 MARGIN = tl.constexpr(128)
 _BLOCK = 1024  # codes of a program of `entries_kernel`
 
@@ -27,9 +27,11 @@ def entries_kernel(
     inverse_unit, codes, table_size, programs_of_head,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The entry of every code: the rows of the table, spread out; 0 where there is no code. And the bucket of every
-    code: one outside the table is refused where that does not wait for the device, and elsewhere becomes the nearest,
-    so that no kernel reads or adds past the table."""
+    """Writes the entry of every code, 0 where there is no code, and the bucket of every code.
+
+    A bucket outside the table raises an error where the check does not wait for the device. Elsewhere it becomes the
+    nearest bucket, so that no kernel reads or adds past the table.
+    """
     head, number = tl.program_id(0) // programs_of_head, tl.program_id(0) % programs_of_head
     place = number * BLOCK + tl.arange(0, BLOCK)
     code = place - MARGIN
@@ -44,10 +46,10 @@ def entries_kernel(
 
 
 class Entries:
-    """What the kernels read of a table, prepared for tensors of one layout."""
+    """A table as the kernels read it, prepared for tensors of one layout."""
 
     def __init__(self, changes: Scores, q: Tensor, inverse_unit: float, device: torch.device) -> None:
-        # As the portable kernels read it: one of the two passes may be theirs, and must know the same scores.
+        # Rounded as for the portable kernels: they may run the other pass, which must see the same scores.
         self._dtype = q.dtype
         table, buckets, until = (like(x) for x in table_of(changes, self._dtype).values())
         (heads, self.size), codes = table.shape, len(buckets)
@@ -63,7 +65,7 @@ class Entries:
         self.examples = {"entries_ptr": entries, "until_ptr": until}
 
     def __call__(self, changes: Scores) -> dict[str, Tensor]:
-        """The kernels' arguments, of a call."""
+        """The kernels' arguments for one call."""
         given = {
             **table_of(changes, self._dtype), "entries_ptr": torch.empty_like(self._entries),
             "inside_ptr": torch.empty_like(self._inside),
@@ -73,12 +75,12 @@ class Entries:
 
 
 def table_of(changes: Scores, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The table of relative positions in a dtype, its buckets and their runs."""
+    """The relative position table in this dtype, its buckets and their runs."""
     found = changes.find("relative")
     given = {"table_ptr": in_dtype(found.table, dtype), "buckets_ptr": found.buckets, "until_ptr": found.until}
     return {name: aligned_start(x.contiguous()) for name, x in given.items()}
 
 
 def entries_of(changes: Scores | None, q: Tensor, inverse_unit: float, device: torch.device) -> Entries | None:
-    """Those of the table, if the changes have one."""
+    """The prepared table, or None if the score modifications have none."""
     return None if changes is None or changes.find("relative") is None else Entries(changes, q, inverse_unit, device)

@@ -1,8 +1,8 @@
-"""Kernels that order the entries of the backward's items and the additions to every tile of queries.
+"""Kernels that order the entries of the backward's items, and the additions to every tile of queries.
 
-They do what `walks`, `best_of` and `chained` of `backward_plan.py` do, with the same result, but sort nothing: lists
-are short, so the place of an entry is the number of those that come before it. The timeline has a cell for every time
-and program, with the tile of queries to which the program then adds.
+They have the same results as `walks`, `best_of` and `chained` of `backward_plan.py`, but sort nothing: lists are short,
+so the place of an entry is the number of entries before it. The timeline has a cell for every time and program, with
+the tile of queries that the program adds to then.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from sparseflash.backends.triton.hopper.backward_plan import (
 
 AT_ONCE = tl.constexpr(32)  # entries of a list that are compared with as many others
 _LANES = tl.constexpr(32)  # programs that are compared with all at a time
-_MEMBERS = tl.constexpr(16)  # heads of a group that are looked at at a time
+_MEMBERS = tl.constexpr(16)  # heads of a group that are read at a time
 _ORDERS = tl.constexpr(4)
 
 
@@ -39,7 +39,7 @@ def chain_kernel(
     cursor_ptr, meeting_ptr,  # int32 [tiles], [orders, heads of all batch elements], cleared
     batch_stride, head_stride, heads, rows, tiles, shortest, quarters,
 ):  # fmt: skip
-    """Writes how many additions and how many chains every tile of queries of a head has, after a zero."""
+    """Writes the numbers of additions and of chains of every tile of queries of a head, after a zero."""
     number = tl.program_id(0)
     for order in tl.static_range(_ORDERS):
         tl.store(meeting_ptr + order * tl.num_programs(0) + number, 0)
@@ -66,7 +66,7 @@ def chain_kernel(
 
 @triton.jit
 def _key(row, column, rows, columns, band, stride, ORDER: tl.constexpr):
-    """What the entries of a column are sorted by in one of the orders of `backward_plan.walks`."""
+    """The sort key of the entries of a column, in one of the orders of `backward_plan.walks`."""
     if ORDER == 2:
         return row ^ column
     elif ORDER == 3:
@@ -81,7 +81,7 @@ def _key(row, column, rows, columns, band, stride, ORDER: tl.constexpr):
 
 @triton.jit
 def _places(row, column, index_ptr, count, rows, columns, band, stride, ORDER: tl.constexpr):
-    """The places of some rows in one order of the list of a column."""
+    """The places of these rows in one order of the list of a column."""
     key = _key(row, column, rows, columns, band, stride, ORDER)
     place = tl.zeros([AT_ONCE], tl.int32)
     for first in range(0, count, AT_ONCE):
@@ -94,13 +94,15 @@ def _places(row, column, index_ptr, count, rows, columns, band, stride, ORDER: t
 
 @triton.jit
 def _list_of(pattern_ptr, start_ptr, count_ptr, batch_stride, head_stride, kv_heads, columns, group):
-    """What one program walks: a list of an item, that of one query head of its group."""
+    """The list of this program, one query head of an item, as `(item, column, head, start, count, before)`. before: the
+    entries of the item that come before the list.
+    """
     item, member = tl.program_id(0) // group, tl.program_id(0) % group
     kv_head, column = item // columns, item % columns
     batch = kv_head // kv_heads
     first_head = kv_head % kv_heads * group
     pattern_ptr += batch.to(tl.int64) * batch_stride
-    before = tl.zeros([], tl.int32)  # entries of the heads of the group that come first
+    before = tl.zeros([], tl.int32)  # entries of the earlier heads of the group
     for first in range(0, member, _MEMBERS):
         other = first + tl.arange(0, _MEMBERS)
         pattern = tl.load(pattern_ptr + (first_head + other) * head_stride, mask=other < member, other=0)
@@ -112,14 +114,14 @@ def _list_of(pattern_ptr, start_ptr, count_ptr, batch_stride, head_stride, kv_he
 
 @triton.jit
 def _dealt(part, dealt_ptr, room):
-    """The program of a part, the time when it begins, and how many the program has before."""
+    """The program of a part, its start time, and the number of items that the program has before it."""
     place_ptr = dealt_ptr + part
     return tl.load(place_ptr), tl.load(place_ptr + room), tl.load(place_ptr + 2 * room)
 
 
 @triton.jit
 def _part_of(place, size_ptr, first_ptr, item):
-    """The parts of an item that have some of its entries, and the places of these there."""
+    """For entries at these places of an item: their parts, and their places in the parts."""
     size, first, stop = tl.load(size_ptr + item), tl.load(first_ptr + item), tl.load(first_ptr + item + 1)
     count = (stop - first).to(tl.int64)
     part = tl.minimum(((place + 1) * count - 1) // tl.maximum(size, 1), count - 1)
@@ -158,7 +160,7 @@ def timeline_kernel(
     do_not_specialize=["rows", "heads", "span", "programs"],
 )
 def meet_kernel(cell_ptr, meeting_ptr, rows, heads, span, programs, PADDED: tl.constexpr):
-    """Counts for every order and head, int32 `[orders, heads]`, the entries that meet others at one time."""
+    """Counts the entries that meet others at the same time, for every order and head: int32 `[orders, heads]`."""
     lane = tl.arange(0, PADDED)
     for order in range(_ORDERS):
         time_ptr = cell_ptr + (order * span.to(tl.int64) + tl.program_id(0)) * programs
@@ -189,8 +191,9 @@ def entry_kernel(
     work_ptr, entries_ptr,  # int32 [parts, ITEM], [entries, ENTRY]
     batch_stride, head_stride, kv_heads, columns, group, rows, band, stride, room, items, programs, heads, held, tenths,
 ):  # fmt: skip
-    """Writes the entries of one list in the best order of its head, and for every tile of queries, in any order, when
-    its additions are made and by which entries. The first list of an item writes its parts, too."""
+    """Writes the entries of one list in the best order of its head. For every tile of queries it writes the times and
+    entries of the additions, in any order. The first list of an item also writes the parts of the item.
+    """
     item, column, head, start, count, before = _list_of(
         pattern_ptr, start_ptr, count_ptr, batch_stride, head_stride, kv_heads, columns, group
     )

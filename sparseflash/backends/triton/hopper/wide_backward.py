@@ -1,13 +1,13 @@
-"""The backward kernel for Hopper (sm_90) for wide heads: that of `backward.py` with tiles of 64 keys.
+"""The backward kernel for Hopper (sm_90) for wide heads: like `backward.py`, with tiles of 64 keys.
 
-What differs. An item has KEYS keys, half a tile of the mask, and steps have ROWS queries. The warpgroups share all keys
-and split channels: each holds half the columns of dk, dv and dq, and computes half the queries of S and dP. So the
-weights pass through shared memory, too. dq leaves in CHUNKS pieces of channels, two or four, as there is room for two
-pieces, one for each sending warp; every piece has a counter and an order of its own. dk and dv are stored from
-registers, once an item. No changes of scores are known here.
+An item has KEYS keys, half a tile of the mask, and steps have ROWS queries. The warpgroups share all keys and split
+channels: each holds half the columns of dk, dv and dq, and computes S and dP of half the queries. So the weights pass
+through shared memory, too. dq is sent in CHUNKS pieces of channels, two or four, as shared memory has room for two
+pieces, one for each sending warp. Every piece has its own counter and order. dk and dv are stored from registers, once
+an item. The kernel supports no score modification except a sink, which lse includes.
 
-That nothing waits for ever follows as in `backward.py`: the pieces of an entry are sent in order, right after one
-another, and each waits for pieces of earlier entries only.
+It cannot deadlock for the same reason as `backward.py`: the pieces of an entry are sent in order, one right after the
+other, and each waits only for pieces of earlier entries.
 """
 
 from triton.experimental import gluon
@@ -48,7 +48,7 @@ STEPS = gl.constexpr(BLOCK[0] // 64)
 
 @gluon.jit
 def loader(loads, Q_STAGES: gl.constexpr):
-    """Queries with their rows of numbers, and gradients, step by step; keys and values once an item."""
+    """Loads queries, with their -lse and -delta, and dout for every step; keys and values once an item."""
     descriptors, tiles_s, bars, lists, sizes = loads
     q_desc, dout_desc, k_desc, v_desc, rows_desc = descriptors
     q_s, dout_s, k_s, v_s, rows_s, number_s = tiles_s
@@ -72,7 +72,7 @@ def loader(loads, Q_STAGES: gl.constexpr):
             mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + rows_desc.block_type.nbytes)
             async_load(q_desc, [batch, head, first_q, 0], q_full.index(stage), q_s.index(stage))
             async_load(rows_desc, [(row * STEPS + piece) * 2, 0], q_full.index(stage), rows_s.index(stage))
-            # Keys and values of the item before have been read when the gradients of its last step have been.
+            # The previous item's keys and values have been read once dout of its last step has been read.
             mbarrier.wait(dout_empty.index(0), (step & 1) ^ 1)
             if i == 0:
                 mbarrier.expect(kv_full.index(0), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
@@ -85,7 +85,7 @@ def loader(loads, Q_STAGES: gl.constexpr):
 
 @gluon.jit
 def sender(sends, WHICH: gl.constexpr, CHUNKS: gl.constexpr):
-    """Every second piece of dq of every step, in its turn."""
+    """Sends every second piece of dq of every step, in the order of its chain."""
     acc_desc, dq_s, full, empty, counter_ptr, lists = sends
     start_ptr, work_ptr, entry_ptr = lists
     sent = 0
@@ -114,8 +114,9 @@ def sender(sends, WHICH: gl.constexpr, CHUNKS: gl.constexpr):
 
 @gluon.jit
 def masked(x, words_ptr, tile, first_key, first_row, k_left, HAS_LENGTHS: gl.constexpr, BITS: gl.constexpr):
-    """x [KEYS, ROWS] where the bits of a tile, from this key and row on, have a one, else -inf; tile 0: all are. If
-    HAS_LENGTHS only its first `k_left` keys."""
+    """x [KEYS, ROWS] where the tile's bits, from this key and row on, are set, else -inf; tile 0 is full. If
+    HAS_LENGTHS, only the first `k_left` keys are live.
+    """
     OF_WORDS: gl.constexpr = gl.SliceLayout(2, BITS)
     WORDS: gl.constexpr = TILE_ROWS // 32
     key = gl.arange(0, KEYS, layout=gl.SliceLayout(1, OF_WORDS))
@@ -139,7 +140,7 @@ def in_halves(x):
 
 @gluon.jit
 def hand_over_both(pieces, dq_s, full, empty, parities):
-    """Gives a piece to each sender; what `parities` are then."""
+    """Gives a piece to each sender, and returns the new `parities`."""
     for c in gl.static_range(SENDERS):
         hand_over(pieces[c], c, dq_s.index(c), full, empty, parities)
     return parities ^ ((1 << SENDERS) - 1)
@@ -147,9 +148,9 @@ def hand_over_both(pieces, dq_s, full, empty, parities):
 
 @gluon.jit
 def store_rows(x, x_ptr, strides, number, kv_heads, first_k, k_len, DIM: gl.constexpr):
-    """Writes keys from `first_k` on of one head, those that there are, and the first DIM channels."""
+    """Writes the first DIM channels of the keys of one head, from `first_k` on, up to `k_len`."""
     batch, head = gl.cast(number // kv_heads, gl.int64), gl.cast(number % kv_heads, gl.int64)
-    # No address is known before: the compiler would compute them before the loop, for which there are no registers.
+    # `opaque` keeps the compiler from computing the addresses before the loop, where they would spill.
     key = first_k + opaque(gl.arange(0, KEYS, layout=gl.SliceLayout(1, x.type.layout)))
     column = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))
     x_ptr += batch * strides[0] + head * strides[1]
@@ -174,7 +175,7 @@ def consumer(
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, ROWS // 2, 16])
     K: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, D // 2, 16])
     V: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, DV // 2, 16])
-    # The layout S of [KEYS, ROWS] as [KEYS, ROWS // 32, 32], so that a thread has the words of its scores.
+    # The layout S of [KEYS, ROWS], seen as [KEYS, ROWS // 32, 32]: each thread holds the mask words of its scores.
     BITS: gl.constexpr = gl.DistributedLinearLayout(
         [[0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 0, 16]],
         [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
@@ -245,7 +246,7 @@ def consumer(
             store_rows((dk * scale).to(dtype), dk_ptr, dk_strides, number, kv_heads, first_k, k_len, DIM)
 
 
-# Sizes are not specialised: another length or number of heads compiles nothing.
+# Sizes are not specialised: another length or number of heads causes no recompilation.
 @gluon.jit(
     do_not_specialize=["lengths_stride", "qk_scale", "scale", "heads", "kv_heads", "row_tiles", "k_len"],
     do_not_specialize_on_alignment=["lengths_ptr"],  # one number is loaded at a time
@@ -256,9 +257,9 @@ def wide_backward_kernel(
     dk_ptr, dv_ptr, dk_strides, dv_strides,  # as k and v, written
     start_ptr, work_ptr, entry_ptr, words_ptr,  # as in `backward_kernel`
     counter_ptr,  # int32 [chains * TILE_ROWS // ROWS * CHUNKS], zeros
-    parts_ptr,  # fp32 [parts, KEYS * (D + DV)], written: dk without `scale` and dv of parts; None if no item is one
+    parts_ptr,  # fp32 [parts, KEYS * (D + DV)], written: dk without `scale` and dv of parts; None without parts
     lengths_ptr, lengths_stride,  # int32 [2, B], of queries and of keys, or None
-    qk_scale, scale,  # positive, the first in units of log2(e)
+    qk_scale, scale,  # positive, as in `backward_kernel`
     heads, kv_heads, row_tiles, k_len,
     D: gl.constexpr, DV: gl.constexpr, DIM: gl.constexpr, V_DIM: gl.constexpr,  # of tiles; of the tensors
     Q_STAGES: gl.constexpr, CHUNKS: gl.constexpr, REGISTERS: gl.constexpr,

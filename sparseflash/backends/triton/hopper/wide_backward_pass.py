@@ -1,4 +1,4 @@
-"""The backward of wide heads by the kernels for Hopper, prepared for tensors of one layout."""
+"""Launches the Hopper backward for wide heads, prepared for tensors of one layout."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from sparseflash.scores.change import Scores
 
 
 class WideBackwardLayout(BackwardLayout):
-    """A backward of wide heads, for all plans with as many chains."""
+    """The launches of a backward for wide heads, for all plans with the same number of chains."""
 
     keys = WIDE_KEYS
 
@@ -37,7 +37,7 @@ class WideBackwardLayout(BackwardLayout):
         scale: float, chains: int, *, dlse: bool, merges: bool, changes: Scores | None = None,
         wanted: Sequence[bool] = (),
     ) -> None:  # fmt: skip
-        """As `BackwardLayout`; the kernel knows no changes but a sink, which is in the lse."""
+        """As `BackwardLayout`. The kernel supports no score modification except a sink, which lse includes."""
         device, rows_of_step = setting.plan.device, config.rows
         (batch, heads, q_len, dim), (kv_heads, k_len), v_dim = q.shape, k.shape[1:3], v.shape[-1]
         row_tiles, steps = -(-q_len // BLOCK[0]), BLOCK[0] // rows_of_step
@@ -104,7 +104,7 @@ class WideBackwardLayout(BackwardLayout):
 
 
 def planned_wide_backward(plan: Plan, programs: int) -> BackwardPlan:
-    """What the backward of wide heads walks, from the plan's cache. Waits for the device, once or more."""
+    """The plan that the backward of wide heads walks, from the cache of `plan`. Waits for the device, once or more."""
     return plan.derived(("hopper wide backward", programs), lambda: _planned(plan, programs))
 
 
@@ -119,7 +119,7 @@ def _planned(plan: Plan, programs: int) -> BackwardPlan:
 
 
 def halved(lists: TileLists, k_len: int) -> TileLists:
-    """The lists over columns of half as many keys: both halves of a tile have its list. Their bits are left out."""
+    """The lists over columns of WIDE_KEYS keys: both halves of a tile have its list. Their bits are left out."""
     held, streamed, _ = lists.tiling
     columns, halves = -(-k_len // held), -(-k_len // WIDE_KEYS)
 

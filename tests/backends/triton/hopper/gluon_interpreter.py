@@ -1,15 +1,15 @@
 """Runs the Gluon kernels of a module on the CPU, from their own source, in PyTorch: Gluon itself has no interpreter.
 
-Every partition of every program is an actor. One actor runs at a time; at each operation that others can see the next
-one is drawn, so a seed is an interleaving, and a deadlock is seen at once. What the hardware does behind a program's
-back is done as late as it may be, and what it may overwrite is overwritten at once:
+Every partition of every program is an actor. One actor runs at a time. At each operation that others can observe, the
+next actor is drawn, so a seed determines an interleaving, and a deadlock is found at once. Asynchronous operations of
+the hardware take effect as late as they may, and destroy what they may overwrite at once:
 
 - a matrix instruction reads shared memory when it is waited for;
-- a copy to global memory reads shared memory when it is waited for, and others see it when that, too, is waited for,
-  or when the partition ends;
+- a copy to global memory reads shared memory when it is waited for, and is visible to others when that, too, is waited
+  for, or when the partition ends;
 - a copy to shared memory fills it with NaN when it is issued, and with the numbers at some later time.
 
-So a barrier that is missing, or has a wrong phase, shows as NaN or as a deadlock. Layouts are not looked at.
+So a barrier that is missing, or has a wrong phase, shows as NaN or as a deadlock. Layouts are not checked.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Deadlock(AssertionError):
 
 
 class Interpreted:
-    """A kernel of a module, launched as Triton's are; it stands in for it where the launcher finds it.
+    """A kernel of a module, launched like Triton's; it replaces the kernel where the launcher finds it.
 
-    `seed`: of the interleaving. `change`: makes another source of the module's, to see that a fault is noticed.
+    `seed`: of the interleaving. `change`: edits the module's source, to check that a fault is noticed.
     """
 
     def __init__(self, module, name, seed=0, change=lambda source: source):
@@ -70,7 +70,7 @@ def _as_argument(x):
 
 
 class Pointer:
-    """Where the numbers of a tensor lie, and which of them."""
+    """The tensor that a pointer points into, and the indices there."""
 
     def __init__(self, tensor, at=0):
         span = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -95,7 +95,7 @@ class Pointer:
 
 
 class Descriptor:
-    """What the copy engine reads and writes boxes of: one of the launcher's."""
+    """A tensor descriptor, made from the launcher's."""
 
     def __init__(self, told):
         assert all(stride * told.base.element_size() % 16 == 0 for stride in told.strides[:-1])
@@ -104,7 +104,7 @@ class Descriptor:
         self.block_type = SimpleNamespace(nbytes=torch.Size(self.box).numel() * told.base.element_size())
 
     def _overlap(self, coordinates):
-        """The part of the tensor that a box has, and the same part of the box."""
+        """The part of the tensor that a box covers, and the same part of the box."""
         ends = [min(c + b, n) for c, b, n in zip(coordinates, self.box, self.tensor.shape, strict=True)]
         assert all(c >= 0 for c in coordinates)
         inside = tuple(slice(c, max(c, end)) for c, end in zip(coordinates, ends, strict=True))
@@ -157,7 +157,7 @@ def _plain(x):
 
 
 def _as_tensor(x, like):
-    """A number takes the dtype of what it goes with, or the one that Triton gives it."""
+    """A number in the dtype of the operand beside it, or in the one that Triton gives it."""
     if isinstance(x, Block):
         return x.value
     return torch.tensor(
@@ -208,7 +208,7 @@ class _Shared:
 
 
 class _Barrier:
-    """As `mbarrier` in the PTX manual."""
+    """An mbarrier, as in the PTX manual."""
 
     def __init__(self):
         self.expected = self.pending = self.bytes = self.phase = 0
@@ -295,7 +295,7 @@ class _World:
     def __init__(self, draw, threads):
         self.draw, self.actors, self.copies, self.ended, self.error, self.stopped = draw, [], [], _passed(), None, False
         self.threads = threads  # of a partition that multiplies
-        self.fenced = []  # what _Shared calls unfenced, of every allocation, whichever module makes or fences it
+        self.fenced = []  # the `unfenced` of every allocation, whichever module makes or fences it
 
     def add(self, run, program, programs):
         actor = _Actor(self, run, program, programs)
@@ -356,7 +356,7 @@ class _World:
 
 
 def _ours(imports, world):
-    """What the project's own modules provide: constants as numbers, Gluon functions as those of a kernel's module."""
+    """The names that the project's own modules provide: constants as numbers, Gluon functions interpreted."""
     found = {}
     for node in imports:
         if isinstance(node, ast.ImportFrom) and node.module.startswith("sparseflash."):
@@ -370,7 +370,7 @@ def _ours(imports, world):
 
 
 def _functions(source, path, world):
-    """The functions of a module, with what they import from Triton replaced."""
+    """The functions of a module, with their imports from Triton replaced."""
     imports, code = _compiled(source, path)
     names = {**_ours(imports, world), **_replacements(world)}
     exec(code, names)
@@ -575,15 +575,15 @@ def _replacements(world):
     def elementwise_asm(asm, constraints, args, dtype, is_pure, pack):
         if found := re.match(r"bar\.(sync|arrive) (\d+), (\d+); mov.b32 \$0, \$1;$", asm):
             named_barrier(found[1], found[2], int(found[3]))
-        elif "vote.sync.any" in asm:  # what a warp passes over is multiplied by 1
+        elif "vote.sync.any" in asm:  # a warp skips only multiplications by 1
             return Block(args[0].value * args[1].value)
         elif asm.startswith("cp.async.bulk.wait_group 0;"):
             wait_until_seen()
             world.pause()
         else:
-            fences = "fence.acq_rel.gpu; mov.b32 $0, $1;"  # here all memory is the same for all
+            fences = "fence.acq_rel.gpu; mov.b32 $0, $1;"  # the interpreter has one memory for all
             if asm == "shfl.sync.idx.b32 $0, $1, $2, 31, -1;":
-                # Of tensors whose threads have one number each, in order.
+                # Only for tensors with one number a thread, in order.
                 x, lane = (each.value.reshape(-1, 32) for each in args)
                 return Block(x.gather(1, lane.long()).reshape(args[0].value.shape))
             if asm == "tanh.approx.f32 $0, $1;":

@@ -1,11 +1,11 @@
-"""Compiles the kernels for Hopper as launches would, without a GPU, and says as JSON what came of it.
+"""Compiles the Hopper kernels as launches would, without a GPU, and prints a report as JSON.
 
     python -m tests.backends.triton.hopper.hopper_compiled DIM DTYPE [FEATURE...]
 
-DIM: of all tensors, or D/Dv, as 192/128. Features: those of experiments.benchmarks.compile.hopper. Where there is no
+DIM: of all tensors, or D/Dv, as 192/128. Features: as in experiments.benchmarks.compile.hopper. Where there is no
 backward the forward alone is compiled.
 
-Needs a process in which Triton compiles. With another Triton first in PYTHONPATH it says what that makes of them.
+Needs a process in which Triton compiles. With another Triton first in PYTHONPATH it reports on that version.
 """
 
 import json
@@ -26,7 +26,7 @@ from sparseflash.backends.triton.hopper.configs import MEASURED_DIMS, WIDEST_BAC
 
 
 def compiled_for(dims, dtype, features):
-    """`compiled`, with values of a dim of their own."""
+    """`compiled`, with values that have their own head dim."""
     forward, backward = passes.forward, passes.backward
 
     def of_values(x):
@@ -75,8 +75,9 @@ def spilled_among_products(sass):
 
 
 def exponentials_under_products(sass):
-    """How many stand between a wait for all products but those with the values, one or two pieces, and the next wait:
-    while these are computed."""
+    """How many exponentials stand between a wait for all products except those with one or two pieces of values, and
+    the next wait: they run under these products.
+    """
     found, count = [], None
     for line in sass.splitlines():
         if "WARPGROUP.DEPBAR.LE gsb0" in line:

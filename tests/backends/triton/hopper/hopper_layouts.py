@@ -1,4 +1,4 @@
-"""Masks of 16,384 tokens that the plans for Hopper are held against."""
+"""Masks of 16,384 tokens for tests of the Hopper plans."""
 
 import torch
 
@@ -13,7 +13,7 @@ LAYOUTS = {
     "random": (i == j) | (drawn < 0.12),
     "causal": i >= j,
     "dense": i + j >= 0,
-}  # of 16,384 tokens in blocks of 128
+}  # 16,384 tokens in blocks of 128
 
 
 def mask_of(name):

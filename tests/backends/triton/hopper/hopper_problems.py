@@ -1,4 +1,4 @@
-"""Problems that the kernels for Hopper take, what our interpreter makes of them, and how close that has to be."""
+"""Problems that the Hopper kernels take, their results in our interpreter, and the tolerance of these."""
 
 from contextlib import ExitStack
 from dataclasses import replace
@@ -27,7 +27,7 @@ PARTS = cuts.Rule(far=0, worth=0, parts=1 << 10, shortest=1)  # every column of 
 
 
 def fixed_among(kinds):
-    """Those of these kinds of changes whose tensors the kernels give no gradient."""
+    """The kinds of score modifications among these whose tensors have no gradient in the kernels."""
     return ("log_decay", "alibi") if "softcap" in kinds else ("log_decay",)
 
 
@@ -49,8 +49,8 @@ def interpreted(
 ):  # fmt: skip
     """`(out, lse)` of the kernels, and the gradients if there is a `dout`.
 
-    lengths: int32 `[2, B]`, of queries and keys, if not the mask's. backward: what changes its configuration. changes:
-    of scores; those of their tensors that require a gradient get one, after the others.
+    lengths: int32 `[2, B]`, of queries and keys, if not the mask's. backward: changes of its configuration. changes:
+    score modifications; the gradients of their tensors that require one come after the others.
     """
     asked = Asked.of(mask, scale=scale, batch=len(q))
     if lengths is not None:
@@ -102,7 +102,7 @@ def interpreted(
 
 
 def run(problem, *, gradients=False, through_lse=True, **how):
-    """`interpreted`, for a problem. Every call makes its mask anew, and so its plan."""
+    """`interpreted`, for a problem. Every call makes the mask anew, and so the plan."""
     q, k, v, dout, dlse = inputs(problem)
     mask = None if problem.recipe is None else problem.recipe.mask()
     return interpreted(
@@ -121,7 +121,7 @@ def assert_exact(problem, got):
 
 
 def of_hopper(problem):
-    """The same with what the kernels take: a mask, rows that begin at multiples of 16 bytes, no dropout."""
+    """The problem within the kernels' limits: with a mask, rows that begin at multiples of 16 bytes, no dropout."""
     layout = "tokens first" if problem.layout == "sliced" else problem.layout
     scale = None if problem.scale is None else abs(problem.scale)
     recipe = problem.recipe or Recipe("dense", {"q_len": problem.q_len, "k_len": problem.k_len, "block": (128, 128)})
@@ -143,7 +143,7 @@ def drawn(**more):
 
 
 def wide(offsets, near=20):
-    """Buckets of 384 offsets, and of one each nearer than `near` to the diagonal."""
+    """Buckets of 384 offsets each; nearer than `near` to the diagonal, of one offset each."""
     return torch.where(offsets.abs() < near, 8 + offsets % 8, (offsets // 384).clamp(-3, 4) + 3)
 
 

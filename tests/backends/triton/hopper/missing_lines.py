@@ -25,7 +25,7 @@ def synchronising_lines(module):
 
 
 def without(line):
-    """What makes a source do nothing in that line."""
+    """Returns a change of source that makes this line do nothing."""
 
     def changed(source):
         lines = source.splitlines()
@@ -36,8 +36,9 @@ def without(line):
 
 
 def assert_noticed(cases, ways):
-    """In one of these ways to run it, a kernel hangs, reads what is not there, or gives another result than the right
-    one, in one of the cases: what runs it, and that result. So a line need not be reached in all of them.
+    """Asserts that in one of these ways to run it, a kernel hangs, fails, or gives a wrong result in one of the cases.
+
+    cases: pairs of a function that runs the kernel, and its right result. A line need not be reached in all of them.
     """
     for way, (run, right) in product(ways, cases):
         try:

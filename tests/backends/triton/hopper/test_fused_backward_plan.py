@@ -1,4 +1,4 @@
-"""The plan of the backward that kernels make: the same as PyTorch's operations make, in fewer launches."""
+"""The backward's plan made by kernels: equal to the plan made by PyTorch's operations, in fewer launches."""
 
 from contextlib import nullcontext
 from unittest import mock
@@ -44,7 +44,7 @@ def of_rows(lists, q_len, k_len):
 
 
 def assert_same(ours, theirs):
-    """But for entries that are not used."""
+    """Asserts that two plans are equal, except for unused entries."""
     for name in ARRAYS:
         x, y = (getattr(each, name).cpu() for each in (ours, theirs))
         if name == "entries":
@@ -70,7 +70,7 @@ def assert_mask_is_planned_alike(mask, batch=1, heads=1, kv_heads=1, programs=5)
 
 @pytest.fixture(autouse=True)
 def few_entries_at_once(request, monkeypatch):
-    if request.node.get_closest_marker("gpu") is None:  # a kernel that is compiled has the number that it had then
+    if request.node.get_closest_marker("gpu") is None:  # a kernel compiled earlier keeps the number from then
         monkeypatch.setattr(timeline, "AT_ONCE", tl.constexpr(AT_ONCE))
 
 
@@ -101,7 +101,7 @@ def test_a_mask_made_at_every_step_is_planned_without_waiting(data, batch, kv_he
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3), (4, 1)])
 def test_few_popular_columns_are_cut_alike(heads, kv_heads):
-    """By the rule itself: of few items, of all, and of those longer than what is compared at a time."""
+    """By the default rule: two of many columns, then all. Lists have more entries than are compared at a time."""
     rows = torch.arange(3 * AT_ONCE + 8)
     layout = (rows[:, None] - rows).abs() <= 1
     layout[:, (0, 33)] = True
@@ -163,7 +163,7 @@ def test_long_items_that_are_little_of_the_work_of_a_program_do_not_come_first(m
 
 
 def test_lists_that_columns_share():
-    """Those of dense attention, where all columns but the last have one list."""
+    """As in dense attention, where all columns but the last have one list."""
     made = dense_plan((2, 4), 2, (300, 420), (128, 128), torch.device("cpu"))
     assert_planned_alike(made.lists.get(1, Tiling(*reversed(BLOCK))), made.pattern, 2, 300, 420, 7)
 

@@ -1,5 +1,6 @@
-"""The backward for Hopper, run from its own source by our interpreter: exact, the same bits whatever the interleaving,
-and no interleaving makes it hang."""
+"""The Hopper backward, run from its own source by our interpreter: exact, without deadlock, and with the same bits in
+every interleaving.
+"""
 
 from dataclasses import replace
 from functools import partial

@@ -1,5 +1,6 @@
-"""The plan of the backward for Hopper: every live tile once, chains without gaps, and an order in which nothing waits
-for ever, whatever the speeds of programs are."""
+"""The plan of the Hopper backward: every live tile once, chains without gaps, and an order that cannot deadlock,
+whatever the speeds of programs are.
+"""
 
 import random
 from collections import OrderedDict
@@ -31,7 +32,7 @@ def planned(mask, batch=1, heads=16, kv_heads=None, programs=132, rule=cuts.RULE
 
 
 def by_program(made):
-    """What every program does, item by item: the entries `[row, tile, chain, rank]`."""
+    """The work of every program, item by item: the entries `[row, tile, chain, rank]`."""
     work, entries, start = (x.tolist() for x in (made.work, made.entries, made.start))
     return [[entries[first : first + n] for _, _, first, n, _ in work[a:b]] for a, b in pairwise(start)]
 
@@ -91,12 +92,12 @@ def test_the_ranks_of_a_chain_are_consecutive_and_its_tile_is_one(drawn):
     for row, _, chain, rank in made.entries.tolist():
         assert first[row] <= chain < first[row + 1]
         chains.setdefault(chain, []).append(rank)
-    assert sorted(chains) == list(range(made.chains))  # `finish_kernel` reads all of a tile: each has been stored to
+    assert sorted(chains) == list(range(made.chains))  # `finish_kernel` reads all of them, so each must be written
     assert all(sorted(ranks) == list(range(len(ranks))) for ranks in chains.values())
 
 
 def runs_to_the_end(made, seed):
-    """Whether programs of any speed, each of which adds in its own order and every entry at its rank, all end."""
+    """Whether programs of any speed all end, if each adds in its own order and every entry waits for its rank."""
     draw, added = random.Random(seed), [0] * made.chains
     left = [[entry for entries in each for entry in entries][::-1] for each in by_program(made)]
     while any(left):
@@ -145,13 +146,15 @@ def test_programs_have_alike_much_to_do_and_wait_little(name, heads):
 
 @pytest.mark.parametrize("name", ["causal", "dense"])
 def test_programs_that_run_together_read_the_same_tiles_of_queries(name):
-    """Of a head of 65,536 tokens and more, whose queries and their gradients exceed the L2 cache of a GPU."""
+    """A head of 65,536 tokens and more: its queries and their gradients exceed the L2 cache of a GPU."""
     made = planned(getattr(masks, name)(512 * 128, block=128), heads=1)
     assert missed(by_program(made), tiles=256) < 0.05
 
 
 def missed(programs, tiles):
-    """The share of the entries whose tile of queries is not among the `tiles` last used, all programs being as fast."""
+    """The share of the entries whose tile of queries is not among the `tiles` last used, if all programs are equally
+    fast.
+    """
     used, entries, misses = OrderedDict(), 0, 0
     for at_one_time in zip_longest(*([row for each in items for row, *_ in [*each, (None,)]] for items in programs)):
         for row in at_one_time:
@@ -166,11 +169,11 @@ def missed(programs, tiles):
     return misses / entries
 
 
-ITEM, READ, SEEN = 1.5, 0.35, 0.9  # of a step: an item's begin and end; until a sender has read; until others see it
+ITEM, READ, SEEN = 1.5, 0.35, 0.9  # in steps: begin and end of an item; reading by a sender; visibility of an addition
 
 
 def simulated(programs):
-    """When the last program ends, in steps, of which an entry has two, with a sender each."""
+    """The time when the last program ends, in steps. An entry has two steps, each with its own sender."""
     lists = [[entry for entries in each for entry in entries] for each in programs]
     ends = [set(torch.tensor([len(entries) for entries in each]).cumsum(0).tolist()) for each in programs]
     clock = [0.0] * len(lists)

@@ -1,4 +1,6 @@
-"""Every configuration of the kernels for Hopper through the real compiler: what a change must not lose unnoticed."""
+"""Compiles every configuration of the Hopper kernels with Triton, and checks for spills, serialised products and
+predicates.
+"""
 
 import json
 
@@ -95,14 +97,14 @@ def check_forward(dims, features):
     check_backward(reports, dims, features)
     found = reports["forward_kernel"]
     config = config_for(dims[0], tile_for(SMALL if "small" in features else BLOCK, dims), dims[1])
-    # With Triton 3.9 nothing; with 3.6 up to 4 counts and addresses at D = 256.
+    # Triton 3.9 spills nothing; 3.6 spills up to 4 counts and addresses at D = 256.
     assert found["spilled"] <= 32 and found["spilled_in_loop"] <= (7 if config.v_dims[0] == 256 else 0), found
     assert found["warnings"] == [] and found["shared"] <= SHARED_MEMORY and config.shared_memory >= found["shared"]
     assert found["direct"] and not found["two_layouts"]
     values = sum(piece > 0 for piece in config.v_dims)
     assert found["products"] == GROUPS * (config.dim // 16 + values * config.keys // 16)
     assert len(found["exponentials"]) == GROUPS and min(found["exponentials"]) >= config.keys // 2, found
-    # Sums of few values are multiplied under a predicate instead of behind a branch.
+    # A narrow accumulator is rescaled under a predicate instead of behind a branch.
     assert found["predicated"] <= (32 if sum(config.v_dims) < 64 else 0) and found["kept_predicates"] < 80, found
 
 
@@ -118,17 +120,18 @@ def check_backward(reports, dims, features):
         if is_changed:
             return
         found = reports["wide_backward_kernel"]
-        # S and dP; dV, dQ and dK.
+        # S and dP, then dV, dQ and dK.
         assert found["products"] == (wide.dim + wide.v_dim) // 16 + 3 * 64 // 16
         assert sum(found["exponentials"]) >= 64 * 64 // 256, found
-        # With Triton 3.9 one; with 3.6 up to 45 addresses and descriptors of products at D = 256, and 6 at 192 and 128.
+        # Triton 3.9 spills one; 3.6 spills up to 45 addresses and descriptors of products at D = 256, and 6 at 192 and
+        # 128.
         assert found["spilled_in_loop"] <= (45 if wide.v_dim == 256 else 6), found
     assert found["warnings"] == [] and found["shared"] <= SHARED_MEMORY, found
     assert found["direct"] and found["resident"] and not found["two_layouts"]
 
 
 def compiled_by_another(dim, dtype, features):
-    """The reports of `hopper_compiled`."""
+    """The reports of `hopper_compiled`, run in another process."""
     done = python("-m", "tests.backends.triton.hopper.hopper_compiled", dim, dtype, *features)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -137,7 +140,7 @@ def compiled_by_another(dim, dtype, features):
 def check(dim, dtype, features):
     reports = compiled_by_another(str(dim), dtype, features)
     preparing = {kernel for change, kernel in PREPARING.items() if change in features}
-    if "tile_bias" in features:  # whose dead tiles are not stored
+    if "tile_bias" in features:  # dead tiles are not stored, so none is cleared
         preparing -= {"clear_kernel"}
     assert reports.keys() == OURS | preparing | (MERGING if "parts" in features else set())
     for name in OURS | preparing:
@@ -153,18 +156,17 @@ def check(dim, dtype, features):
     keys = SMALL[1] if "small" in features else BLOCK[1]
     # 16 channels, or keys, an instruction; one more for a bias of keys.
     assert forward["products"] == GROUPS * (dim // 16 + keys // 16 + ("key_bias" in features))
-    # 64 x `keys` scores, 128 threads. The compiler would rather wait first.
+    # 64 x `keys` scores, 128 threads. Left alone, the compiler would wait before the exponentials.
     assert len(forward["exponentials"]) == GROUPS
     assert min(forward["exponentials"]) >= keys // 2, forward
     assert forward["predicated"] == 0, "full tiles must not be masked, nor what stays be rescaled"
-    # 24 to 44. Where the tests of the mask's bits are moved in front of the products, their results are kept as
-    # predicates until the scores are there: 260 to 524.
+    # 24 to 44 here. If the compiler moves the tests of the mask's bits in front of the products, it keeps their results
+    # as predicates until the scores are there: 260 to 524.
     assert forward["kept_predicates"] < 80, "the mask's bits must be tested in the branch for partial tiles"
-    # At D=64 dk, dv, S, dP and the weights take 224 of 240 registers. Some addresses are spilled then, but no tile,
-    # which would be 32 loads and stores at least.
-    # The derivative of a cap lives from the weights to dP, and sums for a slope, a bias of keys or a table from step to
-    # step. These tests run with Triton 3.9, which spills up to 26 registers for them at D=128, where 3.6 spills 2,
-    # and one for a bias of pairs, where 3.6 spills none.
+    # At D=64 dk, dv, S, dP and the weights take 224 of 240 registers. Some addresses spill then, but no tile, which
+    # would be 32 loads and stores at least. The derivative of a cap is live from the weights to dP, and sums for a
+    # slope, a bias of keys or a table from step to step. These tests run with Triton 3.9, which spills up to 26
+    # registers for them at D=128, where 3.6 spills 2; and one for a bias of pairs, where 3.6 spills none.
     of_learned = 26 if "table" in features else 22 if "key_bias" in features else 6
     few = 4 if "softcap" in features else of_learned if {"learned", "bias", "tile_bias"} & {*features} else 0
     assert backward["spilled_in_loop"] <= (20 if dim == 64 else few), backward

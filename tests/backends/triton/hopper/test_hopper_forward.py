@@ -1,4 +1,4 @@
-"""The forward for Hopper, run from its own source by our interpreter: exact, and no interleaving makes it hang."""
+"""The Hopper forward, run from its own source by our interpreter: exact, and without deadlock in any interleaving."""
 
 import math
 from dataclasses import replace
@@ -45,7 +45,7 @@ def test_exact_whatever_the_mask_and_the_interleaving(problem, seed, programs, r
 @example(some_problem(dim=192, v_dim=128), 0, 3, CUT)
 @example(some_problem(dim=256, v_dim=256), 0, 3, plan.RULE)
 def test_exact_at_any_head_dims(problem, seed, programs, rule):
-    """Two pieces of channels; two steps of a tile, of which the empty row of the last example has one."""
+    """Two pieces of channels; two steps a tile, except for the empty row of the last example, which has one."""
     assert_exact(problem, run(problem, programs=programs, seed=seed, rule=rule))
 
 
@@ -125,7 +125,9 @@ NO_CHANGES = {
 @pytest.mark.parametrize("changed", NO_CHANGES)
 @pytest.mark.parametrize("grows", [7.5, 8.5, 15.0, 17.0, 19.5])
 def test_a_maximum_that_grows_from_tile_to_tile_overflows_nothing_in_fp16(grows, changed, dim, block):
-    """By so many powers of 2 at a tile: relative to the first maximum a weight would be above 65,504, fp16's most."""
+    """The maximum grows by this many powers of 2 a tile: relative to the first maximum a weight would be above 65,504,
+    the largest fp16.
+    """
     tokens, keys = 128, 384
     g = torch.Generator().manual_seed(0)
     q, k, v = torch.zeros(1, 1, tokens, dim), torch.zeros(1, 1, keys, dim), torch.randn(1, 1, keys, dim, generator=g)
@@ -146,7 +148,7 @@ def test_a_scale_of_zero_takes_the_mean():
 
 
 def test_one_key_of_a_scale_of_zero_has_an_lse_of_zero():
-    """Not 1e-29, of the smallest scale that the kernel takes in its place; found on a GPU."""
+    """Not 1e-29, from the smallest scale, which replaces 0 in the kernel; found on a GPU."""
     arguments = some_problem().recipe.arguments | {"patterns": [["full"]] * 2, "holes": "none", "k_len": 1}
     problem = some_problem(scale=0.0, k_len=1, recipe=Recipe("from_dense", arguments, None))
     assert (run(problem)[1] == 0).all()
@@ -156,7 +158,7 @@ def test_one_key_of_a_scale_of_zero_has_an_lse_of_zero():
 
 
 def with_pairs(block):
-    """A bias of pairs takes buffers of its own, and one of the two of queries."""
+    """A bias of pairs takes buffers of its own, and one of the two buffers of queries."""
     problem = some_problem(dim=128, v_dim=128)
     problem = replace(problem, recipe=replace(problem.recipe, arguments=problem.recipe.arguments | {"block": block}))
     values = torch.randn(2, 2, 400, 520, generator=torch.Generator().manual_seed(0)).half()

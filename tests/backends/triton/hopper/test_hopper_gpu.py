@@ -1,4 +1,4 @@
-"""The kernels for Hopper on a GPU. A kernel that hangs takes its process along: whatever waits too long is ended."""
+"""The Hopper kernels on a GPU. A kernel that hangs cannot be interrupted, so a test's time limit ends the process."""
 
 import itertools
 import random
@@ -113,10 +113,10 @@ def test_changed_scores_are_exact_on_the_gpu(dim, kinds, data):
 @settings(max_examples=settings().max_examples // 2)
 @given(data=st.data())
 def test_biases_of_pairs_are_exact_on_the_gpu(dim, data):
-    """Those that batch elements or heads share get no gradient."""
+    """Biases that batch elements or heads share have no gradient."""
     drawn = problems(
         most_tokens=1500, most_batch=3, head_dims=(dim,), value_dims=(dim,), blocks=(128, 128, 64, 32), dtypes=HALF
-    ).filter(lambda problem: problem.q_len > 1)  # of one query it is a bias of keys
+    ).filter(lambda problem: problem.q_len > 1)  # with one query it is a bias of keys
     problem = data.draw(drawn)
     shared, others = data.draw(st.booleans()), data.draw(st.sampled_from([(), ("sink",)]))
     mask = problem.mask
@@ -146,7 +146,7 @@ def test_biases_of_pairs_may_have_anything_where_scores_are_dead(dim, dtype):
 @pytest.mark.parametrize("kind", ["bias", "key_bias", "alibi and key_bias"])
 @pytest.mark.parametrize("value", [-1e9, -1e30, -1e38, torch.finfo(torch.bfloat16).min])
 def test_padding_by_the_lowest_bias(dim, kind, value):
-    """The first queries see nothing else, and their weights are equal; their dout is 0."""
+    """The first queries see padded keys alone, so their weights are equal; their dout is 0."""
     q, k, v, dout, dlse = inputs(1, 2, 1000, dim)
     dout[:, :, :200], dlse = 0.0, torch.zeros_like(dlse)
     mask = masks.causal(1000, block=128).to("cuda")
@@ -162,7 +162,7 @@ def test_padding_by_the_lowest_bias(dim, kind, value):
     assert all(x.isfinite().all() for x in found)
     for x, y in zip((found[0], *found[2:]), (wanted[0], *wanted[2:]), strict=True):
         torch.testing.assert_close(x[:, :, 200:], y[:, :, 200:], rtol=1e-2, atol=1e-2)
-    if value > -1e37:  # beyond, some are as low as the kernels know them
+    if value > -1e37:  # beyond, some reach the lowest bias of the kernels
         lse = found[1][:, :, :200]
         torch.testing.assert_close(lse, torch.full_like(lse, values.min().item()), rtol=1e-6, atol=0)
     if value < -1e20:  # below, scores are lost
@@ -212,7 +212,7 @@ def test_changed_scores_of_rows_and_columns_that_are_cut_are_exact():
         scores.alibi(torch.tensor([0.5, 0.1, 0.0, -0.1], device="cuda")),
         scores.relative(torch.randn(4, 32, device="cuda"), scores.t5_buckets(32, 20_000)),  # tiles of one bucket
         scores.key_bias(torch.randn(1, 4, 32_768, device="cuda").requires_grad_()),
-        scores.bias(torch.randn(1, 1, 32_768, 32_768, device="cuda", dtype=torch.bfloat16)),  # of all heads
+        scores.bias(torch.randn(1, 1, 32_768, 32_768, device="cuda", dtype=torch.bfloat16)),  # shared by all heads
     ):
 
         def layer(q, k, v, changes=changes):
@@ -308,9 +308,9 @@ def test_entries_that_are_not_finite_stay_where_they_are(dim):
 
 
 def results(q, k, v, mask, dout, dlse, changes=None):
-    """out, lse and the gradients of q, k and v, and of those tensors of changes of scores that require one.
+    """out, lse and the gradients of q, k and v, and of the score modifications' tensors that require one.
 
-    Of leaves of its own: autograd remembers the stream on which a leaf was first used.
+    The leaves are new: autograd remembers the stream on which a leaf was first used.
     """
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     learned = []
@@ -360,7 +360,7 @@ SHUFFLED = {
 
 @pytest.mark.parametrize("busy", [False, True], ids=["alone", "beside a busy stream"])
 def test_ten_thousand_shuffled_launches_have_the_bits_of_the_first(busy):
-    """Of 5,000 forwards and backwards."""
+    """5,000 forwards and 5,000 backwards."""
     draw, cases = random.Random(0), []
     for dim, tokens, heads in itertools.product(HEAD_DIMS, (200, 1024, 2300), (1, 6)):
         given = inputs(1 + heads % 2, heads, tokens, dim)
@@ -379,7 +379,7 @@ def test_ten_thousand_shuffled_launches_have_the_bits_of_the_first(busy):
 
 
 def test_launches_of_several_streams_disturb_each_other_in_nothing():
-    """Backwards that run at the same time want every multiprocessor each, and share no counters."""
+    """Concurrent backwards each need every SM, and share no counters."""
     q, k, v, dout, dlse = inputs(1, 16, 4096, 64)
     mask = masks.local(4096, window=1000, block=128).to("cuda")
     first = results(q, k, v, mask, dout, dlse)
@@ -409,7 +409,7 @@ def test_a_recorded_launch_gives_the_same_bits_at_every_replay():
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 def test_choices_made_at_every_step_have_the_bits_of_masks_made_once(dim, group):
-    """Forwards; backwards cut columns of a mask that is made once, and add in another order."""
+    """Forwards only: under a mask made once, backwards cut columns, and add in another order."""
     q, k, v, dout, _ = inputs(1, 4, 8192, dim)
     k, v = (x[:, ::group].detach().requires_grad_() for x in (k, v))
     chosen = torch.rand(1, 4 // group, 64, 64, device="cuda")
@@ -492,7 +492,7 @@ def test_a_mask_without_a_live_tile_has_gradients_of_zero(dim, planned_on):
 @pytest.mark.parametrize("dim", HEAD_DIMS)
 @pytest.mark.parametrize("tiles", [1, 3])
 def test_items_of_an_odd_number_of_steps_are_exact(dim, tiles):
-    """The senders take turns over the steps of all items; a compiler that lost count between items made them hang."""
+    """The senders take turns over the steps of all items; they hung where a compiler lost the count between items."""
     mask = masks.documents([128 * tiles] * 24, block=128).to("cuda")
     q, k, v, _, _ = inputs(2, 8, 128 * tiles * 24, dim)
 

@@ -1,4 +1,4 @@
-"""-inf as a score in the kernels for Hopper: by our interpreter, and with the marker `gpu` on a GPU."""
+"""Scores of -inf in the Hopper kernels: in our interpreter, and on a GPU with the marker `gpu`."""
 
 from dataclasses import replace
 from functools import partial
@@ -10,7 +10,7 @@ from hopper_problems import CUT, HALF, PARTS, interpreted
 from minus_inf import Case
 from sparseflash.backends.triton.hopper.configs import HEAD_DIMS
 
-# What these kernels take: biases of pairs of q's dtype, in rows that are aligned, without gradients if they are shared.
+# The kernels take biases of pairs of q's dtype, in aligned rows, and without gradients if they are shared.
 CASES = {
     "bias": Case("bias", torch.float16, half=True),
     "shared bias": Case("shared bias", torch.float16, half=True, learned=False),

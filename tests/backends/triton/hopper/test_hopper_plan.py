@@ -1,4 +1,4 @@
-"""The plan of the forward for Hopper: every live tile once, a row's order its own, programs busy to the end."""
+"""The plan of the Hopper forward: every live tile once, rows in their own order, programs busy to the end."""
 
 import heapq
 from unittest import mock
@@ -90,7 +90,7 @@ def test_rows_of_global_tokens_are_cut_and_rows_that_are_alike_are_not():
 
 @given(st.data(), SEEDS)
 def test_a_mask_made_at_every_step_is_walked_alike_but_never_cut(data, seed):
-    """Whatever its arrays are, by operations and by kernels."""
+    """Whatever its arrays are, planned by operations and by kernels."""
     batch, heads = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 3))
     mask = made_dynamic(data.draw(block_masks(most_tokens=200, blocks=(16, 32), batch=batch, heads=heads)), seed)
     uncut = plan.RULE._replace(worth=float("inf"))
@@ -138,7 +138,7 @@ def test_the_start_order_is_a_permutation(lengths, programs):
 
 
 def latest_end(work, programs):
-    """When the last program is done, over the mean, if a tile takes 1 and an item 1 more."""
+    """When the last program ends, over the mean, if a tile takes 1 and each item 1 more."""
     free = [0.0] * programs
     for count in work[:, 3].tolist():
         heapq.heapreplace(free, free[0] + count + 1)

@@ -1,4 +1,4 @@
-"""Changed scores by the kernels for Hopper: run by our interpreter, and which changes they take."""
+"""Score modifications in the Hopper kernels: run by our interpreter, and which ones the kernels support."""
 
 import contextlib
 import math
@@ -58,12 +58,12 @@ def test_exact_whatever_the_mask_the_cuts_and_the_interleaving(problem, kinds, h
 
 @settings(max_examples=settings().max_examples // 3)
 @given(
-    drawn(most_tokens=300).filter(lambda problem: problem.q_len > 1),  # of one query it is a bias of keys
+    drawn(most_tokens=300).filter(lambda problem: problem.q_len > 1),  # with one query it is a bias of keys
     st.booleans(), st.sampled_from([(), ("sink",)]), SEEDS, st.integers(1, 5),
     st.sampled_from([plan.RULE, CUT]), st.sampled_from([cuts.RULE, PARTS]),
 )  # fmt: skip
 def test_biases_of_pairs_are_exact(problem, shared, others, seed, programs, rule, cut):
-    """Those that batch elements or heads share get no gradient."""
+    """Biases that batch elements or heads share have no gradient."""
     for kind in ("aligned bias", *(["tile bias"] if (problem.mask.block_q, problem.mask.block_k) == BLOCK else [])):
         which = {"fixed": (kind,)} if shared else {"own": (kind,)}
         case = Scored(problem, (kind, *others), shared, half=True, **which)
@@ -209,7 +209,7 @@ def test_entries_of_minus_infinity_are_a_window():
 @pytest.mark.parametrize("shape", [(1, 1, 520), (2, 4, 520), (1, 4, 1), (2, 1, 1), (2, 1, 520)])
 @pytest.mark.parametrize("cut", [cuts.RULE, PARTS])
 def test_biases_of_keys_that_batch_heads_or_keys_share(shape, cut):
-    """In steps of other queries of a group than the last one's."""
+    """The query heads of a group have different patterns, so their steps have different queries."""
     recipe = some_problem().recipe
     recipe = Recipe("from_dense", recipe.arguments | {"heads": [[0, 1, 1, 0]]}, (400, 250))
     problem = some_problem(recipe=recipe, heads=4, kv_heads=2)
@@ -221,7 +221,7 @@ def test_biases_of_keys_that_batch_heads_or_keys_share(shape, cut):
 
 
 def check_against_reference(got, tensors, mask, changes, dout, dlse):
-    """out, lse and the gradients of q, k, v and of the tensor of the changes."""
+    """Compares out, lse and the gradients of q, k, v and of the score modification's tensor."""
     given = [x.detach().double().requires_grad_() for x in tensors]
     changes = changes.with_tensors(given[3:])
     wanted = attention(*given[:3], mask, scale=0.125, scores=changes, return_lse=True, backend="reference")
@@ -233,7 +233,7 @@ def check_against_reference(got, tensors, mask, changes, dout, dlse):
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("rule", [plan.RULE, CUT])
 def test_biases_of_minus_infinity_are_padding(dim, rule):
-    """Of some keys, of whole tiles of them, and of all."""
+    """They pad some keys, whole tiles of keys, and all keys."""
     q, k, v, dout = (torch.randn(3, 2, 300, dim).half() for _ in range(4))
     dlse = torch.randn(3, 2, 300)
     live = torch.arange(300) < torch.tensor([250, 100, 0])[:, None, None]
@@ -253,7 +253,7 @@ def test_biases_of_minus_infinity_are_padding(dim, rule):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_biases_of_dead_keys_may_be_anything(value):
-    """Of keys that a mask hides from all queries, in tiles that are partial or dead, and past the lengths."""
+    """Dead keys: hidden by the mask from all queries, in partial or dead tiles, or past the lengths."""
     q, k, v, dout = (torch.randn(2, 1, 400, 64).half() for _ in range(4))
     dlse, is_seen = torch.randn(2, 1, 400), torch.arange(400) % 300 >= 20
     mask = BlockMask.from_dense(is_seen.expand(400, 400), block=128).with_lengths([400, 390])
@@ -272,7 +272,7 @@ def test_biases_of_dead_keys_may_be_anything(value):
     + [("triton", each) for each in (-1e30, -2e38)],
 )
 def test_padding_by_the_lowest_bias_has_finite_gradients(forward, value):
-    """Queries see no key but padded ones, and the two passes may be of different kernels: as the default has it."""
+    """Some queries see padded keys alone. The two passes may run on different kernels, as they do by default."""
     q, k, v, dout = (torch.randn(1, 2, 200, 64).half() for _ in range(4))
     values = torch.zeros(1, 1, 200).index_fill(2, torch.arange(100), value).requires_grad_()
     changes, mask = Scores((scores.key_bias(values),)), masks.causal(200, block=128)
@@ -288,7 +288,7 @@ def test_padding_by_the_lowest_bias_has_finite_gradients(forward, value):
 
 
 def fused(source):
-    """The forward whose scores are scaled, and less their maximum, with one rounding, as a GPU does it."""
+    """The forward with the scale and the maximum applied in one fused operation, rounded once, as on a GPU."""
     exponents = "s * scale - m_safe[:, None]"
     assert exponents in source
     return source.replace(exponents, "gl.fma(s, scale, m_safe[:, None] * -1.0)")
@@ -299,7 +299,7 @@ def fused(source):
 @pytest.mark.parametrize("scale", [0.125, 1.0])
 @pytest.mark.parametrize("value", [-5e7, 5e7, -1e9, 1e9, -1e30, 1e30, torch.finfo(torch.float32).min])
 def test_queries_that_see_large_biases_alone(value, scale, rule, change):
-    """Their lse is the bias, which has nothing left of their products. Beyond the limit it is that."""
+    """Their lse is the bias: rounding leaves nothing of the products. Beyond the limit lse is the limit."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, 400, 64).half() for _ in range(3))
     changes = Scores((scores.key_bias(torch.zeros(1, 1, 400).index_fill(2, torch.arange(300), value)),))
@@ -330,7 +330,7 @@ def test_of_two_low_biases_the_lower_one_is_padding(scale, values, change):
 
 @pytest.mark.parametrize("value", [-4.5e7, -4.7e7, -5.5e7, -6.6e7, -6.8e7])
 def test_gradients_about_the_lowest_lse(value):
-    """Weights that the lse has lost are 0; above that they are known to a few powers of 2."""
+    """Weights are 0 below the lowest lse; above it they are known to a few powers of 2."""
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(1, 2, 400, 64).half() for _ in range(4))
     changes = Scores((scores.key_bias(torch.full((1, 1, 400), value)),))
@@ -341,7 +341,7 @@ def test_gradients_about_the_lowest_lse(value):
 
 @pytest.mark.parametrize("value", [-1e8, -1e9, -1e10, -1e30])
 def test_a_decay_beside_the_lowest_biases_is_finite(value):
-    """Where a bias is so low that only some bits of a steep decay are left of their sum."""
+    """The bias is so low that the sum keeps only some bits of a steep decay."""
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(1, 2, 400, 64).half() for _ in range(4))
     padding = scores.key_bias(torch.zeros(1, 1, 400).index_fill(2, torch.arange(300), value))
@@ -353,7 +353,7 @@ def test_a_decay_beside_the_lowest_biases_is_finite(value):
 @pytest.mark.parametrize("size", [1e3, -1e4])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_biases_of_keys_are_added_with_all_their_bits(dtype, size):
-    """Of one that all keys have nothing is left in the weights, if nothing is rounded to the bits of its pieces."""
+    """A bias that all keys share does not change the weights, unless it is rounded to the bits of its pieces."""
     torch.manual_seed(0)
     q, k, v, dout = (torch.randn(1, 2, 300, 64).to(dtype) for _ in range(4))
     values, mask = torch.randn(1, 2, 300), masks.causal(300, block=128)
@@ -376,7 +376,7 @@ def test_biases_of_pairs_may_have_anything_where_scores_are_dead(dim, shape, rul
     mask = masks.causal(400, block=128).with_lengths(ends)
     past = torch.arange(400) >= ends.view(-1, 1, 1)
     is_dead = torch.ones(400, 400, dtype=torch.bool).triu(1) | past[..., None] | past[..., None, :]
-    is_dead = is_dead if shape[0] == 2 else is_dead.all(0, keepdim=True)  # of shared ones, for both sequences
+    is_dead = is_dead if shape[0] == 2 else is_dead.all(0, keepdim=True)  # shared biases: dead for both sequences
     values, found = torch.randn(*shape, 400, 400).bfloat16(), []
     for fill in (0.0, torch.nan):
         filled, learns = values.masked_fill(is_dead, fill), shape == (2, 2)
@@ -451,14 +451,14 @@ def test_padding_by_the_lowest_bias_of_pairs_is_finite(dim, dtype, value):
     (wanted_dq,) = torch.autograd.grad(wanted, given[:1], dout.double())
     torch.testing.assert_close(out[:, :, 100:], wanted[:, :, 100:].to(dtype), rtol=1e-2, atol=1e-2)
     torch.testing.assert_close(dq[:, :, 100:], wanted_dq[:, :, 100:].to(dtype), rtol=2e-2, atol=2e-2)
-    # Where all scores are as large, fp32 does not hold how they differ.
+    # If all scores are this large, fp32 does not hold their differences.
     alike = v[:, :, :100].double().cumsum(2) / torch.arange(1, 101)[:, None]
     if value < -1e9:
         torch.testing.assert_close(out[:, :, :100], alike.to(dtype), rtol=1e-2, atol=1e-2)
 
 
 def test_a_table_is_rounded_as_by_the_portable_kernels():
-    """One of the two passes may be theirs."""
+    """The other pass may run on the portable kernels."""
     q, k, v, dout = (torch.randn(1, 2, 300, 64).half() for _ in range(4))
     table = 4 * torch.randn(2, 32)
     results = []
@@ -483,7 +483,7 @@ def test_a_bucket_outside_the_table_is_the_nearest_where_nobody_could_refuse_it(
 
 
 def test_positions_are_aligned_at_the_ends():
-    """Of 130 queries the first stands at key 390 - 130."""
+    """The first of 130 queries stands at key 390 - 130."""
     recipe = Recipe("causal", {"q_len": 130, "k_len": 390, "block": 128})
     for kinds in (("alibi",), ("log_decay", "softcap"), ("t5",)):
         problem = some_problem(recipe=recipe, q_len=130, k_len=390, heads=4, kv_heads=2)
@@ -492,13 +492,13 @@ def test_positions_are_aligned_at_the_ends():
 
 
 def test_the_derivative_of_a_cap_is_that_of_each_score():
-    """Of scores far beyond the cap, at it and far below it."""
+    """Scores are far beyond the cap, at it and far below it."""
     for scale in (0.01, 1.0, 4.0):
         case = Scored(some_problem(scale=scale), ("softcap",))
         check_results(case, run(case))
 
 
-# ---------------------------------------------------------------------- which they take
+# ---------------------------------------------------------------------- supported score modifications
 
 NO_GRADIENT = "they compute no gradient for the slopes of log_decay, nor for those of alibi beside softcap"
 
@@ -536,7 +536,7 @@ def test_some_decays_that_are_learned_and_other_changes_are_the_portable_kernels
 
 
 def families_and_refusal(changes):
-    """Who runs the passes of a call on a Hopper GPU, and why its kernels refuse the backward."""
+    """The families of both passes of a call on a Hopper GPU, and why the Hopper kernels refuse the backward."""
     q = torch.empty(2, 4, 8192, 128, dtype=torch.bfloat16, device="meta")
     found = explain(q, q, q, masks.causal(8192), scores=changes, capability=(9, 0))
     return found.forward.family, found.backward.family, dict(found.backward.refusals).get("hopper")
@@ -628,10 +628,10 @@ def test_they_take_tables_by_distance_alone_or_with_a_sink():
 def test_who_insists_on_them_learns_before_the_forward_that_slopes_get_no_gradient(monkeypatch):
     monkeypatch.setattr(gpu, "capability_of", lambda device: (9, 0))
     q, slopes = torch.zeros(1, 2, 256, 64, dtype=torch.float16), torch.ones(2, requires_grad=True)
-    with mock.patch.object(api, "scored_call") as made, torch.no_grad():  # which is cached
+    with mock.patch.object(api, "scored_call") as made, torch.no_grad():  # the call is cached
         made.return_value.directly.return_value = q, q[..., 0]
         attention(q, q, q, scale=0.125, scores=scores.log_decay(slopes), backend="hopper")
-    for scale in (0.125, -0.125):  # the second is never cached
+    for scale in (0.125, -0.125):  # a negative scale is never cached
         with pytest.raises(ValueError, match=f"the hopper kernels cannot serve this call: {NO_GRADIENT}"):
             attention(q, q, q, scale=scale, scores=scores.log_decay(slopes), backend="hopper")
     clear_caches()
@@ -641,7 +641,7 @@ def test_who_insists_on_them_learns_before_the_forward_that_slopes_get_no_gradie
 def test_explain_says_why_slopes_that_are_learned_have_no_backward_on_them():
     q, slopes = torch.empty(2, 4, 8192, 128, dtype=torch.bfloat16, device="meta"), torch.ones(4, requires_grad=True)
     asked = {"scores": scores.log_decay(slopes), "capability": (9, 0), "backend": "hopper"}
-    with torch.no_grad():  # then attention runs the forward
+    with torch.no_grad():  # so attention runs the forward
         found = explain(q, q, q, masks.causal(8192), **asked)
     assert (found.forward.family, found.forward.refusals, found.backward.family) == ("hopper", (), None)
     assert found.backward.refusals == (("hopper", NO_GRADIENT),)

@@ -1,4 +1,4 @@
-"""What the kernels for Hopper do not take, and the words that say so."""
+"""Which requests the Hopper kernels refuse, and the reasons they give."""
 
 from unittest import mock
 
