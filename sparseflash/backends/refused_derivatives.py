@@ -90,7 +90,7 @@ def refuse_recording(name: str) -> None:
     if torch._C._is_tracing() or proxy_mode() is not None:
         raise NotImplementedError(
             f"torch.export and other tracers cannot record scores.function with the {name} backend; "
-            "backend='reference' has it. All other changes of scores can be recorded."
+            "backend='reference' has it. All other score modifications can be recorded."
         )
 
 
