@@ -147,7 +147,7 @@ def test_every_page_is_in_the_list_of_pages_and_the_other_way_round():
     listed = set(re.findall(r": ([\w/-]+\.md)$|- ([\w/-]+\.md)$", (DOCS / "mkdocs.yml").read_text(), re.MULTILINE))
     listed = {first or second for first, second in listed}
     written = {str(path.relative_to(DOCS / "pages")) for path in (DOCS / "pages").rglob("*.md")}
-    notebooks = {str(path.relative_to(DOCS / "pages").with_suffix(".md")) for path in DOCS.rglob("*.ipynb")}
+    notebooks = {str(path.relative_to(DOCS / "pages").with_suffix(".md")) for path in (DOCS / "pages").rglob("*.ipynb")}
     assert listed - written == {"changelog.md", "contributing.md", "patterns/catalogue.md", *notebooks}
     assert written - listed == set()
 
