@@ -289,3 +289,21 @@ def test_the_code_of_a_function_is_not_shared_by_integers_of_32_and_64_bits():
         change = scores.function(added, x)
         found, want = (attention(q, q, q, scores=change, backend=backend) for backend in ("triton", "blockwise"))
         torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.timeout(60)
+def test_a_value_that_is_used_twice_at_each_step_is_looked_at_once():
+    """Walked once for each use, 40 doublings would take 2^40 steps."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 1, 32, 16, generator=generator)
+    x = torch.arange(32) % 2
+
+    def added(s, b, h, q, k, x):
+        doubled = x[q]
+        for _ in range(40):
+            doubled = doubled + doubled
+        return s + (doubled % 3) * 0.1
+
+    change = scores.function(added, x)
+    found, want = (attention(q, q, q, scores=change, backend=backend) for backend in ("triton", "blockwise"))
+    torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)

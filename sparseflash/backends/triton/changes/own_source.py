@@ -77,6 +77,9 @@ class Source:
         self.numbers: list[int] = []  # strides and sizes, passed as arguments so that the text does not depend on them
         self._names: dict[tuple[int, str, int], str] = {}
         self._lines: list[str] = []
+        # Of each node, found once: a value may be used by many others.
+        self._wide: dict[int, bool] = {}
+        self._ranges: dict[int, tuple[int, int] | None] = {}
         self._outside: list[str] = []  # expressions that count the indices outside of their tensors
         self.text = ""
 
@@ -182,7 +185,11 @@ class Source:
 
     def _is_wide(self, number: int) -> bool:
         """Whether PyTorch computes an integer in 64 bits: if a position or an int64 tensor is involved."""
-        node = self._made.nodes[number]
+        if number not in self._wide:
+            self._wide[number] = self._find_wide(self._made.nodes[number])
+        return self._wide[number]
+
+    def _find_wide(self, node: Node) -> bool:
         if node.kind != "int" or node.op in ("number", "to_int"):
             return False
         if node.op == "load":
@@ -191,7 +198,11 @@ class Source:
 
     def _range(self, number: int) -> tuple[int, int] | None:
         """The smallest and the largest value of an integer; None if unknown."""
-        node = self._made.nodes[number]
+        if number not in self._ranges:
+            self._ranges[number] = self._find_range(self._made.nodes[number])
+        return self._ranges[number]
+
+    def _find_range(self, node: Node) -> tuple[int, int] | None:
         if node.kind != "int":
             return (0, 1) if node.kind == "bool" else None
         if node.op == "number":
