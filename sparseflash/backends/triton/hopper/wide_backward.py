@@ -19,7 +19,6 @@ from sparseflash.backends.triton.hopper.backward import (
     THREADS,
     header,
     heard,
-    in_registers,
     items_of_program,
     part_of,
     told,
@@ -109,10 +108,18 @@ def store_rows(x, x_ptr, strides, number, kv_heads, first_k, k_len, DIM: gl.cons
 
 
 @gluon.jit
-def scores_of(k_s, q_s, rows_s, stage, S: gl.constexpr):
-    """The scores of the queries of a stage less their lse, in flight."""
-    less = in_registers(rows_s.index(stage).slice(0, 1, dim=0).load(S).broadcast_to(KEYS, ROWS))
-    return accumulator(warpgroup_mma(k_s, q_s.index(stage).permute((1, 0)), less, is_async=True))
+def product(x_s, y_s, S: gl.constexpr):
+    """x y^T [KEYS, ROWS], in flight. It does not begin with -lse or -delta, as in `backward.py`: ptxas would wait for the
+    products before it before it sets them (C7515).
+    """
+    zero = gl.zeros([KEYS, ROWS], gl.float32, layout=S)
+    return accumulator(warpgroup_mma(x_s, y_s.permute((1, 0)), zero, use_acc=False, is_async=True))
+
+
+@gluon.jit
+def of_queries(rows_s, stage, WHICH: gl.constexpr, S: gl.constexpr):
+    """-lse (0) or -delta (1) of the queries of a stage, for every key."""
+    return rows_s.index(stage).slice(WHICH, 1, dim=0).load(S).broadcast_to(KEYS, ROWS)
 
 
 @gluon.jit
@@ -155,38 +162,33 @@ def consumer(
             mbarrier.wait(kv_full.index(0), turn & 1)
             turn += 1
             mbarrier.wait(q_full.index(step % Q_STAGES), (step // Q_STAGES) & 1)
-        s = scores_of(k_s, q_s, rows_s, step % Q_STAGES, S)
+        s = local_mma_wait(product(k_s, q_s.index(step % Q_STAGES), S), 0)
         for i in range(steps):
             stage, dout_stage = step % Q_STAGES, step % DOUT_STAGES
             buffer = step & 1
             tile = heard(number_s, stage, 0, OF=1)
             is_partial = (tile != 0) | (k_left < KEYS)
-            dp = in_registers(rows_s.index(stage).slice(1, 1, dim=0).load(S).broadcast_to(KEYS, ROWS))
             mbarrier.wait(dout_full.index(dout_stage), (step // DOUT_STAGES) & 1)
-            dp = warpgroup_mma(v_s, dout_s.index(dout_stage).permute((1, 0)), dp, is_async=True)
-            s = local_mma_wait(s, 1)  # and the previous dk
-            if i > 0:
-                async_copy.mbarrier_arrive(q_empty.index((step - 1) % Q_STAGES), increment_count=False)
+            dp = product(v_s, dout_s.index(dout_stage), S)
             if is_partial:
                 s = masked(s, words_ptr, tile, first_k % TILE_KEYS, i % STEPS * ROWS, k_left, HAS_LENGTHS, BITS)
-            p = gl.exp2(s * qk_scale)
+            p = gl.exp2((s + of_queries(rows_s, stage, 0, S)) * qk_scale)
             p_s.index(buffer).store(p.to(dtype))
             fence_async_shared()
             dv = accumulator(warpgroup_mma(p_s.index(buffer), dout_s.index(dout_stage), dv, is_async=True))
             if i + 1 < steps:
                 mbarrier.wait(q_full.index((step + 1) % Q_STAGES), ((step + 1) // Q_STAGES) & 1)
-            s = scores_of(k_s, q_s, rows_s, (step + 1) % Q_STAGES, S)
+            s = product(k_s, q_s.index((step + 1) % Q_STAGES), S)
             dp = local_mma_wait(dp, 2)
-            ds_s.index(buffer).store((p * dp).to(dtype))
+            ds_s.index(buffer).store((p * (dp + of_queries(rows_s, stage, 1, S))).to(dtype))
             fence_async_shared()
             dk = accumulator(warpgroup_mma(ds_s.index(buffer), q_s.index(stage), dk, is_async=True))
-            dv = local_mma_wait(dv, 2)
+            # ptxas accepts no product in flight from one step to the next.
+            dk, dv, s = local_mma_wait(dk, 0), local_mma_wait(dv, 0), local_mma_wait(s, 0)
+            async_copy.mbarrier_arrive(q_empty.index(stage), increment_count=False)
             async_copy.mbarrier_arrive(dout_empty.index(dout_stage), increment_count=False)
             step += 1
-        dk = local_mma_wait(dk, 0)
-        s = local_mma_wait(s, 0)
         if steps > 0:
-            async_copy.mbarrier_arrive(q_empty.index((step - 1) % Q_STAGES), increment_count=False)
             async_copy.mbarrier_arrive(kv_empty.index(0), increment_count=False)
         part = part_of(work_ptr, item, HAS_PARTS)
         if HAS_PARTS and part > 0:

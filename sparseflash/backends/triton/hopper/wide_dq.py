@@ -7,8 +7,7 @@ One warp loads. Each of GROUPS warpgroups holds ROWS queries, and computes for K
 
     S = Q K^T - lse,  P = exp(S),  dP = dO V^T - delta,  dS = P * dP,  dQ += dS K
 
-dS goes from registers to the product with K. This product runs under the wait for the next scores, and the warpgroups
-run under each other's exponentials. No program waits for another, and the order of additions is that of the list.
+dS goes from registers to the product with K. The products of one warpgroup run under the exponentials of the other. No program waits for another, and the order of additions is that of the list.
 
 Head dims that are not a power of 2 have two pieces, as in `forward.py`.
 """
@@ -18,7 +17,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
-from sparseflash.backends.triton.hopper.backward import in_registers
 from sparseflash.backends.triton.hopper.configs import BLOCK, GROUPS, WIDE_KEYS
 from sparseflash.backends.triton.hopper.forward import ROWS, block_at, bytes_of, live_words, masked, opaque, tiles_of
 from sparseflash.backends.triton.hopper.gluon_api import accumulator, async_load, local_mma_wait
@@ -31,10 +29,10 @@ SPLIT = gl.constexpr(BLOCK[1] // WIDE_KEYS)  # steps of a tile
 
 @gluon.jit
 def item_of(work_ptr):
-    """Number of batch element, head and tile; place of the first step; full steps; steps, 0 without a live tile."""
+    """Number of batch element, head and tile; place of the first step; full steps; steps, at least one."""
     item_ptr = work_ptr + gl.program_id(0) * ITEM
     count, tile = gl.load(item_ptr + ITEM_COUNT), gl.load(item_ptr + ITEM_TILE)
-    steps = gl.where(tile < 0, 0, count * SPLIT)
+    steps = gl.maximum(gl.where(tile < 0, 1, count * SPLIT), 1)  # without a live tile one dead step
     full = gl.load(item_ptr + ITEM_FULL) * SPLIT
     return gl.load(item_ptr + ITEM_NUMBER), gl.load(item_ptr + ITEM_START) * SPLIT, full, steps
 
@@ -51,13 +49,12 @@ def loader(loads, D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr, V_STA
     number, start, _full, steps = item_of(work_ptr)
     batch, head = number // row_tiles // heads, number // row_tiles % heads
     kv_head = head // group
-    if steps > 0:
-        mbarrier.expect(rows_full.index(0), GROUPS * bytes_of(q_desc, q_rest_desc))
-        for c in gl.static_range(GROUPS):
-            first_q = (number % row_tiles * GROUPS + c) * ROWS
-            async_load(q_desc, [batch, head, first_q, 0], rows_full.index(0), q_s.index(c))
-            if q_rest_desc is not None:
-                async_load(q_rest_desc, [batch, head, first_q, D], rows_full.index(0), q_rest_s.index(c))
+    mbarrier.expect(rows_full.index(0), GROUPS * bytes_of(q_desc, q_rest_desc))
+    for c in gl.static_range(GROUPS):
+        first_q = (number % row_tiles * GROUPS + c) * ROWS
+        async_load(q_desc, [batch, head, first_q, 0], rows_full.index(0), q_s.index(c))
+        if q_rest_desc is not None:
+            async_load(q_rest_desc, [batch, head, first_q, D], rows_full.index(0), q_rest_s.index(c))
     for i in range(steps):
         first_k = block_at(index_ptr, start + i, SPLIT) * KEYS
         stage = i % STAGES
@@ -122,14 +119,15 @@ def consumer(
         k_limit = gl.minimum(gl.load(lengths_ptr + (lengths_stride + batch)), k_len)
     place_ptr = rows_ptr + (gl.cast(number, gl.int64) * GROUPS + C) * (2 * ROWS)
     row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))
-    less, less_dp = gl.load(place_ptr + row), gl.load(place_ptr + ROWS + row)
+    # The accumulators do not begin with these: ptxas would wait for the product of dq before it sets them (C7515).
+    less, less_dp = gl.load(place_ptr + row) * qk_scale, gl.load(place_ptr + ROWS + row)
+    zero = gl.zeros([ROWS, KEYS], gl.float32, layout=S)
     dq = gl.zeros([ROWS, D], gl.float32, layout=A)
     if D_REST > 0:
         R: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D_REST, 16])
         dq_rest = gl.zeros([ROWS, D_REST], gl.float32, layout=R)
-    if steps > 0:
-        mbarrier.wait(rows_full.index(0), 0)
-        mbarrier.wait(rows_full.index(1), 0)
+    mbarrier.wait(rows_full.index(0), 0)
+    mbarrier.wait(rows_full.index(1), 0)
     for i in range(steps):
         place = start + i
         stage, v_stage = i % STAGES, i % V_STAGES
@@ -138,42 +136,39 @@ def consumer(
         if HAS_LENGTHS:
             k_left = k_limit - block_at(index_ptr, place, SPLIT) * KEYS
             is_partial = is_partial | (k_left < KEYS)
-        s = in_registers(less[:, None].broadcast_to(ROWS, KEYS))
-        dp = in_registers(less_dp[:, None].broadcast_to(ROWS, KEYS))
         mbarrier.wait(k_full.index(stage), (i // STAGES) & 1)
-        s = warpgroup_mma(q_s.index(C), k_s.index(stage).permute((1, 0)), s, is_async=True)
+        s = warpgroup_mma(q_s.index(C), k_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
         if D_REST > 0:
             s = warpgroup_mma(q_rest_s.index(C), k_rest_s.index(stage).permute((1, 0)), accumulator(s), is_async=True)
         mbarrier.wait(v_full.index(v_stage), (i // V_STAGES) & 1)
-        dp = warpgroup_mma(dout_s.index(C), v_s.index(v_stage).permute((1, 0)), dp, is_async=True)
+        dp = warpgroup_mma(dout_s.index(C), v_s.index(v_stage).permute((1, 0)), zero, use_acc=False, is_async=True)
         if DV_REST > 0:
             dp = warpgroup_mma(
                 dout_rest_s.index(C), v_rest_s.index(v_stage).permute((1, 0)), accumulator(dp), is_async=True
             )
         s = local_mma_wait(s, 1 if DV_REST == 0 else 2)
-        if i > 0:  # the product with the previous keys has ended, too
-            async_copy.mbarrier_arrive(k_empty.index((i - 1) % STAGES), increment_count=False)
         if is_partial:
             words = live_words(
                 words_ptr, gl.load(tile_ptr + place // SPLIT), C * ROWS, place, k_left, GROUPS * ROWS, KEYS, SPLIT,
                 HAS_LENGTHS, False, gl.SliceLayout(2, BITS),
             )  # fmt: skip
             s = masked(s, opaque(words), KEYS, BITS)
-        p = gl.exp2(s * qk_scale)
+        p = gl.exp2(s * qk_scale + less[:, None])
         dp = local_mma_wait(dp, 0)
         async_copy.mbarrier_arrive(v_empty.index(v_stage), increment_count=False)
-        ds = (p * dp).to(dtype)
+        ds = (p * (dp + less_dp[:, None])).to(dtype)
         weights = gl.convert_layout(ds, gl.DotOperandLayout(operand_index=0, parent=A, k_width=2))
         dq = accumulator(warpgroup_mma(weights, k_s.index(stage), dq, is_async=True))
         if D_REST > 0:
             weights = gl.convert_layout(ds, gl.DotOperandLayout(operand_index=0, parent=R, k_width=2))
-            dq_rest = accumulator(warpgroup_mma(weights, k_rest_s.index(stage), dq_rest, is_async=True))
-    dq = local_mma_wait(dq, 0)
+            dq_rest = local_mma_wait(warpgroup_mma(weights, k_rest_s.index(stage), dq_rest, is_async=True), 0)
+        # ptxas accepts no product in flight from one step to the next. The other warpgroup multiplies meanwhile.
+        dq = local_mma_wait(dq, 0)
+        async_copy.mbarrier_arrive(k_empty.index(stage), increment_count=False)
     dq_ptr += gl.cast(batch, gl.int64) * dq_strides[0] + gl.cast(head, gl.int64) * dq_strides[1]
     first_row = (number % row_tiles * GROUPS + C) * ROWS
     store_rows(dq * scale, dq_ptr, first_row, dq_strides[2], q_len, 0, DIM)
     if D_REST > 0:
-        dq_rest = local_mma_wait(dq_rest, 0)
         store_rows(dq_rest * scale, dq_ptr, first_row, dq_strides[2], q_len, D, DIM)
 
 
