@@ -68,8 +68,8 @@ def loader(loads, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr):
                 mbarrier.wait(kv_empty.index(0), (turn & 1) ^ 1)
                 turn += 1
                 mbarrier.expect(kv_full.index(0), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-                async_load(k_desc, [batch, kv_head, first_k, 0], kv_full.index(0), k_s)
-                async_load(v_desc, [batch, kv_head, first_k, 0], kv_full.index(0), v_s)
+                async_load(k_desc, [batch, kv_head, first_k, 0], kv_full.index(0), k_s.index(0))
+                async_load(v_desc, [batch, kv_head, first_k, 0], kv_full.index(0), v_s.index(0))
             mbarrier.expect(dout_full.index(stage), dout_desc.block_type.nbytes)
             async_load(dout_desc, [batch, head, first_q, 0], dout_full.index(stage), dout_s.index(stage))
             step += 1
@@ -162,14 +162,16 @@ def consumer(
             mbarrier.wait(kv_full.index(0), turn & 1)
             turn += 1
             mbarrier.wait(q_full.index(step % Q_STAGES), (step // Q_STAGES) & 1)
-        s = local_mma_wait(product(k_s, q_s.index(step % Q_STAGES), S), 0)
+        s = local_mma_wait(product(k_s.index(0), q_s.index(step % Q_STAGES), S), 0)
         for i in range(steps):
             stage, dout_stage = step % Q_STAGES, step % DOUT_STAGES
             buffer = step & 1
             tile = heard(number_s, stage, 0, OF=1)
             is_partial = (tile != 0) | (k_left < KEYS)
             mbarrier.wait(dout_full.index(dout_stage), (step // DOUT_STAGES) & 1)
-            dp = product(v_s, dout_s.index(dout_stage), S)
+            # Triton 3.6 would keep the descriptors of keys and values in registers, and spill them.
+            only = opaque(gl.to_tensor(0))
+            dp = product(v_s.index(only), dout_s.index(dout_stage), S)
             if is_partial:
                 s = masked(s, words_ptr, tile, first_k % TILE_KEYS, i % STEPS * ROWS, k_left, HAS_LENGTHS, BITS)
             p = gl.exp2((s + of_queries(rows_s, stage, 0, S)) * qk_scale)
@@ -178,7 +180,7 @@ def consumer(
             dv = accumulator(warpgroup_mma(p_s.index(buffer), dout_s.index(dout_stage), dv, is_async=True))
             if i + 1 < steps:
                 mbarrier.wait(q_full.index((step + 1) % Q_STAGES), ((step + 1) // Q_STAGES) & 1)
-            s = product(k_s, q_s.index((step + 1) % Q_STAGES), S)
+            s = product(k_s.index(only), q_s.index((step + 1) % Q_STAGES), S)
             dp = local_mma_wait(dp, 2)
             ds_s.index(buffer).store((p * (dp + of_queries(rows_s, stage, 1, S))).to(dtype))
             fence_async_shared()
@@ -229,8 +231,8 @@ def wide_backward_kernel(
     WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, ROWS], dtype)
     q_s = gl.allocate_shared_memory(dtype, [Q_STAGES, ROWS, D], TILE)
     dout_s = gl.allocate_shared_memory(dtype, [DOUT_STAGES, ROWS, DV], V_TILE)
-    k_s = gl.allocate_shared_memory(dtype, [KEYS, D], TILE)
-    v_s = gl.allocate_shared_memory(dtype, [KEYS, DV], V_TILE)
+    k_s = gl.allocate_shared_memory(dtype, [1, KEYS, D], TILE)
+    v_s = gl.allocate_shared_memory(dtype, [1, KEYS, DV], V_TILE)
     p_s = gl.allocate_shared_memory(dtype, [2, KEYS, ROWS], WEIGHTS)
     ds_s = gl.allocate_shared_memory(dtype, [2, KEYS, ROWS], WEIGHTS)
     rows_s = gl.allocate_shared_memory(gl.float32, [Q_STAGES, 2, ROWS], rows_desc.layout)

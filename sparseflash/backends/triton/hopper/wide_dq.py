@@ -136,15 +136,17 @@ def consumer(
         if HAS_LENGTHS:
             k_left = k_limit - block_at(index_ptr, place, SPLIT) * KEYS
             is_partial = is_partial | (k_left < KEYS)
+        # Triton 3.6 would keep the descriptors of all these tiles in registers, and spill them.
+        own = opaque(gl.to_tensor(C))
         mbarrier.wait(k_full.index(stage), (i // STAGES) & 1)
-        s = warpgroup_mma(q_s.index(C), k_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = warpgroup_mma(q_s.index(own), k_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
         if D_REST > 0:
-            s = warpgroup_mma(q_rest_s.index(C), k_rest_s.index(stage).permute((1, 0)), accumulator(s), is_async=True)
+            s = warpgroup_mma(q_rest_s.index(own), k_rest_s.index(stage).permute((1, 0)), accumulator(s), is_async=True)
         mbarrier.wait(v_full.index(v_stage), (i // V_STAGES) & 1)
-        dp = warpgroup_mma(dout_s.index(C), v_s.index(v_stage).permute((1, 0)), zero, use_acc=False, is_async=True)
+        dp = warpgroup_mma(dout_s.index(own), v_s.index(v_stage).permute((1, 0)), zero, use_acc=False, is_async=True)
         if DV_REST > 0:
             dp = warpgroup_mma(
-                dout_rest_s.index(C), v_rest_s.index(v_stage).permute((1, 0)), accumulator(dp), is_async=True
+                dout_rest_s.index(own), v_rest_s.index(v_stage).permute((1, 0)), accumulator(dp), is_async=True
             )
         s = local_mma_wait(s, 1 if DV_REST == 0 else 2)
         if is_partial:
