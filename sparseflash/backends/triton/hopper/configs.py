@@ -96,13 +96,18 @@ class BackwardConfig(NamedTuple):
 class WideConfig(NamedTuple):
     """The tuning parameters of the kernel for dk and dv of wide heads."""
 
-    dim: int  # of tiles of queries and keys, and of values
-    v_dim: int
+    dims: tuple[int, int]  # channels of queries and keys, in one or two pieces
+    v_dim: int  # of values, a power of 2
     q_stages: int
     dout_stages: int = 2
     registers: int = 24
     start_registers: int = 168
     rows: int = 64
+
+    @property
+    def padded_dim(self) -> int:
+        """The channels of dk in parts: a power of 2."""
+        return padded(sum(self.dims))
 
 
 class DqConfig(NamedTuple):
@@ -216,12 +221,12 @@ def wide_config_for(head_dim: int, value_dim: int) -> WideConfig | None:
     """The configuration of the kernel for dk and dv of wide heads; None for others.
 
     >>> wide_config_for(192, 128)[:3], wide_config_for(128, 128)
-    ((256, 128, 3), None)
+    (((128, 64), 128, 3), None)
     """
     if max(head_dim, value_dim) <= WIDEST_BACKWARD:
         return None
-    dims = max(64, padded(head_dim)), max(64, padded(value_dim))
-    return WideConfig(*dims, q_stages=2 if min(dims) == 256 else 3)
+    dims, v_dim = pieces_of(max(64, head_dim)), max(64, padded(value_dim))
+    return WideConfig(dims, v_dim, q_stages=2 if sum(dims) + v_dim > 448 else 3)
 
 
 def dq_config_for(head_dim: int, value_dim: int) -> DqConfig:

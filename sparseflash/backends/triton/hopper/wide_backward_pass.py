@@ -22,7 +22,7 @@ from sparseflash.backends.triton.hopper.plan import programs_of
 from sparseflash.backends.triton.hopper.rows import begin_kernel
 from sparseflash.backends.triton.hopper.wide_backward import wide_backward_kernel
 from sparseflash.backends.triton.hopper.wide_dq import wide_dq_kernel
-from sparseflash.backends.triton.launcher import BoundLaunch, Launch
+from sparseflash.backends.triton.launcher import BoundLaunch, Describe, Launch
 from sparseflash.backends.triton.portable.launches import SOME_LENGTHS, SOME_PARTS, launch_of, of_call, strides_of
 from sparseflash.backends.triton.portable.passes import like, one_number_of
 from sparseflash.backends.triton.schedule.plan import Plan
@@ -68,29 +68,29 @@ class WideBackwardLayout(BackwardLayout):
             begin_kernel, {"D": v_dim, "PADDED_D": config.v_dim, "ROWS": rows_of_step}, numbers, examples, device, {},
             bound=(), num_warps=4, num_stages=1,
         ).bind(self.pieces)  # fmt: skip
-        read = {"q_desc": read_as(q), "k_desc": read_as(k), "v_desc": read_as(v), "dout_desc": read_as(dout)}
-        boxes = {
-            "q_desc": (rows_of_step, config.dim), "k_desc": (WIDE_KEYS, config.dim),
-            "v_desc": (WIDE_KEYS, config.v_dim), "dout_desc": (rows_of_step, config.v_dim),
-        }  # fmt: skip
-        described = {name: described_as(x, *boxes[name]) for name, x in read.items()}
+        read = {"q": read_as(q), "k": read_as(k), "v": read_as(v), "dout": read_as(dout)}
+        tiles, described = boxes_of(
+            read, {"q": rows_of_step, "k": WIDE_KEYS, "v": WIDE_KEYS, "dout": rows_of_step},
+            {"q": config.dims, "k": config.dims, "v": (config.v_dim, 0), "dout": (config.v_dim, 0)},
+        )  # fmt: skip
         described["rows_desc"] = described_rows(rows, [2, rows_of_step])
         constants = {
-            "D": config.dim, "DV": config.v_dim, "DIM": dim, "V_DIM": v_dim, "Q_STAGES": config.q_stages,
+            "D": config.dims[0], "D_REST": config.dims[1], "DV": config.v_dim, "PADDED_D": config.padded_dim,
+            "DIM": dim, "V_DIM": v_dim, "Q_STAGES": config.q_stages,
             "DOUT_STAGES": config.dout_stages, "REGISTERS": config.registers,
         }  # fmt: skip
         self.launch = launch_of(
             wide_backward_kernel, constants, numbers,
             {
-                **read, "rows_desc": rows, "dk_ptr": dk, "dv_ptr": dv,
+                **tiles, "rows_desc": rows, "dk_ptr": dk, "dv_ptr": dv,
                 **({"parts_ptr": SOME_PARTS} if merges else {}), **lengths,
             },
             device, described, bound=("start_ptr", "work_ptr", "entry_ptr", "words_ptr"), num_warps=8, num_stages=1,
             registers=config.start_registers,
         )  # fmt: skip
         self.finish = self._dq(device, numbers, read, {"rows_ptr": rows, "dq_ptr": dq, **lengths})
-        self.part = WIDE_KEYS * (config.dim + config.v_dim)
-        padded = config.dim, config.v_dim
+        padded = config.padded_dim, config.v_dim
+        self.part = WIDE_KEYS * sum(padded)
         self.combine = self._combining(setting, numbers, padded, dk, dv) if merges else None
 
 
@@ -99,17 +99,13 @@ class WideBackwardLayout(BackwardLayout):
         device: torch.device, numbers: Mapping[str, Any], read: Mapping[str, Tensor], examples: Mapping[str, Any]
     ) -> Launch:
         """The launch of the kernel for dq."""
-        dim = read["q_desc"].shape[-1]
-        config = dq_config_for(dim, read["v_desc"].shape[-1])
+        dim = read["q"].shape[-1]
+        config = dq_config_for(dim, read["v"].shape[-1])
         (first, rest), (v_first, v_rest) = config.dims, config.v_dims
-        tokens = {"q": ROWS, "k": WIDE_KEYS, "v": WIDE_KEYS, "dout": ROWS}
-        pieces = {"q": config.dims, "k": config.dims, "v": config.v_dims, "dout": config.v_dims}
-        tiles = dict(read)
-        described = {f"{x}_desc": described_as(read[f"{x}_desc"], tokens[x], pieces[x][0]) for x in tokens}
-        for x in tokens:
-            if pieces[x][1]:
-                tiles[f"{x}_rest_desc"] = read[f"{x}_desc"]
-                described[f"{x}_rest_desc"] = described_as(read[f"{x}_desc"], tokens[x], pieces[x][1])
+        tiles, described = boxes_of(
+            read, {"q": ROWS, "k": WIDE_KEYS, "v": WIDE_KEYS, "dout": ROWS},
+            {"q": config.dims, "k": config.dims, "v": config.v_dims, "dout": config.v_dims},
+        )  # fmt: skip
         constants = {
             "D": first, "D_REST": rest, "DV": v_first, "DV_REST": v_rest, "DIM": dim, "STAGES": config.stages,
             "V_STAGES": config.v_stages, "REGISTERS": config.registers, "LOADER_REGISTERS": config.loader_registers,
@@ -126,6 +122,17 @@ class WideBackwardLayout(BackwardLayout):
         return self.finish.bind(
             len(rows.work), work_ptr=rows.work, index_ptr=rows.index, tile_ptr=rows.tile, words_ptr=rows.words
         )
+
+
+def boxes_of(
+    tensors: Mapping[str, Tensor], tokens: Mapping[str, int], channels: Mapping[str, tuple[int, int]]
+) -> tuple[dict[str, Tensor], dict[str, Describe]]:
+    """The tensors of descriptors, and how they are described: boxes of so many tokens and of one or two pieces of
+    channels.
+    """
+    found = {f"{name}_desc": (x, tokens[name], channels[name][0]) for name, x in tensors.items()}
+    found |= {f"{name}_rest_desc": (x, tokens[name], channels[name][1]) for name, x in tensors.items() if channels[name][1]}
+    return {name: x for name, (x, *_) in found.items()}, {name: described_as(*each) for name, each in found.items()}
 
 
 def planned_rows(plan: Plan) -> Worklist:

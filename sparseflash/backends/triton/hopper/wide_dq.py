@@ -21,6 +21,7 @@ from sparseflash.backends.triton.hopper.configs import BLOCK, GROUPS, WIDE_KEYS
 from sparseflash.backends.triton.hopper.forward import ROWS, block_at, bytes_of, live_words, masked, opaque, tiles_of
 from sparseflash.backends.triton.hopper.gluon_api import accumulator, async_load, local_mma_wait
 from sparseflash.backends.triton.hopper.plan import ITEM, ITEM_COUNT, ITEM_FULL, ITEM_NUMBER, ITEM_START, ITEM_TILE
+from sparseflash.backends.triton.hopper.wide_backward import unknown
 
 KEYS = gl.constexpr(WIDE_KEYS)  # of a step
 GROUPS = gl.constexpr(GROUPS)
@@ -136,8 +137,7 @@ def consumer(
         if HAS_LENGTHS:
             k_left = k_limit - block_at(index_ptr, place, SPLIT) * KEYS
             is_partial = is_partial | (k_left < KEYS)
-        # Triton 3.6 would keep the descriptors of all these tiles in registers, and spill them.
-        own = opaque(gl.to_tensor(C))
+        own = unknown(C)
         mbarrier.wait(k_full.index(stage), (i // STAGES) & 1)
         s = warpgroup_mma(q_s.index(own), k_s.index(stage).permute((1, 0)), zero, use_acc=False, is_async=True)
         if D_REST > 0:
