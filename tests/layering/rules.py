@@ -1,550 +1,155 @@
-"""Which module may import which, and the imports of each module of the repository."""
+"""Which part of the repository may import which.
 
-import ast
-from functools import cache
-from pathlib import Path
+A part is a folder without its subfolders, a file that stands for itself, or a group of files of one folder. It may
+import itself and what its row names. A module that imports nothing of the repository needs no mention: all that lies
+below its folder may import it, so every module of `sparseflash` may import `limits`. Imports inside functions and for
+types count, too.
+"""
 
-ROOT = Path(__file__).resolve().parents[2]
-
-# Modules that experiments import as any user does.
-PUBLIC = (
-    "sparseflash/__init__.py",
-    "sparseflash/attention.py",
-    "sparseflash/decode.py",
-    "sparseflash/grouped.py",
-    "sparseflash/nn",
-    "sparseflash/scaled_dot_product.py",
-    "sparseflash/varlen.py",
-    "sparseflash/analysis",
-    "sparseflash/distributed",
-    "sparseflash/draw",
-    "sparseflash/interop",
-    "sparseflash/scores",
-    "sparseflash/testing",
-    "masks",
-)
-_BACKENDS, _TRITON, _BENCHMARKS = "sparseflash/backends", "sparseflash/backends/triton", "experiments/benchmarks"
-_LIMITS = "sparseflash/limits.py"
-_FLEX, _INTERPRETER = f"{_BENCHMARKS}/speed/peers/flexattention.py", f"{_BENCHMARKS}/interpreter.py"
-_HARNESS = f"{_BENCHMARKS}/harness"
-
-# For each folder, the paths that its modules may import besides one another, and everything below these paths. Imports
-# inside functions and for types count. Every folder has a row, and some files have their own; a module belongs to the
-# longest path that it lies below.
-MAY_IMPORT = {
-    "sparseflash": (
-        "sparseflash/attention.py",
-        "sparseflash/blockmask",
-        "sparseflash/explain.py",
-        "sparseflash/performance.py",
-        "sparseflash/scaled_dot_product.py",
-        "sparseflash/varlen.py",
-    ),
-    "sparseflash/__main__.py": ("sparseflash/cli",),
-    "sparseflash/cuda_driver.py": (),
-    "sparseflash/dropout.py": (),
-    "sparseflash/performance.py": (),
-    _LIMITS: (),
-    "sparseflash/remedies.py": (),
-    "sparseflash/validation.py": ("sparseflash/blockmask", "sparseflash/scores"),
-    "sparseflash/scores": ("sparseflash/blockmask", _LIMITS),
-    "sparseflash/attention.py": (
-        "sparseflash/blockmask",
-        "sparseflash/backends",
-        "sparseflash/dropout.py",
-        "sparseflash/remedies.py",
-        "sparseflash/scores",
-        "sparseflash/validation.py",
-    ),
-    "sparseflash/explain.py": (
-        "sparseflash/attention.py",
-        "sparseflash/blockmask",
-        "sparseflash/backends",
-        "sparseflash/dropout.py",
-        "sparseflash/scores",
-        "sparseflash/validation.py",
-    ),
-    "sparseflash/huggingface": (
-        "sparseflash/attention.py",
-        "sparseflash/blockmask",
-        "sparseflash/decode.py",
-        "sparseflash/interop",
-        "sparseflash/scores",
-    ),
-    "sparseflash/grouped.py": (
-        "sparseflash/attention.py",
-        "sparseflash/blockmask/arguments.py",
-        "sparseflash/validation.py",
-        "masks/block_index.py",
-    ),
-    "sparseflash/pattern.py": ("sparseflash/blockmask",),
-    "sparseflash/varlen.py": (
-        "sparseflash/attention.py",
-        "sparseflash/blockmask",
-        "sparseflash/pattern.py",
-        "masks/causal.py",
-        "masks/dense.py",
-        "masks/documents.py",
-    ),
-    "sparseflash/scaled_dot_product.py": (
-        "sparseflash/attention.py",
-        "sparseflash/blockmask",
-        "sparseflash/interop",
-        "sparseflash/scores",
-        "masks/causal.py",
-    ),
-    "sparseflash/nn": (
-        "sparseflash/attention.py",
-        "sparseflash/blockmask",
-        "sparseflash/decode.py",
-        "sparseflash/pattern.py",
-        "sparseflash/scaled_dot_product.py",
-        "sparseflash/scores",
-        "sparseflash/validation.py",
-        "masks/causal.py",
-    ),
-    "sparseflash/decode.py": (
-        "sparseflash/blockmask",
-        _LIMITS,
-        "sparseflash/validation.py",
-        f"{_BACKENDS}/cached.py",
-        f"{_BACKENDS}/direct.py",
-        f"{_TRITON}/decode",
-    ),
-    "sparseflash/blockmask": ("sparseflash/blockmask/mask.py", "sparseflash/cuda_driver.py", _LIMITS),
-    "sparseflash/blockmask/mask.py": ("sparseflash/blockmask", "sparseflash/draw", "masks/block_index.py"),
-    "sparseflash/blockmask/ops": ("sparseflash/blockmask",),
-    _BACKENDS: (),
-    f"{_BACKENDS}/problem.py": ("sparseflash/blockmask", "sparseflash/dropout.py"),
-    f"{_BACKENDS}/flop_counter.py": (f"{_BACKENDS}/problem.py", "sparseflash/blockmask/arguments.py"),
-    f"{_BACKENDS}/saved.py": (),
-    f"{_BACKENDS}/direct.py": (f"{_BACKENDS}/saved.py",),
-    f"{_BACKENDS}/refused_derivatives.py": (),
-    f"{_BACKENDS}/registration.py": (
-        _LIMITS,
-        f"{_BACKENDS}/direct.py",
-        f"{_BACKENDS}/flop_counter.py",
-        f"{_BACKENDS}/problem.py",
-        f"{_BACKENDS}/refused_derivatives.py",
-        f"{_BACKENDS}/saved.py",
-    ),
-    f"{_BACKENDS}/scored.py": (
-        f"{_BACKENDS}/direct.py",
-        f"{_BACKENDS}/problem.py",
-        f"{_BACKENDS}/refused_derivatives.py",
-        f"{_BACKENDS}/registration.py",
-        f"{_BACKENDS}/saved.py",
-        f"{_BACKENDS}/scored_function.py",
-        "sparseflash/blockmask/arguments.py",
-        "sparseflash/scores",
-    ),
-    f"{_BACKENDS}/scored_function.py": (
-        f"{_BACKENDS}/problem.py",
-        f"{_BACKENDS}/refused_derivatives.py",
-        f"{_BACKENDS}/scored.py",
-        "sparseflash/scores",
-    ),
-    f"{_BACKENDS}/reference.py": ("sparseflash/blockmask", "sparseflash/dropout.py", "sparseflash/scores"),
-    f"{_BACKENDS}/cached.py": ("sparseflash/blockmask", f"{_BACKENDS}/reference.py"),
-    f"{_BACKENDS}/blockwise.py": (
-        f"{_BACKENDS}/blockwise_tiles.py",
-        f"{_BACKENDS}/problem.py",
-        f"{_BACKENDS}/registration.py",
-        f"{_BACKENDS}/saved.py",
-        f"{_BACKENDS}/scored.py",
-        "sparseflash/scores",
-    ),
-    f"{_BACKENDS}/blockwise_tiles.py": (
-        "sparseflash/blockmask",
-        "sparseflash/dropout.py",
-        f"{_BACKENDS}/problem.py",
-        "sparseflash/scores",
-    ),
-    _TRITON: (
-        _TRITON,
-        "sparseflash/blockmask",
-        "sparseflash/dropout.py",
-        "sparseflash/performance.py",
-        _LIMITS,
-        "sparseflash/scores",
-        f"{_BACKENDS}/direct.py",
-        f"{_BACKENDS}/problem.py",
-        f"{_BACKENDS}/registration.py",
-        f"{_BACKENDS}/saved.py",
-        f"{_BACKENDS}/scored.py",
-    ),
-    f"{_TRITON}/versions.py": (),
-    # Run on its own, not imported: it tries the kernels as a user of the library would.
-    f"{_TRITON}/kernel_check.py": (
-        "sparseflash/attention.py",
-        "sparseflash/blockmask",
-        "sparseflash/scores",
-        "sparseflash/testing",
-        f"{_TRITON}/gate.py",
-        f"{_TRITON}/hopper/configs.py",
-    ),
-    f"{_TRITON}/direct_start.py": ("sparseflash/cuda_driver.py",),
-    f"{_TRITON}/availability.py": (f"{_TRITON}/device.py",),
-    f"{_TRITON}/cuda_graphs.py": ("sparseflash/blockmask/streams.py",),
-    f"{_TRITON}/shared_memory.py": (),
-    f"{_TRITON}/launcher.py": (
-        _LIMITS,
-        f"{_TRITON}/cuda_graphs.py",
-        f"{_TRITON}/direct_start.py",
-        f"{_TRITON}/shared_memory.py",
-        f"{_TRITON}/versions.py",
-    ),
-    f"{_TRITON}/configs.py": (f"{_TRITON}/versions.py",),
-    f"{_TRITON}/schedule": (
-        "sparseflash/blockmask",
-        _LIMITS,
-        f"{_BACKENDS}/problem.py",
-        f"{_TRITON}/alignment.py",
-        f"{_TRITON}/cuda_graphs.py",
-        f"{_TRITON}/device.py",
-        f"{_TRITON}/launcher.py",
-        f"{_TRITON}/overrides.py",
-    ),
-    # Device functions use the portable kernels' functions for tokens and for the softmax.
-    f"{_TRITON}/changes": (
-        "sparseflash/blockmask/cache.py",
-        _LIMITS,
-        "sparseflash/scores",
-        f"{_TRITON}/alignment.py",
-        f"{_TRITON}/availability.py",
-        f"{_TRITON}/portable",
-        f"{_TRITON}/schedule",
-    ),
-    f"{_TRITON}/portable": (
-        "sparseflash/blockmask/cache.py",
-        "sparseflash/dropout.py",
-        _LIMITS,
-        "sparseflash/scores",
-        f"{_BACKENDS}/registration.py",
-        f"{_BACKENDS}/saved.py",
-        f"{_TRITON}/alignment.py",
-        f"{_TRITON}/availability.py",
-        f"{_TRITON}/changes",
-        f"{_TRITON}/configs.py",
-        f"{_TRITON}/cuda_graphs.py",
-        f"{_TRITON}/family.py",
-        f"{_TRITON}/launcher.py",
-        f"{_TRITON}/overrides.py",
-        f"{_TRITON}/schedule",
-    ),
-    f"{_TRITON}/hopper": (
-        "sparseflash/blockmask/bitmask.py",
-        "sparseflash/blockmask/cache.py",
-        "sparseflash/blockmask/streams.py",
-        "sparseflash/blockmask/transfer.py",
-        "sparseflash/dropout.py",
-        _LIMITS,
-        "sparseflash/scores/change.py",
-        f"{_BACKENDS}/registration.py",
-        f"{_BACKENDS}/saved.py",
-        f"{_TRITON}/alignment.py",
-        f"{_TRITON}/changes",
-        f"{_TRITON}/family.py",
-        f"{_TRITON}/launcher.py",
-        f"{_TRITON}/portable",  # merges chunks, and shares launches and score modifications
-        f"{_TRITON}/schedule",
-    ),
-    f"{_TRITON}/decode": (
-        "sparseflash/blockmask/cache.py",
-        _LIMITS,
-        f"{_BACKENDS}/cached.py",
-        f"{_TRITON}/availability.py",
-        f"{_TRITON}/device.py",
-        f"{_TRITON}/launcher.py",
-        f"{_TRITON}/portable/softmax.py",
-    ),
-    "sparseflash/distributed": (
-        "sparseflash/attention.py",
-        f"{_TRITON}/device.py",
-        f"{_TRITON}/launcher.py",
-        "sparseflash/blockmask",
-        "sparseflash/dropout.py",
-        "sparseflash/scores",
-        "sparseflash/validation.py",
-    ),
-    "sparseflash/interop": ("sparseflash/blockmask", "sparseflash/scores"),
-    "sparseflash/analysis": ("sparseflash/blockmask",),
-    "sparseflash/draw": ("sparseflash/blockmask",),
-    "sparseflash/testing": (
-        "sparseflash/blockmask",
-        "sparseflash/scores",
-        "sparseflash/validation.py",
-        f"{_BACKENDS}/reference.py",
-    ),
-    "sparseflash/cli": (
-        "sparseflash/__init__.py",
-        "sparseflash/analysis",
-        "sparseflash/attention.py",
-        "sparseflash/draw",
-        "sparseflash/explain.py",
-        "sparseflash/interop",
-        "sparseflash/testing",
-        "masks",
-    ),
-    "masks": ("masks/tiling", "masks/fused", "sparseflash/blockmask", _LIMITS),
-    "masks/tiling": ("sparseflash/blockmask", _LIMITS),
-    "masks/fused": (
-        "masks/tiling",
-        "sparseflash/blockmask",
-        f"{_TRITON}/device.py",
-        f"{_TRITON}/launcher.py",
-    ),
-    "experiments": (),
-    "experiments/measurements.py": ("experiments/training/environment.py", "sparseflash/__init__.py"),
-    "experiments/training": PUBLIC,
-    "experiments/training/layers": PUBLIC,
-    "experiments/pathfinder": ("experiments/pathfinder/cnn", "experiments/training"),
-    "experiments/pathfinder/cnn": ("experiments/pathfinder", "experiments/training"),
-    "experiments/lra": ("experiments/lra", "experiments/training", *PUBLIC),
-    "experiments/lra/data": ("experiments/lra/tasks/task.py", "experiments/training"),
-    "experiments/lra/data/listops": ("experiments/training",),
-    "experiments/lra/tasks": (
-        "experiments/lra/data",
-        "experiments/lra/model/positions.py",
-        "experiments/pathfinder",
-        "experiments/training",
-    ),
-    "experiments/lra/model": ("experiments/lra", "experiments/training", "sparseflash/cli/sources.py", *PUBLIC),
-    "experiments/lra/table": (
-        "experiments/lra",
-        "experiments/measurements.py",
-        "experiments/training",
-        f"{_BENCHMARKS}/timing.py",
-    ),
-    "experiments/pathx": ("experiments/pathx", "experiments/training", "experiments/pathfinder", *PUBLIC),
-    "experiments/pathx/data": (
-        "experiments/pathx/config.py",
-        "experiments/pathx/masks",
-        "experiments/pathx/model/gather.py",
-        "experiments/training",
-        "experiments/pathfinder",
-        *PUBLIC,
-    ),
-    "experiments/pathx/masks": ("sparseflash/blockmask/bitmask.py", *PUBLIC),
-    "experiments/pathx/model": (
-        "experiments/pathfinder/cnn/network.py",
-        "experiments/pathx/data",
-        "experiments/pathx/masks",
-        "experiments/training/layers",
-        "sparseflash/nn",
-    ),
-    "experiments/selection": ("experiments/training", *PUBLIC),
-    "experiments/lm": ("experiments/lm", "experiments/training", *PUBLIC),
-    "experiments/lm/data": ("experiments/training",),
-    "experiments/lm/model": ("experiments/lm", "experiments/training", *PUBLIC),
-    _BENCHMARKS: (),
-    f"{_BENCHMARKS}/__main__.py": (_HARNESS, "experiments/measurements.py"),
-    _HARNESS: (
-        _HARNESS,
-        _INTERPRETER,
-        f"{_BENCHMARKS}/timing.py",
-        "experiments/measurements.py",
-        "experiments/training",
-    ),
-    f"{_BENCHMARKS}/timing.py": ("experiments/training/clock.py",),
-    f"{_BENCHMARKS}/calls": (
-        _HARNESS,
-        f"{_BENCHMARKS}/timing.py",
-        f"{_BENCHMARKS}/fresh_process.py",
-        f"{_TRITON}/launcher.py",
-        *PUBLIC,
-    ),
-    f"{_BENCHMARKS}/speed": (
-        f"{_BENCHMARKS}/speed",
-        _HARNESS,
-        f"{_BENCHMARKS}/fresh_process.py",
-        f"{_BENCHMARKS}/timing.py",
-        "experiments/measurements.py",
-        "sparseflash/blockmask/arguments.py",
-        *PUBLIC,
-    ),
-    f"{_BENCHMARKS}/speed/peers": (_HARNESS, f"{_BENCHMARKS}/speed", *PUBLIC),
-    f"{_BENCHMARKS}/io": (_HARNESS, "experiments/training", *PUBLIC),
-    _INTERPRETER: (),
-    f"{_BENCHMARKS}/compile": (
-        _HARNESS,
-        _INTERPRETER,
-        "experiments/training/atomic_files.py",
-        "sparseflash/blockmask/arguments.py",
-        "sparseflash/dropout.py",
-        _BACKENDS,
-        *PUBLIC,
-    ),
-    f"{_BENCHMARKS}/tune": (
-        _HARNESS,
-        "experiments/measurements.py",
-        _INTERPRETER,
-        f"{_BENCHMARKS}/compile",
-        f"{_BENCHMARKS}/speed",
-        f"{_BENCHMARKS}/timing.py",
-        "experiments/training",
-        _BACKENDS,
-        *PUBLIC,
-    ),
-    f"{_BENCHMARKS}/blocks": (
-        _HARNESS,
-        _INTERPRETER,
-        "experiments/measurements.py",
-        f"{_BENCHMARKS}/speed",
-        f"{_BENCHMARKS}/tune",
-        "experiments/training",
-        _BACKENDS,
-        *PUBLIC,
-    ),
-    f"{_BENCHMARKS}/distributed": (f"{_BENCHMARKS}/distributed", _HARNESS, "experiments/training", *PUBLIC),
-    f"{_BENCHMARKS}/exactness": (
-        _HARNESS,
-        "experiments/measurements.py",
-        _INTERPRETER,
-        f"{_BENCHMARKS}/timing.py",
-        "experiments/training",
-        f"{_BACKENDS}/reference.py",
-        *PUBLIC,
-    ),
-    f"{_BENCHMARKS}/selection.py": (_HARNESS, f"{_BENCHMARKS}/speed", f"{_BENCHMARKS}/timing.py", *PUBLIC),
-    f"{_BENCHMARKS}/decode.py": (_HARNESS, f"{_BENCHMARKS}/speed", *PUBLIC),
-    f"{_BENCHMARKS}/huggingface": (
-        _HARNESS,
-        "experiments/measurements.py",
-        f"{_BENCHMARKS}/timing.py",
-        "experiments/training",
-        "sparseflash/huggingface",
-        *PUBLIC,
-    ),
-    f"{_BENCHMARKS}/layer.py": (_HARNESS, f"{_BENCHMARKS}/speed"),
-    f"{_BENCHMARKS}/scores": (
-        _FLEX,
-        _HARNESS,
-        _INTERPRETER,
-        f"{_BENCHMARKS}/timing.py",
-        f"{_BENCHMARKS}/fresh_process.py",
-        "experiments/measurements.py",
-        *PUBLIC,
-    ),
-    f"{_BENCHMARKS}/patterns": (
-        _HARNESS,
-        f"{_BENCHMARKS}/patterns/entries",
-        "experiments/training",
-        "sparseflash/blockmask/arguments.py",
-        *PUBLIC,
-    ),
-    f"{_BENCHMARKS}/patterns/entries": PUBLIC,
+# Groups of files, as "folder:group". The ways to compute attention do not import one another. Everything that starts
+# kernels needs `triton:launching`; what chooses tiles for attention needs `triton:choosing`.
+_GROUPS = {
+    "sparseflash/backends:blockwise": "blockwise blockwise_tiles",
+    "sparseflash/backends/triton:launching": "availability cuda_graphs device direct_start launcher",
+    "sparseflash/backends/triton:choosing": "alignment configs family overrides",
+    "experiments/benchmarks:timing": "fresh_process interpreter timing",
 }
+
+_LIBRARY = {
+    ".": "attention.py blockmask explain.py scaled_dot_product.py varlen.py",
+    "__main__.py": "cli",
+    # Each of the functions that users call, and what they share.
+    "attention.py": "backends backends:blockwise backends/reference.py backends/triton blockmask scores validation.py",
+    "decode.py": "backends backends/cached.py backends/triton/decode blockmask validation.py",
+    "explain.py": "attention.py backends backends/triton backends/triton:choosing backends/triton:launching blockmask "
+    "scores validation.py",
+    "grouped.py": "attention.py blockmask masks/block_index.py validation.py",
+    "pattern.py": "blockmask",
+    "scaled_dot_product.py": "attention.py blockmask interop masks scores",
+    "validation.py": "blockmask scores",
+    "varlen.py": "attention.py blockmask blockmask/ops masks pattern.py",
+    # Its parts.
+    "analysis": "blockmask",
+    "blockmask": "blockmask/mask.py",
+    "blockmask/mask.py": "blockmask blockmask/ops draw masks/block_index.py",  # of the methods, when they are called
+    "blockmask/ops": "blockmask",
+    "cli": ". analysis attention.py draw explain.py interop masks testing",
+    "distributed": "attention.py backends/triton:launching blockmask scores validation.py",
+    "draw": "blockmask",
+    "huggingface": "attention.py blockmask decode.py interop scores",
+    "interop": "blockmask scores",
+    "masks": "blockmask blockmask/ops masks/fused masks/tiling",
+    "masks/block_index.py": "blockmask masks/fused masks/tiling",
+    "masks/fused": "backends/triton:launching blockmask masks/tiling",
+    "masks/tiling": "blockmask",
+    "nn": "attention.py blockmask decode.py masks pattern.py scaled_dot_product.py scores validation.py",
+    "scores": "blockmask",
+    "testing": "backends/reference.py blockmask scores validation.py",
+    # The ways to compute attention.
+    "backends": "blockmask scores",
+    "backends:blockwise": "backends blockmask scores",
+    "backends/cached.py": "backends/reference.py blockmask blockmask/ops",
+    "backends/reference.py": "blockmask scores",
+    "backends/triton": "backends backends/triton:choosing backends/triton:launching backends/triton/hopper "
+    "backends/triton/portable backends/triton/schedule blockmask scores",
+    "backends/triton:choosing": "backends/triton:launching backends/triton/schedule blockmask scores",
+    "backends/triton:launching": "blockmask",
+    "backends/triton/changes": "backends/triton:choosing backends/triton:launching backends/triton/portable "
+    "backends/triton/schedule blockmask scores",
+    "backends/triton/decode": "backends/cached.py backends/triton:launching backends/triton/portable blockmask",
+    "backends/triton/hopper": "backends backends/triton:choosing backends/triton:launching backends/triton/changes "
+    "backends/triton/portable backends/triton/schedule blockmask scores",
+    # Run on its own, not imported: it tries the kernels as a user of the library would.
+    "backends/triton/kernel_check.py": "attention.py backends/triton backends/triton/hopper blockmask scores testing",
+    "backends/triton/portable": "backends backends/triton:choosing backends/triton:launching backends/triton/changes "
+    "backends/triton/schedule blockmask scores",
+    "backends/triton/schedule": "backends backends/triton:choosing backends/triton:launching blockmask blockmask/ops",
+}
+
+# What experiments import as any user does, which rows of experiments call PUBLIC.
+_PUBLIC = (
+    ". attention.py decode.py grouped.py nn scaled_dot_product.py varlen.py analysis distributed draw interop scores "
+    "testing masks"
+)
+
+_EXPERIMENTS = {
+    ".": "",
+    "measurements.py": "training sparseflash",
+    "training": "PUBLIC",
+    "training/layers": "PUBLIC",
+    "pathfinder": "pathfinder/cnn training",
+    "pathfinder/cnn": "pathfinder training",
+    "lra": "lra/data lra/data/listops lra/model lra/table lra/tasks training training/layers PUBLIC",
+    "lra/data": "lra/tasks training",
+    "lra/data/listops": "training",
+    "lra/model": "lra lra/tasks training training/layers sparseflash/cli PUBLIC",
+    "lra/table": "benchmarks:timing measurements.py lra lra/data lra/model lra/tasks training",
+    "lra/tasks": "lra/data lra/data/listops lra/model pathfinder pathfinder/cnn training",
+    "pathx": "pathfinder pathfinder/cnn pathx/data pathx/masks pathx/model training PUBLIC",
+    "pathx/data": "pathfinder pathx pathx/masks pathx/model training PUBLIC",
+    "pathx/masks": "sparseflash/blockmask PUBLIC",
+    "pathx/model": "pathfinder/cnn pathx/data pathx/masks training/layers sparseflash/nn",
+    "selection": "training PUBLIC",
+    "lm": "lm/data lm/model training PUBLIC",
+    "lm/data": "training",
+    "lm/model": "lm training training/layers PUBLIC",
+    "benchmarks": "",
+    "benchmarks:timing": "training",
+    "benchmarks/__main__.py": "benchmarks/harness measurements.py",
+    "benchmarks/harness": "benchmarks:timing measurements.py training",
+    "benchmarks/blocks": "benchmarks/harness benchmarks/speed benchmarks/tune measurements.py training BACKENDS PUBLIC",
+    "benchmarks/calls": "benchmarks/harness benchmarks:timing sparseflash/backends/triton:launching PUBLIC",
+    "benchmarks/compile": "benchmarks/harness training BACKENDS sparseflash/blockmask PUBLIC",
+    "benchmarks/decode.py": "benchmarks/harness benchmarks/speed/peers PUBLIC",
+    "benchmarks/distributed": "benchmarks/harness training PUBLIC",
+    "benchmarks/exactness": "benchmarks/harness benchmarks:timing measurements.py training "
+    "sparseflash/backends/reference.py PUBLIC",
+    "benchmarks/huggingface": "benchmarks/harness benchmarks:timing measurements.py training "
+    "sparseflash/huggingface PUBLIC",
+    "benchmarks/io": "benchmarks/harness training/layers PUBLIC",
+    "benchmarks/layer.py": "benchmarks/harness benchmarks/speed benchmarks/speed/peers",
+    "benchmarks/patterns": "benchmarks/harness benchmarks/patterns/entries training sparseflash/blockmask PUBLIC",
+    "benchmarks/patterns/entries": "PUBLIC",
+    "benchmarks/scores": "benchmarks/harness benchmarks:timing benchmarks/speed/peers measurements.py PUBLIC",
+    "benchmarks/selection.py": "benchmarks/harness benchmarks:timing benchmarks/speed/peers PUBLIC",
+    "benchmarks/speed": "benchmarks/harness benchmarks:timing benchmarks/speed/peers measurements.py "
+    "sparseflash/blockmask PUBLIC",
+    "benchmarks/speed/peers": "benchmarks/harness benchmarks/speed PUBLIC",
+    "benchmarks/tune": "benchmarks/compile benchmarks/harness benchmarks:timing benchmarks/speed "
+    "benchmarks/speed/peers measurements.py training BACKENDS PUBLIC",
+}
+
+
+def _path(name, top):
+    """`masks` is installed as a part of the library."""
+    here = name.partition("/")[0]
+    return top if name == "." else name if here in ("masks", "sparseflash") else f"{top}/{name}"
+
+
+GROUPS = {
+    group: tuple(f"{group.partition(':')[0]}/{name}.py" for name in names.split()) for group, names in _GROUPS.items()
+}
+PUBLIC = tuple(_path(name, "sparseflash") for name in _PUBLIC.split())
+MAY_IMPORT = {
+    _path(row, "sparseflash"): {_path(name, "sparseflash") for name in names.split()} for row, names in _LIBRARY.items()
+}
+# Benchmarks of single kernels call any part of the backends.
+BACKENDS = tuple(row for row in MAY_IMPORT if row.startswith("sparseflash/backends"))
+for _row, _names in _EXPERIMENTS.items():
+    _found = {_path(name, "experiments") for name in _names.split() if name not in ("BACKENDS", "PUBLIC")}
+    MAY_IMPORT[_path(_row, "experiments")] = _found.union(
+        BACKENDS if "BACKENDS" in _names.split() else (), PUBLIC if "PUBLIC" in _names.split() else ()
+    )
 
 # The one deliberate circle: `BlockMask` has the operations on masks as methods, and these import it.
 FACADE = "sparseflash.blockmask.mask"
 
 # Modules that need Triton when they are imported; other modules import them inside functions.
 KERNELS = (
-    _TRITON,
+    "sparseflash/backends/triton",
     "masks/fused/index.py",
     "masks/fused/rows.py",
     "masks/fused/runs.py",
     "masks/fused/unused.py",
     "sparseflash/distributed/fused_merge.py",
 )
-
-
-class Imports(ast.NodeVisitor):
-    """The imports of a source: `(package, name)` of `from package import name`, `(module, "")` of `import module`.
-
-    `at_import` run when the source is imported, `in_functions` when a function is called, and `for_types`, under
-    `if TYPE_CHECKING`, never.
-    """
-
-    def __init__(self, source, module, is_package=False):
-        self.at_import, self.in_functions, self.for_types = set(), set(), set()
-        self.package = module if is_package else module.rpartition(".")[0]
-        self.found = self.at_import
-        self.visit(ast.parse(source))
-
-    def visit_Import(self, node):
-        self.found.update((alias.name, "") for alias in node.names)
-
-    def visit_ImportFrom(self, node):
-        base = node.module or ""
-        if node.level:
-            parents = self.package.split(".")[: len(self.package.split(".")) - node.level + 1]
-            base = ".".join([*parents, base] if base else parents)
-        self.found.update((base, alias.name) for alias in node.names)
-
-    def visit_FunctionDef(self, node):
-        self.visit_all(ast.iter_child_nodes(node), self.in_functions)
-
-    visit_AsyncFunctionDef = visit_FunctionDef
-
-    def visit_If(self, node):
-        for_types = ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
-        self.visit_all(node.body, self.for_types if for_types else self.found)
-        self.visit_all(node.orelse, self.found)
-
-    def visit_all(self, nodes, found):
-        outside = self.found
-        self.found = outside if outside is self.for_types else found
-        for node in nodes:
-            self.visit(node)
-        self.found = outside
-
-    def visit(self, node):
-        if not isinstance(node, ast.expr):  # expressions are most of a source and contain no import
-            super().visit(node)
-
-    @property
-    def everywhere(self):
-        return self.at_import | self.in_functions | self.for_types
-
-
-def read(folder, package):
-    modules = {}
-    for file in sorted(folder.rglob("*.py")):
-        parts = file.relative_to(folder).with_suffix("").parts
-        is_package = parts[-1] == "__init__"
-        module = ".".join([package, *(parts[:-1] if is_package else parts)])
-        modules[module] = Imports(file.read_text(encoding="utf-8"), module, is_package)
-    return modules
-
-
-def read_all():
-    library = read(ROOT / "sparseflash", "sparseflash")
-    # sparseflash/masks is a symlink to masks; whether a search follows it depends on the version of Python.
-    library = {name: imports for name, imports in library.items() if not below(name, "sparseflash.masks")}
-    return library | read(ROOT / "masks", "sparseflash.masks") | read(ROOT / "experiments", "experiments")
-
-
-def below(name, *parents, separator="."):
-    """Whether a dotted name, or a path, is one of `parents` or lies below one."""
-    return any(name == parent or name.startswith(parent + separator) for parent in parents)
-
-
-def modules_of(names):
-    """The repository's modules among the imports of a source. `from package import name` is the module `name` if it
-    exists, and otherwise the package."""
-    found = {f"{base}.{name}" if f"{base}.{name}" in MODULES else base for base, name in names}
-    return found & MODULES.keys()
-
-
-@cache
-def path_of(module):
-    """`masks/local.py` of `sparseflash.masks.local`."""
-    path = module.replace(".", "/")
-    path = path.removeprefix("sparseflash/") if below(module, "sparseflash.masks") else path
-    return f"{path}/__init__.py" if (ROOT / path).is_dir() else f"{path}.py"
-
-
-@cache
-def row_of(path):
-    """The row of the table for a path: the longest one that it lies below."""
-    return max((row for row in MAY_IMPORT if below(path, row, separator="/")), key=len)
-
-
-def allowed(path, imported):
-    row = row_of(path)
-    return row_of(imported) == row or below(imported, *MAY_IMPORT[row], separator="/")
-
-
-MODULES = read_all()

@@ -3,28 +3,15 @@
 import ast
 import re
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from tests.layering.rules import (
-    FACADE,
-    KERNELS,
-    MAY_IMPORT,
-    MODULES,
-    PUBLIC,
-    ROOT,
-    Imports,
-    allowed,
-    below,
-    modules_of,
-    path_of,
-    read,
-    row_of,
-)
+from tests.layering.imports import MODULES, ROOT, Imports, allowed, below, modules_of, path_of, read, row_of
+from tests.layering.rules import BACKENDS, FACADE, GROUPS, KERNELS, MAY_IMPORT, PUBLIC
 from tests.processes.forked import python
 
-FOLDERS = [row for row in MAY_IMPORT if not row.endswith(".py")]
+FOLDERS = [row for row in MAY_IMPORT if not row.endswith(".py") and row not in GROUPS]
 TESTS = read(ROOT / "tests", "tests")
 
 
@@ -33,7 +20,7 @@ def modules_in(row):
 
 
 def refused(module, imports):
-    return sorted(name for name in modules_of(imports) if not allowed(path_of(module), path_of(name)))
+    return sorted(name for name in modules_of(imports) if not allowed(module, name))
 
 
 @pytest.mark.parametrize(
@@ -86,41 +73,52 @@ def test_a_name_of_a_package_is_the_module_if_there_is_one():
 
 
 def test_every_folder_has_a_row_and_every_row_a_folder_or_file():
-    assert {str(Path(path_of(module)).parent) for module in MODULES} == set(FOLDERS)
-    assert [row for row in MAY_IMPORT if modules_in(row) == []] == []
+    assert {path_of(module).rpartition("/")[0] for module in MODULES} == set(FOLDERS)
+    assert [row for row in MAY_IMPORT if modules_in(row) == [] and row not in FOLDERS] == []
+    paths = {path_of(module) for module in MODULES}
+    assert [file for files in GROUPS.values() for file in files if file not in paths] == []
+    assert GROUPS.keys() <= MAY_IMPORT.keys() and set().union(*MAY_IMPORT.values()) <= MAY_IMPORT.keys()
 
 
 @pytest.mark.parametrize("row", MAY_IMPORT)
-def test_a_folder_imports_only_what_it_may(row):
+def test_a_part_imports_only_what_it_may(row):
     found = {module: refused(module, MODULES[module].everywhere) for module in modules_in(row)}
     assert {module: names for module, names in found.items() if names} == {}
 
 
 @pytest.mark.parametrize("row", MAY_IMPORT)
-def test_a_folder_may_import_only_what_it_does(row):
-    used = {path_of(name) for module in modules_in(row) for name in modules_of(MODULES[module].everywhere)}
-    public = set(PUBLIC) if set(PUBLIC) <= set(MAY_IMPORT[row]) else set()  # one of them is enough
-    assert not public or any(below(path, *public, separator="/") for path in used)
-    others = set(MAY_IMPORT[row]) - public
-    assert [other for other in others if not any(below(path, other, separator="/") for path in used)] == []
+def test_a_part_may_import_only_what_it_does(row):
+    used = {row_of(path_of(name)) for module in modules_in(row) for name in modules_of(MODULES[module].everywhere)}
+    unused = MAY_IMPORT[row] - used
+    for several in (PUBLIC, BACKENDS):  # one of these is enough
+        if set(several) <= MAY_IMPORT[row] and used & set(several):
+            unused -= set(several)
+    assert unused == set()
 
 
 @pytest.mark.parametrize("row", FOLDERS)
 def test_a_folder_says_what_it_may_import(row):
-    """In its docstring, or in the comment below it where users read the docstring. By the last part of each path; "the
-    library" means the modules that every user may import.
+    """In its docstring, or in the comment below it where users read the docstring. By the name of the part, of a folder
+    above it or of a file in it; "the library" means the modules that every user may import.
     """
     source = (ROOT / row / "__init__.py").read_text(encoding="utf-8")
     comment = re.search(r"(?:^#.*\n)+", source, re.MULTILINE)
     told = (ast.get_docstring(ast.parse(source)) or "") + " " + (comment[0].replace("#", " ") if comment else "")
     _, found, rule = " ".join(told.lower().split()).partition("may import")
     assert found
-    others = set(MAY_IMPORT[row]) - {row}
-    if others >= set(PUBLIC):
-        assert "the library" in rule
-        others -= set(PUBLIC)
-    names = {path.removesuffix("/__init__.py").removesuffix(".py").rpartition("/")[2] for path in others}
-    assert {name for name in names if not re.search(rf"\b{name}\b", rule)} == set()
+    others = {name for name in MAY_IMPORT[row] if not below(name, row, separator="/")}
+    for several, words in ((PUBLIC, "the library"), (BACKENDS, "backends")):
+        if others >= set(several):
+            assert words in rule
+            others -= set(several)
+    untold = {other for other in others if not re.search(rf"\b({'|'.join(words_for(other))})\b", rule)}
+    assert untold == set()
+
+
+def words_for(part):
+    files = [path_of(module).rpartition("/")[2] for module in modules_in(part)]
+    folders = part.partition(":")[0].split("/")
+    return {name.removesuffix(".py") for name in (*(folders[1:] or folders), *files)}
 
 
 @pytest.mark.parametrize(
@@ -146,11 +144,34 @@ def test_a_folder_says_what_it_may_import(row):
         ("experiments.lra.train", "from sparseflash.blockmask import bitmask"),
         ("experiments.pathx.train", "from experiments.benchmarks.speed import cases"),
         ("experiments.benchmarks.io.model", "from experiments.benchmarks.speed import cases"),
+        ("sparseflash.backends.problem", "from sparseflash.backends import blockwise"),
+        ("sparseflash.backends.blockwise_tiles", "from sparseflash.backends.cached import rows_of"),
+        ("sparseflash.backends.triton.hopper.plan", "from sparseflash.backends.triton import dispatch"),
+        ("sparseflash.backends.triton.portable.forward", "from sparseflash.backends.triton.hopper import forward"),
+        ("sparseflash.backends.triton.changes.kinds", "from sparseflash.backends.triton.hopper import changed"),
+        ("sparseflash.backends.triton.decode.api", "from sparseflash.backends.triton.schedule import plan"),
+        ("sparseflash.backends.triton.launcher", "from sparseflash.backends.triton import configs"),
+        ("sparseflash.backends.triton.device", "from sparseflash.backends.triton.hopper import gluon_api"),
+        ("sparseflash.decode", "from sparseflash.attention import attention"),
+        ("sparseflash.nn.heads", "from sparseflash.interop import flex"),
+        ("sparseflash.scores.softcap", "from sparseflash.backends.problem import Problem"),
+        ("sparseflash.masks.fused.rows", "from sparseflash.backends.triton.api import forward"),
+        ("sparseflash.testing.comparison", "from sparseflash.backends import blockwise"),
+        ("experiments.lm.data.store", "from sparseflash import attention"),
+        ("experiments.benchmarks.layer", "from sparseflash.backends import blockwise"),
     ],
 )
 def test_a_wrong_import_is_refused(module, source):
     assert module in MODULES
     assert len(refused(module, Imports(source, module).everywhere)) == 1
+
+
+def test_what_begins_to_import_is_no_longer_open_to_all():
+    user = "sparseflash.backends.reference"
+    assert refused(user, {("sparseflash", "dropout")}) == []
+    changed = Imports("from sparseflash.validation import check", "sparseflash.dropout")
+    with mock.patch.dict(MODULES, {"sparseflash.dropout": changed}):
+        assert refused(user, {("sparseflash", "dropout")}) == ["sparseflash.dropout"]
 
 
 def test_no_two_modules_need_each_other_to_be_imported():
