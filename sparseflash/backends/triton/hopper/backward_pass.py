@@ -182,18 +182,18 @@ class BackwardLayout:
         made = ((names, torch.empty_like(each)) for names, each in self._workspace.items())
         return {name: each for names, each in made for name in names}
 
-    def bind_finish(self, plan: BackwardPlan, setting: Setting) -> BoundLaunch:
-        """The launch that ends dq."""
-        return self.finish.bind(self.pieces, chain_ptr=plan.chain)
-
 
 class Backward:
     """The gradients of q, k and v."""
 
+    computes = "dk, dv and dq"  # by the main kernel
+    warps = 11
+
     def __init__(self, layout: BackwardLayout, plan: BackwardPlan, setting: Setting) -> None:
         self.layout, self.plan = layout, plan
         self._dpairs = None if layout.dpairs is None else layout.dpairs.bind(setting.plan, setting.block)
-        self._finish = layout.bind_finish(plan, setting)
+        self._ready = [plan.ready]
+        self._finish = self._bind_finish(setting)
         # Without a live tile the entries are empty, and an empty tensor has no address; the kernel does not read this
         # one.
         entries = plan.entries if len(plan.entries) else torch.empty_like(plan.work[:1])
@@ -203,6 +203,10 @@ class Backward:
         self._combine: BoundLaunch | None = None
         if layout.combine is not None:
             self._combine = bind_merge(layout.combine, plan.merged, layout.keys)
+
+    def _bind_finish(self, setting: Setting) -> BoundLaunch:
+        """The launch that ends dq."""
+        return self.layout.finish.bind(self.layout.pieces, chain_ptr=self.plan.chain)
 
     def __call__(
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None, dropout: Dropout | None
@@ -285,7 +289,8 @@ class Backward:
                 given |= self.layout.pairs(changes)
         if self._combine is not None:
             given["parts_ptr"] = torch.empty(self.plan.parts, self.layout.part, dtype=torch.float32, device=q.device)
-        self.plan.ready.wait()
+        for each in self._ready:
+            each.wait()
         self.layout.begin(given)
         self._launch(given)
         self._finish(given)
@@ -308,7 +313,7 @@ class Backward:
         loads = torch.stack([each.sum() for each in counts.tensor_split(self.plan.start[1:-1].tolist())])
         block = self.layout.rows, self.layout.keys
         stages, parts = self.layout.stages, self.plan.parts
-        return [described_choice("dk, dv and dq", block, 11, stages, self._launch, loads, parts)]
+        return [described_choice(self.computes, block, self.warps, stages, self._launch, loads, parts)]
 
 
 def _of_kernel(tensors: Mapping[str, Any]) -> dict[str, Any]:

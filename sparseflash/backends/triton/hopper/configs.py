@@ -98,9 +98,8 @@ class WideConfig(NamedTuple):
 
     dims: tuple[int, int]  # channels of queries and keys, in one or two pieces
     v_dim: int  # of values, a power of 2
-    q_stages: int
-    dout_stages: int = 2
-    registers: int = 24
+    stages: int  # of queries and dout
+    registers: int = 24  # a thread of the warp that loads
     start_registers: int = 168
     rows: int = 64
 
@@ -226,7 +225,7 @@ def wide_config_for(head_dim: int, value_dim: int) -> WideConfig | None:
     if max(head_dim, value_dim) <= WIDEST_BACKWARD:
         return None
     dims, v_dim = pieces_of(max(64, head_dim)), max(64, padded(value_dim))
-    return WideConfig(dims, v_dim, q_stages=2 if sum(dims) + v_dim > 448 else 3)
+    return WideConfig(dims, v_dim, stages=2 if sum(dims) + v_dim > 320 else 3)
 
 
 def dq_config_for(head_dim: int, value_dim: int) -> DqConfig:

@@ -38,13 +38,13 @@ STEPS = gl.constexpr(BLOCK[0] // 64)
 
 
 @gluon.jit
-def loader(loads, D: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr):
+def loader(loads, D: gl.constexpr, STAGES: gl.constexpr):
     """Loads queries, with their -lse and -delta, and dout for every step; keys and values once an item."""
     descriptors, tiles_s, rests_s, bars, lists, sizes = loads
     q_desc, dout_desc, k_desc, v_desc, rows_desc, q_rest_desc, k_rest_desc = descriptors
     q_s, dout_s, k_s, v_s, rows_s, number_s = tiles_s
     q_rest_s, k_rest_s = rests_s
-    q_full, q_empty, dout_full, dout_empty, kv_full, kv_empty = bars
+    q_full, dout_full, empty, kv_full, kv_empty = bars
     start_ptr, work_ptr, entry_ptr = lists
     heads, kv_heads, row_tiles = sizes
     step, turn = 0, 0
@@ -58,16 +58,14 @@ def loader(loads, D: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.const
             piece = i % STEPS
             head = row // row_tiles % heads
             first_q = row % row_tiles * TILE_ROWS + piece * ROWS
-            stage = step % Q_STAGES
-            mbarrier.wait(q_empty.index(stage), ((step // Q_STAGES) & 1) ^ 1)
+            stage = step % STAGES
+            mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
             told(number_s, stage, 0, tile, OF=1)
             mbarrier.expect(q_full.index(stage), bytes_of(q_desc, q_rest_desc) + rows_desc.block_type.nbytes)
             async_load(q_desc, [batch, head, first_q, 0], q_full.index(stage), q_s.index(stage))
             if q_rest_desc is not None:
                 async_load(q_rest_desc, [batch, head, first_q, D], q_full.index(stage), q_rest_s.index(stage))
             async_load(rows_desc, [(row * STEPS + piece) * 2, 0], q_full.index(stage), rows_s.index(stage))
-            stage = step % DOUT_STAGES
-            mbarrier.wait(dout_empty.index(stage), ((step // DOUT_STAGES) & 1) ^ 1)
             if i == 0:
                 # The last product with the previous item's keys and values was that of dP, or the unused scores.
                 mbarrier.wait(kv_empty.index(0), (turn & 1) ^ 1)
@@ -84,8 +82,8 @@ def loader(loads, D: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.const
 
 @gluon.jit
 def unknown(number):
-    """A whole number that the compiler takes for one that changes at every step. It indexes tiles that stay the same: the
-    descriptors of their products are then made in the loop. Triton 3.6 would make them before it, and spill them.
+    """A whole number that the compiler takes for one that changes at every step. As the index of tiles that stay the
+    same, it keeps the descriptors of their products in the loop. Triton 3.6 would make them before it, and spill them.
     """
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1
@@ -134,8 +132,8 @@ def store_part(part_ptr, x, FIRST: gl.constexpr, WIDTH: gl.constexpr):
 
 @gluon.jit
 def product(x_s, y_s, S: gl.constexpr):
-    """x y^T [KEYS, ROWS], in flight. It does not begin with -lse or -delta, as in `backward.py`: ptxas would wait for the
-    products before it before it sets them (C7515).
+    """x y^T [KEYS, ROWS], in flight. Unlike in `backward.py`, the sums do not start as -lse or -delta: ptxas would wait
+    for all earlier products before it sets them (C7515).
     """
     zero = gl.zeros([KEYS, ROWS], gl.float32, layout=S)
     return accumulator(warpgroup_mma(x_s, y_s.permute((1, 0)), zero, use_acc=False, is_async=True))
@@ -155,7 +153,7 @@ def of_queries(rows_s, stage, WHICH: gl.constexpr, S: gl.constexpr):
 
 @gluon.jit
 def consumer(
-    reads, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, D: gl.constexpr, D_REST: gl.constexpr, DV: gl.constexpr,
+    reads, STAGES: gl.constexpr, D: gl.constexpr, D_REST: gl.constexpr, DV: gl.constexpr,
     PADDED_D: gl.constexpr, DIM: gl.constexpr, V_DIM: gl.constexpr, HAS_LENGTHS: gl.constexpr, HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of every item."""
@@ -165,7 +163,7 @@ def consumer(
     dk_ptr, dk_strides, dv_ptr, dv_strides = written
     p_s, ds_s = weights_s
     q_s, dout_s, k_s, v_s, rows_s, number_s = tiles_s
-    q_full, q_empty, dout_full, dout_empty, kv_full, kv_empty = bars
+    q_full, dout_full, empty, kv_full, kv_empty = bars
     start_ptr, work_ptr, _ = lists
     dtype: gl.constexpr = q_s.dtype
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, ROWS // 2, 16])
@@ -199,30 +197,29 @@ def consumer(
         if steps > 0:
             mbarrier.wait(kv_full.index(0), turn & 1)
             turn += 1
-            mbarrier.wait(q_full.index(step % Q_STAGES), (step // Q_STAGES) & 1)
-        s = product(k_s.index(0), q_s.index(step % Q_STAGES), S)
+            mbarrier.wait(q_full.index(step % STAGES), (step // STAGES) & 1)
+        s = product(k_s.index(0), q_s.index(step % STAGES), S)
         if D_REST > 0:
-            s = plus_product(s, k_rest_s.index(0), q_rest_s.index(step % Q_STAGES))
+            s = plus_product(s, k_rest_s.index(0), q_rest_s.index(step % STAGES))
         s = local_mma_wait(s, 0)
         for i in range(steps):
-            stage, dout_stage = step % Q_STAGES, step % DOUT_STAGES
-            buffer = step & 1
+            stage, buffer = step % STAGES, step & 1
             tile = heard(number_s, stage, 0, OF=1)
             is_partial = (tile != 0) | (k_left < KEYS)
-            mbarrier.wait(dout_full.index(dout_stage), (step // DOUT_STAGES) & 1)
+            mbarrier.wait(dout_full.index(stage), (step // STAGES) & 1)
             only = unknown(0)
-            dp = product(v_s.index(only), dout_s.index(dout_stage), S)
+            dp = product(v_s.index(only), dout_s.index(stage), S)
             if is_partial:
                 s = masked(s, words_ptr, tile, first_k % TILE_KEYS, i % STEPS * ROWS, k_left, HAS_LENGTHS, BITS)
             p = gl.exp2((s + of_queries(rows_s, stage, 0, S)) * qk_scale)
             p_s.index(buffer).store(p.to(dtype))
             fence_async_shared()
-            dv = accumulator(warpgroup_mma(p_s.index(buffer), dout_s.index(dout_stage), dv, is_async=True))
+            dv = accumulator(warpgroup_mma(p_s.index(buffer), dout_s.index(stage), dv, is_async=True))
             if i + 1 < steps:
-                mbarrier.wait(q_full.index((step + 1) % Q_STAGES), ((step + 1) // Q_STAGES) & 1)
-            s = product(k_s.index(only), q_s.index((step + 1) % Q_STAGES), S)
+                mbarrier.wait(q_full.index((step + 1) % STAGES), ((step + 1) // STAGES) & 1)
+            s = product(k_s.index(only), q_s.index((step + 1) % STAGES), S)
             if D_REST > 0:
-                s = plus_product(s, k_rest_s.index(only), q_rest_s.index((step + 1) % Q_STAGES))
+                s = plus_product(s, k_rest_s.index(only), q_rest_s.index((step + 1) % STAGES))
             dp = local_mma_wait(dp, 2 if D_REST == 0 else 3)
             ds_s.index(buffer).store((p * (dp + of_queries(rows_s, stage, 1, S))).to(dtype))
             fence_async_shared()
@@ -232,8 +229,7 @@ def consumer(
                 dk_rest = local_mma_wait(dk_rest, 0)
             # ptxas accepts no product in flight from one step to the next.
             dk, dv, s = local_mma_wait(dk, 0), local_mma_wait(dv, 0), local_mma_wait(s, 0)
-            async_copy.mbarrier_arrive(q_empty.index(stage), increment_count=False)
-            async_copy.mbarrier_arrive(dout_empty.index(dout_stage), increment_count=False)
+            async_copy.mbarrier_arrive(empty.index(stage), increment_count=False)
             step += 1
         if steps > 0:
             async_copy.mbarrier_arrive(kv_empty.index(0), increment_count=False)
@@ -268,40 +264,37 @@ def wide_backward_kernel(
     # Channels of queries and keys, in two pieces, the second 0 if there is one; of values; of dk in parts.
     D: gl.constexpr, D_REST: gl.constexpr, DV: gl.constexpr, PADDED_D: gl.constexpr,
     DIM: gl.constexpr, V_DIM: gl.constexpr,  # of the tensors
-    Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of all items."""
     dtype: gl.constexpr = q_desc.dtype
     HAS_LENGTHS: gl.constexpr = lengths_ptr is not None
     HAS_PARTS: gl.constexpr = parts_ptr is not None
     WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, ROWS], dtype)
-    q_s, dout_s = tiles_of(dtype, Q_STAGES, ROWS, D), tiles_of(dtype, DOUT_STAGES, ROWS, DV)
+    q_s, dout_s = tiles_of(dtype, STAGES, ROWS, D), tiles_of(dtype, STAGES, ROWS, DV)
     k_s, v_s = tiles_of(dtype, 1, KEYS, D), tiles_of(dtype, 1, KEYS, DV)
     # In a tuple Gluon allows None only as an argument of the kernel, so the argument stands for the missing buffers.
     q_rest_s, k_rest_s = q_rest_desc, k_rest_desc
     if D_REST > 0:
-        q_rest_s, k_rest_s = tiles_of(dtype, Q_STAGES, ROWS, D_REST), tiles_of(dtype, 1, KEYS, D_REST)
+        q_rest_s, k_rest_s = tiles_of(dtype, STAGES, ROWS, D_REST), tiles_of(dtype, 1, KEYS, D_REST)
     p_s = gl.allocate_shared_memory(dtype, [2, KEYS, ROWS], WEIGHTS)
     ds_s = gl.allocate_shared_memory(dtype, [2, KEYS, ROWS], WEIGHTS)
-    rows_s = gl.allocate_shared_memory(gl.float32, [Q_STAGES, 2, ROWS], rows_desc.layout)
-    number_s = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    rows_s = gl.allocate_shared_memory(gl.float32, [STAGES, 2, ROWS], rows_desc.layout)
+    number_s = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BAR)
-    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BAR)
-    dout_full = gl.allocate_shared_memory(gl.int64, [DOUT_STAGES, 1], BAR)
-    dout_empty = gl.allocate_shared_memory(gl.int64, [DOUT_STAGES, 1], BAR)
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)  # with -lse and -delta
+    dout_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)  # both
     kv_full = gl.allocate_shared_memory(gl.int64, [1, 1], BAR)
     kv_empty = gl.allocate_shared_memory(gl.int64, [1, 1], BAR)
-    for c in gl.static_range(Q_STAGES):
+    for c in gl.static_range(STAGES):
         mbarrier.init(q_full.index(c), count=1)
-        mbarrier.init(q_empty.index(c), count=THREADS)
-    for c in gl.static_range(DOUT_STAGES):
         mbarrier.init(dout_full.index(c), count=1)
-        mbarrier.init(dout_empty.index(c), count=THREADS)
+        mbarrier.init(empty.index(c), count=THREADS)
     mbarrier.init(kv_full.index(0), count=1)
     mbarrier.init(kv_empty.index(0), count=THREADS)
     tiles_s = (q_s, dout_s, k_s, v_s, rows_s, number_s)
-    bars = (q_full, q_empty, dout_full, dout_empty, kv_full, kv_empty)
+    bars = (q_full, dout_full, empty, kv_full, kv_empty)
     lists = (start_ptr, work_ptr, entry_ptr)
     lengths = (lengths_ptr, lengths_stride)
     descriptors = (q_desc, dout_desc, k_desc, v_desc, rows_desc, q_rest_desc, k_rest_desc)
@@ -312,8 +305,8 @@ def wide_backward_kernel(
     reads = (tiles_s, rests_s, bars, lists, words_ptr, lengths, parts_ptr, (p_s, ds_s), sizes, written)
     gl.warp_specialize(
         [
-            (consumer, (reads, Q_STAGES, DOUT_STAGES, D, D_REST, DV, PADDED_D, DIM, V_DIM, HAS_LENGTHS, HAS_PARTS)),
-            (loader, (loads, D, Q_STAGES, DOUT_STAGES)),
+            (consumer, (reads, STAGES, D, D_REST, DV, PADDED_D, DIM, V_DIM, HAS_LENGTHS, HAS_PARTS)),
+            (loader, (loads, D, STAGES)),
         ],
         [1],
         [REGISTERS],

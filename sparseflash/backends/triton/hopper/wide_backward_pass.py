@@ -11,14 +11,15 @@ from torch import Tensor
 
 from sparseflash.backends.registration import empty_gradient, empty_lse
 from sparseflash.backends.triton.alignment import can_describe
-from sparseflash.backends.triton.family import Setting
-from sparseflash.backends.triton.hopper.backward_pass import BackwardLayout
+from sparseflash.backends.triton.family import KernelChoice, Setting
+from sparseflash.backends.triton.hopper.backward_pass import Backward, BackwardLayout
 from sparseflash.backends.triton.hopper.backward_plan import BackwardPlan, backward_plan, bits_by_key
 from sparseflash.backends.triton.hopper.changed import numbers_of
+from sparseflash.backends.triton.hopper.choices import described_choice
 from sparseflash.backends.triton.hopper.configs import BLOCK, ROWS, WIDE_KEYS, WideConfig, dq_config_for
 from sparseflash.backends.triton.hopper.descriptors import described_as, described_rows, read_as
 from sparseflash.backends.triton.hopper.forward_pass import forward_worklist
-from sparseflash.backends.triton.hopper.plan import programs_of
+from sparseflash.backends.triton.hopper.plan import ITEM_COUNT, programs_of
 from sparseflash.backends.triton.hopper.rows import begin_kernel
 from sparseflash.backends.triton.hopper.wide_backward import wide_backward_kernel
 from sparseflash.backends.triton.hopper.wide_dq import wide_dq_kernel
@@ -46,7 +47,7 @@ class WideBackwardLayout(BackwardLayout):
         (batch, heads, q_len, dim), (kv_heads, k_len), v_dim = q.shape, k.shape[1:3], v.shape[-1]
         row_tiles, steps = -(-q_len // BLOCK[0]), BLOCK[0] // rows_of_step
         self.pieces = batch * heads * row_tiles * steps
-        self.as_they_are, self.stages = all(map(can_describe, (q, k, v, dout))), config.q_stages
+        self.as_they_are, self.stages = all(map(can_describe, (q, k, v, dout))), config.stages
         self.rows, self.sums, self.pairs, self.dpairs, self.prepared = rows_of_step, {}, None, None, []
         rows = torch.empty(self.pieces * 2, rows_of_step, device="meta")
         dq, dk, dv = (empty_gradient(like(x)) for x in (q, k, v))
@@ -76,8 +77,7 @@ class WideBackwardLayout(BackwardLayout):
         described["rows_desc"] = described_rows(rows, [2, rows_of_step])
         constants = {
             "D": config.dims[0], "D_REST": config.dims[1], "DV": config.v_dim, "PADDED_D": config.padded_dim,
-            "DIM": dim, "V_DIM": v_dim, "Q_STAGES": config.q_stages,
-            "DOUT_STAGES": config.dout_stages, "REGISTERS": config.registers,
+            "DIM": dim, "V_DIM": v_dim, "STAGES": config.stages, "REGISTERS": config.registers,
         }  # fmt: skip
         self.launch = launch_of(
             wide_backward_kernel, constants, numbers,
@@ -92,7 +92,6 @@ class WideBackwardLayout(BackwardLayout):
         padded = config.padded_dim, config.v_dim
         self.part = WIDE_KEYS * sum(padded)
         self.combine = self._combining(setting, numbers, padded, dk, dv) if merges else None
-
 
     @staticmethod
     def _dq(
@@ -116,12 +115,28 @@ class WideBackwardLayout(BackwardLayout):
             registers=config.start_registers,
         )  # fmt: skip
 
-    def bind_finish(self, plan: BackwardPlan, setting: Setting) -> BoundLaunch:
-        """The launch of the kernel for dq, with its own plan."""
-        rows = planned_rows(setting.plan)
-        return self.finish.bind(
+
+class WideBackward(Backward):
+    """The gradients of q, k and v of wide heads."""
+
+    computes = "dk and dv"
+    warps = 9
+
+    def _bind_finish(self, setting: Setting) -> BoundLaunch:
+        """The launch of the kernel for dq, which has a plan of its own."""
+        self.rows = rows = planned_rows(setting.plan)
+        self._ready.append(rows.ready)
+        return self.layout.finish.bind(
             len(rows.work), work_ptr=rows.work, index_ptr=rows.index, tile_ptr=rows.tile, words_ptr=rows.words
         )
+
+    def choices(self) -> list[KernelChoice]:
+        """Describes both kernels for `explain`."""
+        self.rows.ready.wait()
+        counts = self.rows.work[:, ITEM_COUNT.value]
+        block = BLOCK[0], WIDE_KEYS
+        stages = self.layout.stages
+        return [*super().choices(), described_choice("dq", block, 9, stages, self._finish, counts, 0)]
 
 
 def boxes_of(
@@ -131,16 +146,16 @@ def boxes_of(
     channels.
     """
     found = {f"{name}_desc": (x, tokens[name], channels[name][0]) for name, x in tensors.items()}
-    found |= {f"{name}_rest_desc": (x, tokens[name], channels[name][1]) for name, x in tensors.items() if channels[name][1]}
+    found |= {
+        f"{name}_rest_desc": (x, tokens[name], channels[name][1]) for name, x in tensors.items() if channels[name][1]
+    }
     return {name: x for name, (x, *_) in found.items()}, {name: described_as(*each) for name, each in found.items()}
 
 
 def planned_rows(plan: Plan) -> Worklist:
     """The work list of the kernel for dq: tiles of queries, none cut."""
     programs = programs_of(plan.device)
-    return plan.derived(
-        ("hopper dq", programs), lambda: forward_worklist(plan, BLOCK, programs, may_cut=False)
-    )
+    return plan.derived(("hopper dq", programs), lambda: forward_worklist(plan, BLOCK, programs, may_cut=False))
 
 
 def planned_wide_backward(plan: Plan, programs: int) -> BackwardPlan:

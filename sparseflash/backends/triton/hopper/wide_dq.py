@@ -7,7 +7,8 @@ One warp loads. Each of GROUPS warpgroups holds ROWS queries, and computes for K
 
     S = Q K^T - lse,  P = exp(S),  dP = dO V^T - delta,  dS = P * dP,  dQ += dS K
 
-dS goes from registers to the product with K. The products of one warpgroup run under the exponentials of the other. No program waits for another, and the order of additions is that of the list.
+dS goes from registers to the product with K. The products of one warpgroup run under the exponentials of the other. No
+program waits for another, and the order of additions is that of the list.
 
 Head dims that are not a power of 2 have two pieces, as in `forward.py`.
 """
