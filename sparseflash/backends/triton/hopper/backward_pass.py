@@ -53,6 +53,7 @@ class BackwardLayout:
     """The launches of a backward for tensors of one layout and all plans with the same number of chains."""
 
     keys = BLOCK[1]  # of an item
+    has_gaps = False  # whether parts have channels that the kernel does not write
     dpairs: PairGradients | StoredPairGradients | None
 
     def __init__(
@@ -288,9 +289,11 @@ class Backward:
             if self.layout.pairs is not None:
                 given |= self.layout.pairs(changes)
         if self._combine is not None:
-            given["parts_ptr"] = torch.empty(self.plan.parts, self.layout.part, dtype=torch.float32, device=q.device)
-        for each in self._ready:
-            each.wait()
+            # The merge also reads channels that no kernel writes, if some are between the pieces and a power of 2.
+            make = torch.zeros if self.layout.has_gaps else torch.empty
+            given["parts_ptr"] = make(self.plan.parts, self.layout.part, dtype=torch.float32, device=q.device)
+        for ready in self._ready:
+            ready.wait()
         self.layout.begin(given)
         self._launch(given)
         self._finish(given)

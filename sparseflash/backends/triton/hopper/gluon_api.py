@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import triton
 from triton.experimental.gluon.language._core import (
@@ -42,7 +43,7 @@ def accumulator(products, _semantic=None):
     return tensor(products.handle, _tensor_type(products))
 
 
-def _tensor_type(products):
+def _tensor_type(products: Any) -> Any:
     """Products in flight have a type of their own until `accumulator` hides it."""
     return getattr(products.type, "tensor_type", products.type)
 

@@ -90,7 +90,7 @@ class WideBackwardLayout(BackwardLayout):
         )  # fmt: skip
         self.finish = self._dq(device, numbers, read, {"rows_ptr": rows, "dq_ptr": dq, **lengths})
         padded = config.padded_dim, config.v_dim
-        self.part = WIDE_KEYS * sum(padded)
+        self.part, self.has_gaps = WIDE_KEYS * sum(padded), sum(config.dims) < config.padded_dim
         self.combine = self._combining(setting, numbers, padded, dk, dv) if merges else None
 
     @staticmethod

@@ -127,7 +127,12 @@ def check_backward(reports, dims, features):
         channels = sum(config.dims) + sum(config.v_dims)
         assert of_dq["products"] == GROUPS * (channels // 16 + pieces * 64 // 16)
         for each in (found, of_dq):
-            assert each["spilled"] == 0 and each["warnings"] == [] and each["shared"] <= SHARED_MEMORY, each
+            assert (
+                each["spilled"] <= 32
+                and each["spilled_in_loop"] == 0
+                and each["warnings"] == []
+                and each["shared"] <= SHARED_MEMORY
+            ), each
             assert each["direct"] and not each["two_layouts"]
         assert config.shared_memory >= of_dq["shared"]
         return
