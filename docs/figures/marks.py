@@ -120,8 +120,11 @@ def _fill(page: Page, kind: str, request: str, old: str, results: Path) -> str:
         table = rendered(_defined(TABLES, request), results)
         page.cited |= table.files
         page.named |= table.files.keys()
-        captions = [caption(file, page, old) for file in table.files.values()]
-        measured = f"Measured on {'; and on '.join(captions)}." if captions else ""
+        files = table.files.values()
+        if "<!-- runs -->" in page.before:  # the list has the devices and versions
+            measured = f"Run: {', '.join(_link(file, page) for file in files)}."
+        else:
+            measured = f"Measured on {'; and on '.join(caption(file, page, old) for file in files)}."
         note = " ".join(filter(None, [measured, table.note]))
         return f"\n{table.text}\n" + (f"\n{note}\n" if note else "")
     if kind == "run":
@@ -144,8 +147,7 @@ def caption(file: Stored, page: Page, old: str) -> str:
     run = file.run
     versions = [f"{name} {run.versions[name]}" for name in ("torch", "triton") if run.versions.get(name)]
     facts = ", ".join([run.device, *versions, f"commit {run.commit}", run.date.partition(" ")[0].partition("T")[0]])
-    link = posixpath.relpath(file.path.as_posix(), page.path.parent.as_posix())
-    text = f"{facts} ([{file.key}]({link}))"
+    text = f"{facts} ({_link(file, page)})"
     count = changes(file)
     # Without git's history the mark stays as it is.
     was_marked = f"{text}{CHANGED}" in old
@@ -155,6 +157,10 @@ def caption(file: Stored, page: Page, old: str) -> str:
         )
     is_marked = bool(count) if count is not None else was_marked
     return text + CHANGED * is_marked
+
+
+def _link(file: Stored, page: Page) -> str:
+    return f"[{file.key}]({posixpath.relpath(file.path.as_posix(), page.path.parent.as_posix())})"
 
 
 def contradictions(checked: list[Page]) -> list[str]:
