@@ -41,9 +41,9 @@ def sliding_tiles(
     pattern.
 
     Source: Fast Video Generation with Sliding Tile Attention (Zhang et al., 2025), section 3. attention-gym's
-    `generate_sta_mask_mod_3d` is the same rule, in tile order, with text tokens after the grid; FastVideo's kernel
-    counts windows in tiles and takes only odd numbers of them. Here windows count tokens, as in the paper, and text
-    tokens are not supported.
+    `generate_sta_mask_mod_3d` is the same rule, in tile order, with text tokens after the grid, which are not supported
+    here. FastVideo's kernel counts windows in tiles, only odd numbers of them; here windows count tokens, as in the
+    paper.
 
     Args:
         shape: side lengths in tokens, as (height, width) or (frames, height, width).
