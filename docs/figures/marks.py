@@ -133,7 +133,16 @@ def _fill(page: Page, kind: str, request: str, old: str, results: Path) -> str:
         page.named.add(request)
         return caption(stored(results)[request], page, old)
     page.named |= page.cited.keys()
-    return "".join(f"\n- {caption(file, page, old)}" for _, file in sorted(page.cited.items())) + "\n"
+    machines: dict[str, list[Stored]] = {}
+    for _, file in sorted(page.cited.items()):
+        machines.setdefault(_machine(file), []).append(file)
+    lines = []
+    for machine, runs in machines.items():
+        if len(runs) == 1:
+            lines.append(f"- {caption(runs[0], page, old)}")
+        else:
+            lines += [f"- {machine}:", *(f"    - {_dated(file, page, old)}" for file in runs)]
+    return "\n" + "\n".join(lines) + "\n"
 
 
 def _defined(table: dict, name: str):  # type: ignore[no-untyped-def,type-arg]
@@ -144,10 +153,17 @@ def _defined(table: dict, name: str):  # type: ignore[no-untyped-def,type-arg]
 
 def caption(file: Stored, page: Page, old: str) -> str:
     """The run of a file in a line: device, versions, commit, date, the file, and whether its kernels have changed."""
+    return f"{_machine(file)}, {_dated(file, page, old)}"
+
+
+def _machine(file: Stored) -> str:
+    versions = [f"{name} {file.run.versions[name]}" for name in ("torch", "triton") if file.run.versions.get(name)]
+    return ", ".join([file.run.device, *versions])
+
+
+def _dated(file: Stored, page: Page, old: str) -> str:
     run = file.run
-    versions = [f"{name} {run.versions[name]}" for name in ("torch", "triton") if run.versions.get(name)]
-    facts = ", ".join([run.device, *versions, f"commit {run.commit}", run.date.partition(" ")[0].partition("T")[0]])
-    text = f"{facts} ({_link(file, page)})"
+    text = f"commit {run.commit}, {run.date.partition(' ')[0].partition('T')[0]} ({_link(file, page)})"
     count = changes(file)
     # Without git's history the mark stays as it is.
     was_marked = f"{text}{CHANGED}" in old
