@@ -142,6 +142,7 @@ def test_doctests_in_docstrings_become_code():
     text = "Sums.\n\n>>> f(\n...     1)\n[0, 1]\n\nArgs:\n    x: a number.\n"
     assert fenced(text) == "Sums.\n\n```pycon\n>>> f(\n...     1)\n[0, 1]\n```\n\nArgs:\n    x: a number.\n"
     assert fenced("Nothing.\n") == "Nothing.\n"
+    assert fenced(">>> f(1)  # doctest: +ELLIPSIS\n[0...") == "```pycon\n>>> f(1)\n[0...\n```"
 
 
 def test_every_page_is_in_the_list_of_pages_and_the_other_way_round():
