@@ -30,9 +30,9 @@ def sliding_tiles(
     >>> sliding_tiles(video, window=(12, 12, 24), tile=tile, order=order.tiles(video, tile))
     BlockMask(16384 x 16384, blocks of 128, 3456 tiles: 3456 full + 0 partial, density 21.1 %)
 
-    A *tile* here is a box of `tile` tokens of the grid, not a tile of the mask. Let, on each axis, q and k be the
-    coordinates of two tokens, n = side / tile and w = window / tile numbers of tiles, and i = q // tile and j = k //
-    tile the tiles of q and k. Score (q, k) is live iff on every axis
+    A *tile* here is a box of `tile` tokens of the grid, not a tile of the mask. On each axis let n = side / tile and w
+    = window / tile, and for the coordinates q and k of two tokens i = q // tile and j = k // tile. Score (q, k) is live
+    iff on every axis
 
         c - w // 2 <= j <= c + (w - 1) // 2    with    c = min(max(i, w // 2), n - 1 - (w - 1) // 2)
 

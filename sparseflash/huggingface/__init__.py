@@ -39,9 +39,8 @@ def register(pattern: Pattern = None, *, name: str = "block_sparse", block: Bloc
     A trained model selects it with `from_pretrained(..., attn_implementation=name)`, an existing one with
     `set_attn_implementation`. Needs `pip install transformers`, 5.17 or newer.
 
-    Tokens that are generated one by one, or up to 16 at a time, are decoded without building a mask
-    (`decode.attention_with_cache`), with any pattern, if the model's own rule is causal, with or without a window, and
-    padding is on the left.
+    If the model's own rule is causal, with or without a window, and padding is on the left, up to 16 new tokens at a
+    time are decoded without building a mask (`decode.attention_with_cache`), with any pattern.
 
     The model's own masks stay in force: causal, sliding window, packed sequences, and the padding of `attention_mask`.
     Grouped heads, dropout, layers with and without windows in one model (Gemma 3), attention sinks (gpt-oss), soft caps
