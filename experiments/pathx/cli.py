@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from experiments.measurements import add_seed, current_run
 from experiments.pathfinder.parameters import FOLDS, LRA, SIZES
 from experiments.pathfinder.testset import IMAGES, test_set
 from experiments.pathx import rendering_table, throughput, weights
@@ -26,6 +27,7 @@ from experiments.pathx.evaluate import (
     agrees,
     baselines,
     key_of,
+    measurements_of,
     pack_from_file,
     stage_for,
     store,
@@ -37,10 +39,13 @@ from experiments.training import fingerprint, tensorboard
 from experiments.training.atomic_files import write_json, write_text
 from experiments.training.cli_errors import short_errors
 from experiments.training.distributed import find_device, require_single_process
+from experiments.training.environment import command_line
 from experiments.training.options import (
+    LOCAL,
     Device,
     Overwrite,
     PauseAfter,
+    Record,
     Resume,
     TensorBoard,
     command_group,
@@ -157,6 +162,7 @@ def evaluate(
         Path | None, typer.Option(help="Test on images of the arena's release in this folder.", show_default="none")
     ] = None,
     split: Annotated[str, typer.Option(help=f"Images of a release: {', '.join(SPLITS)}.")] = "test",
+    record: Record = None,
     out: Annotated[Path | None, typer.Option(help="JSON file to write, too.", show_default="none")] = None,
 ) -> None:
     """Test a model on the first images of a test set, and compare with the stored accuracy.
@@ -172,6 +178,8 @@ def evaluate(
         if renderings:
             if release is not None:
                 raise ValueError("--renderings draws images anew, which a release cannot; leave out one of them")
+            if record is not None:
+                raise ValueError("--record keeps one accuracy, and --renderings finds many; leave out one of them")
             tested = made_test_set(stage.size, stage.contour, data, workers)
             say(rendering_table.HEAD)
             total = images * len(rendering_table.RENDERINGS)
@@ -187,8 +195,8 @@ def evaluate(
                 write_json(out, found)
             return
         if release is not None:
-            if keep:
-                raise ValueError("--store keeps results of test sets; write one of a release with --out")
+            if keep or record is not None:
+                raise ValueError("--store and --record keep results of test sets; write one of a release with --out")
             fold = folder_of_fold(release, stage.size, stage.contour)
             count = min(images, len(samples_of(fold, split)))
             with Stream(workers) as stream, counting_bar(console, "Testing", count) as progress:
@@ -204,6 +212,9 @@ def evaluate(
         found |= {"helped": of_model(about)}
         if keep:
             store(file, stage, found)
+        if record is not None:
+            run = current_run(place, command_line("experiments.pathx", without=LOCAL), seed=config.seed)
+            add_seed(record, run, measurements_of(found, weights.beside(file)["cost"], stage))
         if out is not None:
             write_json(out, found)
         compares = sha256 is None and release is None

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from experiments.measurements import Measurement, slug
 from experiments.pathfinder.cnn.results import stored
 from experiments.pathfinder.parameters import parameters_of
 from experiments.pathfinder.testset import IMAGES, title
@@ -26,6 +27,8 @@ from experiments.training.atomic_files import write_json
 from experiments.training.environment import device_name, versions
 from experiments.training.fingerprint import sha256
 
+LRA_CONTOUR = 14  # dashes of a path in the arena's tasks
+TASKS = {128: "path-x", 256: "path-256", 512: "path-512"}
 SIGMAS = 3.0  # the maximum difference from a stored accuracy, in standard errors
 
 
@@ -115,6 +118,24 @@ class Evaluation:
             "device": device_name(self.device),
             "versions": versions(),
         }
+
+
+def measurements_of(found: dict[str, Any], cost: dict[str, Any], stage: Stage) -> list[Measurement]:
+    """A result, and the cost of the model's training, as measurements: pathx/TASK/WHAT/SUPERVISION/LAYERS."""
+    task = TASKS.get(stage.size, f"{stage.size}-pixels") + ("" if stage.contour == LRA_CONTOUR else f"-{stage.contour}")
+    labels = "pixel-labels" if found["helped"]["labels"] != 0.0 else "labels-alone"
+    where = labels if found["renderings"] == "drawn" else f"{labels}-one-rendering"
+    way = found["model"] if found["layers"] is None else slug(found["layers"])
+    of_test = {"images": found["images"], "spread": "standard error of one run's test"}
+    values = {
+        "accuracy": (100 * found["accuracy"], "%", found["error"] / found["accuracy"], of_test),
+        "minutes": (cost["minutes"], "minutes", None, {}),
+        "images": (cost["images"] / 1e6, "million images", None, {}),
+    }
+    return [
+        Measurement(f"pathx/{task}/{what}/{where}/{way}", value, spread, unit, settings)
+        for what, (value, unit, spread, settings) in values.items()
+    ]
 
 
 def training_images(config: Config) -> str:

@@ -78,6 +78,20 @@ def test_only_whole_results_are_stored_and_others_are_compared(finished, tests, 
     assert not evaluate.agrees(said | {"images": 500, "accuracy": 0.86}, {"accuracy": 0.93})
 
 
+def test_a_result_becomes_measurements(finished, tests, stream):
+    found, evaluation = scored(finished, tests[1], stream)
+    said = evaluation.result(found, tests[1]) | {"helped": {"labels": 0.0, "hidden": 0.0}}
+    cost = weights.beside(finished[0])["cost"]
+    accuracy, minutes, images = evaluate.measurements_of(said, cost, evaluation.stage)
+    assert accuracy.name.startswith("pathx/32-pixels-9/accuracy/labels-alone")
+    assert accuracy.value == pytest.approx(100 * said["accuracy"]) and accuracy.settings["images"] == said["images"]
+    assert (minutes.value, images.value) == (cost["minutes"], cost["images"] / 1e6)
+    whole = replace(evaluation.stage, size=128, contour=14)
+    given = said | {"helped": {"labels": 0.5, "hidden": 0.0}, "renderings": "drawn"}
+    name = evaluate.measurements_of(given, cost, whole)[0].name
+    assert name.startswith("pathx/path-x/accuracy/pixel-labels/")
+
+
 def test_the_stage_of_a_test_is_the_last_of_its_size():
     config = Config(curriculum=CURRICULA["pathx-all"])
     assert evaluate.stage_for(config, None, None) == config.curriculum[-1]
