@@ -1,4 +1,4 @@
-"""The ways of computing a workload: compared with fp64 on sampled rows, with one another, and timed.
+"""The ways of computing a workload.
 
 Peers get what their authors would give them: FlashAttention-4 its own arguments for causal masks and windows, packed
 sequences for documents, and lists for other masks; FlexAttention rules that read no memory, where possible.
@@ -6,7 +6,6 @@ sequences for documents, and lists for other masks; FlexAttention rules that rea
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatch
 from functools import partial
@@ -18,15 +17,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from experiments.benchmarks.harness import SAME_FUNCTION, Bench, Unavailable, Way, difference, reason
-from experiments.benchmarks.speed.candidate import inference
+from experiments.benchmarks.harness import Unavailable
+from experiments.benchmarks.speed.cases import BACKWARD, FORWARD
 from experiments.benchmarks.speed.peers import flashattention4
 from experiments.benchmarks.speed.peers.flexattention import compiled
 from experiments.benchmarks.speed.peers.runner import Inputs, Runner
-from experiments.benchmarks.speed.rows import OURS
+from experiments.benchmarks.speed.run import OURS, Subject
 from experiments.benchmarks.speed.workloads import KINDS, READS_MEMORY, WORKLOADS, Rule, Workload
 from experiments.measurements import Measurement
-from sparseflash import BlockMask, attention, interop, masks, testing
+from sparseflash import BlockMask, attention, interop, masks
 from sparseflash.varlen import attention_varlen
 
 PEERS = ("flex", "fa4", "sdpa-cudnn", "sdpa-fa2", "flex-autotune")
@@ -135,80 +134,18 @@ def makers(
     yield from ((name, known[name]) for name in peers)
 
 
-def results(runner: Runner, which: str) -> tuple[Tensor, ...]:
-    """The output; of a backward also the gradients of q, k and v, as [B, H, N, D]."""
-    if which == "backward":
-        with runner.context():
-            found = runner.step()
-    else:
-        with inference(runner):
-            found = (runner.inference()(),)
-    return tuple(runner.to_bhnd(x) for x in found)
-
-
-def checked(w: Workload, mask: BlockMask | None, inputs: Inputs) -> float:
-    """Our largest error on sampled rows, in units of the allowed error."""
-    found = testing.compare(
-        lambda q, k, v: attention(q, k, v, mask), inputs.q, inputs.k, inputs.v, mask, dout=inputs.dout,
-        gradients=w.backward, heads=1, blocks=2, every_draw=False,
-    )  # fmt: skip
-    return found.worst
-
-
-def run(bench: Bench, w: Workload, peers: Sequence[str], seed: int) -> bool:
-    """Records one workload: our error, then the times of all ways that agree. Returns whether ours was right."""
-    mask, rule = KINDS[w.kind](w, bench.device)
-    mask = None if mask is None else mask.to(bench.device)
-    inputs = inputs_of(w, bench.device, seed)
+def subject_of(w: Workload, peers: Sequence[str], device: torch.device, seed: int) -> Subject:
+    """A workload with these peers."""
+    mask, rule = KINDS[w.kind](w, device)
+    mask = None if mask is None else mask.to(device)
+    inputs = inputs_of(w, device, seed)
     live = w.queries * w.k_len * (1.0 if mask is None else mask.density)
     products = live * w.batch * w.heads * (w.dim + (w.v_dim or w.dim)) / 2
-    flops = {"forward": 4.0 * products, "backward": 10.0 * products}  # two and five products of live scores
-    passes = [which for which in flops if which == "forward" or w.backward]
-    wrong = ""
-    try:
-        error = checked(w, mask, inputs)
-        bench.add(f"{w.name}/exactness/{OURS}", error, "of what is allowed")
-        wrong = "" if error <= 1 else f"an error of ours is {error:.3g} times what is allowed"
-    except Exception as failure:
-        wrong = reason(failure)
-        bench.add(f"{w.name}/exactness/{OURS}", None, "of what is allowed", failure=wrong)
-    expected: dict[str, tuple[Tensor, ...]] = {}
-    ways: dict[str, Way] = {}
-    for name, make in makers(w, mask, rule, inputs, peers):
-        for which in passes:
-            try:
-                if wrong:
-                    raise ValueError(wrong)
-                runner = make()
-                found = results(runner, which)
-                apart = max(map(difference, found, expected.setdefault(which, found)))
-                if not apart <= SAME_FUNCTION[inputs.q.dtype]:
-                    raise ValueError(f"differs from ours by {apart:.2g}, relative")
-                call = runner.inference()
-                if which == "backward":
-                    with runner.context():
-                        call = partial(runner.gradients, runner.forward(), retain_graph=True)
-            except Exception as failure:
-                bench.add(f"{w.name}/{which}/{name}", None, "ms", failure=reason(failure), **w.settings)
-                continue
-            context = runner.context if which == "backward" else partial(inference, runner)
-            ways[f"{which}/{name}"] = Way(call, context, w.settings | {"flops": flops[which]}, peer=True)
-    bench.time(w.name, ways)
-    return not wrong and all(f"{which}/{OURS}" in ways for which in passes)
-
-
-def run_all(bench: Bench, chosen: Sequence[Workload], peers: Sequence[str], seed: int, minutes: float) -> bool:
-    """Records workloads until the minutes have passed. Returns whether ours was right in all."""
-    begin, right = time.monotonic(), True
-    for number, w in enumerate(chosen, 1):
-        if time.monotonic() - begin > 60 * minutes:
-            bench.add(f"{w.name}/forward/{OURS}", None, "ms", failure=f"not run: the limit was {minutes:g} minutes")
-            continue
-        print(f"[{number}/{len(chosen)}] {w.name}", flush=True)
-        right = run(bench, w, peers, seed) and right
-        if bench.device.type == "cuda":
-            torch.cuda.empty_cache()
-    return right
+    flops = {FORWARD: 4.0 * products, BACKWARD: 10.0 * products}  # two and five products of live scores
+    return Subject(
+        w.name, mask, inputs, dict(makers(w, mask, rule, inputs, peers)),
+        [which for which in flops if which == FORWARD or w.backward], w.settings, flops, heads=1, blocks=2,
+    )  # fmt: skip
 
 
 def cells(measurements: Sequence[Measurement]) -> dict[str, tuple[float, str]]:

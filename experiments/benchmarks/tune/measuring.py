@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from statistics import geometric_mean
 from typing import NamedTuple
 
 import torch
 
 from experiments.benchmarks import timing
-from experiments.benchmarks.speed import check
-from experiments.benchmarks.speed.patterns import block_mask, pattern
-from experiments.benchmarks.speed.peers.runner import Inputs
+from experiments.benchmarks.speed.patterns import block_mask
 from experiments.benchmarks.speed.precision import products_in_tf32
 from experiments.benchmarks.tune.kernel_call import KernelOfAttention
 from experiments.benchmarks.tune.space import Target
-from sparseflash import attention
+from sparseflash import attention, testing
 from sparseflash.backends.triton.configs import Config
 from sparseflash.backends.triton.overrides import override
 
@@ -43,7 +42,6 @@ class Candidates:
         if device.type == "cpu" and self.dtype == torch.bfloat16:
             self.dtype = torch.float16  # the interpreter has no bf16
         self.block = 128 if length >= 1024 else 32
-        self.patterns = {kind: pattern(kind, length, self.block).to(device) for kind in kinds}
         self.masks = {kind: block_mask(kind, length, self.block).to(device) for kind in kinds}
         generator = torch.Generator(device).manual_seed(0)
         shape = (1, self.heads, length, target.dim)
@@ -87,18 +85,15 @@ class Candidates:
             )  # fmt: skip
 
     def error(self, config: Config, heads: int = 1) -> float:
-        """The largest error of the forward and the gradients with this configuration, in units of the yardstick."""
+        """The largest error of the forward and the gradients with this configuration, in units of the allowed error."""
         worst = 0.0
-        for kind in self.masks:
-            q, k, v = (x.clone().requires_grad_() for x in (self.q, self.k, self.v))
-            with chosen(self.target, config), products_in_tf32(self.target.arithmetic == "tf32"):
-                out = attention(q, k, v, self.masks[kind], backend="triton")
-                gradients = torch.autograd.grad(out, (q, k, v), self.dout)
-            results = dict(zip(check.NAMES, (out.detach(), *gradients), strict=True))
-            inputs = Inputs(q, k, v, self.dout)
-            with products_in_tf32(self.target.arithmetic == "tf32"):
-                pairs = check.checked_heads(1, self.heads, heads)
-                worst = max(worst, *check.error_ratios(results, inputs, self.patterns[kind], pairs).values())
+        with chosen(self.target, config), products_in_tf32(self.target.arithmetic == "tf32"):
+            for mask in self.masks.values():
+                found = testing.compare(
+                    partial(attention, mask=mask, backend="triton"), self.q, self.k, self.v, mask, dout=self.dout,
+                    heads=heads, every_draw=False,
+                )  # fmt: skip
+                worst = max(worst, found.worst)
         return worst
 
 

@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 
+from experiments.benchmarks.speed.cases import Case
+from experiments.benchmarks.speed.patterns import Pattern
 from experiments.benchmarks.speed.peers.cudnn_block_sparse import cudnn_sparse
 from experiments.benchmarks.speed.peers.flashattention4 import fa4, fa4_deterministic
 from experiments.benchmarks.speed.peers.flexattention import flex, flex_autotune
 from experiments.benchmarks.speed.peers.library import ours, reference
-from experiments.benchmarks.speed.peers.runner import Peer
+from experiments.benchmarks.speed.peers.runner import Inputs, Peer, Runner
 from experiments.benchmarks.speed.peers.scaled_dot_product import sdpa, sdpa_cudnn, sdpa_fa2
 
 PEERS: dict[str, Peer] = {
@@ -37,6 +39,11 @@ DEFAULT_PEERS = {
 }
 
 
+def runner_of(name: str, case: Case, live: Pattern, inputs: Inputs) -> Runner:
+    """The implementation with this name, ready to be called: a peer, or ours."""
+    return PEERS.get(name, ours)(case, live, inputs)
+
+
 def named(text: str, offered: Iterable[str] = PEERS) -> tuple[str, ...]:
     """The peers of a list with commas, each once; "none" stands for none. Raises ValueError for unknown names."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip() not in ("", "none")))
@@ -45,4 +52,4 @@ def named(text: str, offered: Iterable[str] = PEERS) -> tuple[str, ...]:
     return names
 
 
-__all__ = ["DEFAULT_PEERS", "PEERS", "named", "ours"]
+__all__ = ["DEFAULT_PEERS", "PEERS", "named", "ours", "runner_of"]

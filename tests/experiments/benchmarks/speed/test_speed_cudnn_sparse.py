@@ -7,9 +7,9 @@ import torch
 
 from experiments.benchmarks.harness import Unavailable
 from experiments.benchmarks.speed.cases import Case
-from experiments.benchmarks.speed.inputs import Options, make_inputs
 from experiments.benchmarks.speed.patterns import block_mask, pattern
 from experiments.benchmarks.speed.peers import cudnn_block_sparse
+from experiments.benchmarks.speed.run import make_inputs
 from sparseflash import BlockMask, attention
 
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ def test_the_lists_say_our_mask(kind, block):
 
 
 def test_output_and_gradients_are_those_of_the_package():
-    live, inputs = pattern(CASE.kind, CASE.length, CASE.block), make_inputs(CASE, Options(CPU))
+    live, inputs = pattern(CASE.kind, CASE.length, CASE.block), make_inputs(CASE, CPU)
     found = cudnn_block_sparse.runner(CASE, live, inputs, PACKAGE).step()
     out = attention(inputs.q, inputs.k, inputs.v, block_mask(CASE.kind, CASE.length, CASE.block))
     expected = out.detach(), *torch.autograd.grad(out, (inputs.q, inputs.k, inputs.v), inputs.dout)

@@ -7,11 +7,11 @@ import torch
 from typer.testing import CliRunner
 
 from experiments.benchmarks.harness import Bench, Unavailable
-from experiments.benchmarks.speed import picture, workload_ways
-from experiments.benchmarks.speed.__main__ import app
+from experiments.benchmarks.speed import workload_ways
+from experiments.benchmarks.speed.__main__ import app, workload
 from experiments.benchmarks.speed.peers import flashattention4
-from experiments.benchmarks.speed.rows import OURS
-from experiments.benchmarks.speed.workload_ways import cells, fa4_options, run, run_all
+from experiments.benchmarks.speed.run import OURS
+from experiments.benchmarks.speed.workload_ways import cells, fa4_options
 from experiments.benchmarks.speed.workloads import KINDS, WORKLOADS
 from experiments.measurements import Measurement, Run, read
 from sparseflash.interop.fa4 import BlockSparseTensors, from_fa4
@@ -58,7 +58,7 @@ def test_documents_fill_the_sequence_and_padded_sequences_do_not():
 @pytest.mark.parametrize("kind", KINDS)
 def test_ours_is_right_and_peers_compute_the_same(kind, bench):
     w = BY_KIND[kind]
-    assert run(bench, w, ("flex", "sdpa-cudnn", "fa4"), 0)
+    assert workload(bench, w, ("flex", "sdpa-cudnn", "fa4"), 0)
     found = {each.name.removeprefix(f"workloads/{w.name}/"): each for each in bench.measurements}
     assert found[f"exactness/{OURS}"].value <= 1
     assert found[f"forward/{OURS}"].value > 0 and found[f"forward/{OURS}"].settings["flops"] > 0
@@ -74,7 +74,7 @@ def test_ours_is_right_and_peers_compute_the_same(kind, bench):
 def test_values_may_have_another_width_and_a_workload_no_backward(bench):
     for name in ("deepseek-causal-8k", "latent-causal-4k"):
         (w,) = (each.shrunk() for each in WORKLOADS if each.name == name)
-        assert w.v_dim != w.dim and run(bench, w, (), 0)
+        assert w.v_dim != w.dim and workload(bench, w, (), 0)
     assert [each.name.rpartition("/")[0] for each in bench.measurements] == [
         "workloads/deepseek-causal-8k/exactness", "workloads/deepseek-causal-8k/forward",
         "workloads/deepseek-causal-8k/backward", "workloads/latent-causal-4k/exactness",
@@ -85,7 +85,7 @@ def test_values_may_have_another_width_and_a_workload_no_backward(bench):
 def test_what_is_wrong_is_not_timed(bench, monkeypatch):
     right = workload_ways.attention
     monkeypatch.setattr(workload_ways, "attention", lambda q, k, v, mask: 1.01 * right(q, k, v, mask))
-    assert not run_all(bench, [BY_KIND["causal"]], ("sdpa-fa2",), 0, 1.0)
+    assert not workload(bench, BY_KIND["causal"], ("sdpa-fa2",), 0)
     exactness, *others = bench.measurements
     assert exactness.value > 1 and len(others) == 4
     assert all("an error of ours is" in each.failure for each in others)
@@ -93,7 +93,7 @@ def test_what_is_wrong_is_not_timed(bench, monkeypatch):
 
 def test_a_peer_that_computes_something_else_is_not_timed(bench, monkeypatch):
     monkeypatch.setattr(workload_ways, "scaled_dot_product_attention", lambda q, k, v, **_: v.clone())
-    assert run(bench, BY_KIND["dense"], ("sdpa-fa2",), 0)
+    assert workload(bench, BY_KIND["dense"], ("sdpa-fa2",), 0)
     found = {each.name: each for each in bench.measurements if each.way == "sdpa-fa2"}
     assert found["workloads/bert-64x512/forward/sdpa-fa2"].failure.startswith("ValueError: differs from ours by ")
 
@@ -125,24 +125,12 @@ def test_a_cell_is_the_fastest_peer_over_ours():
     assert cells(found[:2]) == {}
 
 
-def test_the_picture_has_a_cell_for_each_peer_and_pass():
-    names = ["a/backward/flex", "a/backward/sparseflash", "a/forward/fa4", "a/forward/sparseflash"]
-    names.append("b/forward/sparseflash")
-    found = [Measurement(f"workloads/{name}", 1.0 + number, 0.0, "ms") for number, name in enumerate(names)]
-    assert picture.ratios(found) == {"a": {"backward, flex": 0.5, "forward, fa4": 0.75}}
-    (axis,) = picture.draw(found, "H200").axes
-    assert [label.get_text() for label in axis.get_xticklabels()] == ["forward\nfa4", "backward\nflex"]
-    assert [text.get_text() for text in axis.texts] == ["0.75", "0.50"]
-    assert not picture.draw([], "H200").axes[0].texts
-
-
 def test_the_command_records_chosen_workloads_until_the_time_is_over(tmp_path):
     arguments = ["--workloads", "--device", "cpu", "--peers", "sdpa-fa2", "--out", str(tmp_path), "--cases", "cross-*"]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     run_, found = read(tmp_path / "workloads.jsonl")
     assert {each.name.split("/")[1] for each in found} == {"cross-1k-64k", "cross-128-64k"}
-    assert (tmp_path / "workloads.png").read_bytes().startswith(b"\x89PNG")
     assert "workloads/cross-1k-64k/forward: " in done.output and run_.seed == 0
     done = CliRunner().invoke(app, [*arguments, "--minutes", "-1"])
     assert {each.failure for each in read(tmp_path / "workloads.jsonl")[1]} == {"not run: the limit was -1 minutes"}
