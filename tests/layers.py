@@ -353,7 +353,7 @@ MAY_IMPORT = {
         "experiments/training",
     ),
     f"{_BENCHMARKS}/timing.py": ("experiments/training/clock.py",),
-    f"{_BENCHMARKS}/calls": (
+    f"{_BENCHMARKS}/calls.py": (
         _HARNESS,
         f"{_BENCHMARKS}/timing.py",
         f"{_BENCHMARKS}/fresh_process.py",
@@ -363,9 +363,6 @@ MAY_IMPORT = {
     f"{_BENCHMARKS}/speed": (
         f"{_BENCHMARKS}/speed",
         _HARNESS,
-        f"{_BENCHMARKS}/fresh_process.py",
-        f"{_BENCHMARKS}/timing.py",
-        "experiments/measurements.py",
         "sparseflash/blockmask/arguments.py",
         *PUBLIC,
     ),
@@ -392,16 +389,6 @@ MAY_IMPORT = {
         _BACKENDS,
         *PUBLIC,
     ),
-    f"{_BENCHMARKS}/blocks": (
-        _HARNESS,
-        _INTERPRETER,
-        "experiments/measurements.py",
-        f"{_BENCHMARKS}/speed",
-        f"{_BENCHMARKS}/tune",
-        "experiments/training",
-        _BACKENDS,
-        *PUBLIC,
-    ),
     f"{_BENCHMARKS}/distributed": (f"{_BENCHMARKS}/distributed", _HARNESS, "experiments/training", *PUBLIC),
     f"{_BENCHMARKS}/exactness": (
         _HARNESS,
@@ -423,7 +410,7 @@ MAY_IMPORT = {
         *PUBLIC,
     ),
     f"{_BENCHMARKS}/layer.py": (_HARNESS, f"{_BENCHMARKS}/speed"),
-    f"{_BENCHMARKS}/scores": (
+    f"{_BENCHMARKS}/scores.py": (
         _FLEX,
         _HARNESS,
         _INTERPRETER,

@@ -28,7 +28,10 @@ def answer_of(function: Callable[..., Any], *arguments: object, limit: float = 2
     Raises RuntimeError if the process fails, after printing the end of its output, or if it takes longer than `limit`
     seconds.
     """
-    question = pickle.dumps((function.__module__, function.__name__, arguments))
+    module = function.__module__
+    if module == "__main__":  # the benchmark itself was started with python -m
+        module = sys.modules[module].__spec__.name
+    question = pickle.dumps((module, function.__name__, arguments))
     with tempfile.TemporaryDirectory() as empty:
         try:
             done = subprocess.run(

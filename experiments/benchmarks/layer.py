@@ -100,7 +100,7 @@ def step_of(name: str, runner: Runner, case: Case, device: torch.device, seed: i
 
 def ways_of(case: Case, peers: tuple[str, ...], device: torch.device, seed: int) -> dict[str, Way]:
     """The steps of a case, ours first, made when they are first called."""
-    live = pattern(case.kind, case.length, case.block).to(device)
+    live = pattern(case, device)
     inputs = make_inputs(case, device, seed)
     steps: dict[str, Step] = {}
 

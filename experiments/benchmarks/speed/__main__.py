@@ -12,11 +12,9 @@ import torch
 import typer
 
 from experiments.benchmarks.harness import Bench, Commit, Out, Seed
-from experiments.benchmarks.speed import workload_ways
 from experiments.benchmarks.speed.cases import CASES, GROUPS, Case, select
 from experiments.benchmarks.speed.peers import DEFAULT_PEERS, PEERS, named
-from experiments.benchmarks.speed.run import measure, run_all, run_case
-from experiments.benchmarks.speed.workloads import Workload
+from experiments.benchmarks.speed.run import run_all, run_case
 from sparseflash.blockmask.arguments import BLOCKS
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
@@ -40,7 +38,9 @@ def _sized(case: Case, length: int | None, block: int | None, device: torch.devi
 def main(
     group: Annotated[
         list[str] | None,
-        typer.Option(help=f"{', '.join(GROUPS)}; may be repeated.", show_default="all, over half an hour"),
+        typer.Option(
+            help=f"{', '.join(GROUPS)}; may be repeated.", show_default="all but workloads, over half an hour"
+        ),
     ] = None,
     cases: Annotated[str, typer.Option(help="Comma-separated globs over the names of the cases.")] = "*",
     list_: Annotated[bool, typer.Option("--list", help="Print the groups and their cases, and stop.")] = False,
@@ -51,10 +51,6 @@ def main(
         str | None,
         typer.Option(help=f"Comma-separated, from {', '.join(PEERS)}; none: ours alone.", show_default="all that fit"),
     ] = None,
-    workloads: Annotated[
-        bool,
-        typer.Option("--workloads", help="Instead: workloads of models, by name with --cases. An hour of an H200."),
-    ] = False,
     flex_autotune: Annotated[
         bool, typer.Option("--flex-autotune", help="Tune FlexAttention in every case: over a minute a shape.")
     ] = False,
@@ -83,8 +79,6 @@ def main(
     nothing. exactness: our largest error against fp64, output and gradients, in units of the allowed error. Ends with
     1 if ours was wrong or failed somewhere, with 2 for options that cannot be served.
     """
-    if workloads:
-        raise typer.Exit(_workloads(cases, peers, flex_autotune, device, minutes, seed, commit, out))
     if list_:
         for name, question in GROUPS.items():
             print(f"{name}: {question}\n    {', '.join(case.name for case in CASES if case.group == name)}")
@@ -110,36 +104,6 @@ def main(
     bench.finish()
     if not right:
         raise typer.Exit(1)
-
-
-def workload(bench: Bench, w: Workload, peers: Sequence[str], seed: int) -> bool:
-    """Records one workload; returns whether ours was right and was timed."""
-    return measure(bench, workload_ways.subject_of(w, peers, bench.device, seed))
-
-
-def _workloads(
-    cases: str, peers: str | None, flex_autotune: bool, device: str, minutes: float | None, seed: int,
-    commit: str | None, out: Path,
-) -> int:  # fmt: skip
-    """Times workloads; 1 if ours was wrong or failed in one."""
-    offered = workload_ways.PEERS
-    try:
-        names = named(peers, offered) if peers is not None else offered[:-1]
-        chosen = workload_ways.select(cases)
-    except ValueError as failure:
-        raise typer.BadParameter(str(failure)) from None
-    if flex_autotune:
-        names = tuple(dict.fromkeys((*names, "flex-autotune")))
-    bench = Bench.start("workloads", device, commit, out, module="speed", seed=seed)
-    if bench.device.type == "cpu":
-        chosen = [each.shrunk() for each in chosen]
-    todo = {w.name: partial(workload, bench, w, names, seed) for w in chosen}
-    right = run_all(bench, todo, float("inf") if minutes is None else minutes)
-    bench.finish()
-    print("The fastest peer's time over ours, above 1 ours is faster:")
-    for row, (times, peer) in workload_ways.cells(bench.measurements).items():
-        print(f"{row}: {times:.2f} ({peer})")
-    return 0 if right else 1
 
 
 if __name__ == "__main__":

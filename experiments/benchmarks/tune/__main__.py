@@ -61,7 +61,7 @@ def main(
     compile_kernels()
     import torch
 
-    from experiments.benchmarks.speed.patterns import KINDS as EVERY_MASK
+    from experiments.benchmarks.speed.patterns import PLAIN_KINDS
     from experiments.benchmarks.tune.compiling import compile_candidates
     from experiments.benchmarks.tune.measuring import KINDS
     from experiments.benchmarks.tune.space import ARITHMETICS, DIMS, KERNELS, Target, candidates, configs_of
@@ -71,7 +71,13 @@ def main(
     from sparseflash.backends.triton.shared_memory import shared_memory
 
     both = ("descriptors", "pointers")
-    known = {"kernel": KERNELS, "arithmetic": ARITHMETICS, "dim": DIMS, "loads": both, "mask": EVERY_MASK}
+    known = {
+        "kernel": KERNELS,
+        "arithmetic": ARITHMETICS,
+        "dim": DIMS,
+        "loads": both,
+        "mask": PLAIN_KINDS,
+    }
     given = {"kernel": kernel, "arithmetic": arithmetic, "dim": dim, "loads": loads, "mask": mask}
     for name, values in known.items():
         chosen(f"--{name}", given[name], values)

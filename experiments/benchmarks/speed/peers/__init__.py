@@ -16,7 +16,7 @@ from experiments.benchmarks.speed.patterns import Pattern
 from experiments.benchmarks.speed.peers.cudnn_block_sparse import cudnn_sparse
 from experiments.benchmarks.speed.peers.flashattention4 import fa4, fa4_deterministic
 from experiments.benchmarks.speed.peers.flexattention import flex, flex_autotune
-from experiments.benchmarks.speed.peers.library import ours, reference
+from experiments.benchmarks.speed.peers.library import ours, reference, varlen
 from experiments.benchmarks.speed.peers.runner import Inputs, Peer, Runner
 from experiments.benchmarks.speed.peers.scaled_dot_product import sdpa, sdpa_cudnn, sdpa_fa2
 
@@ -31,10 +31,11 @@ PEERS: dict[str, Peer] = {
     "sdpa": sdpa,
     "sparseflash-hopper": partial(ours, backend="hopper"),
     "sparseflash-portable": partial(ours, backend="triton"),
+    "sparseflash-varlen": varlen,
     "reference": reference,
 }
 DEFAULT_PEERS = {
-    "cuda": ("flex", "flex-autotune", "fa4", "sdpa-fa2", "sdpa-cudnn", "sdpa"),
+    "cuda": ("flex", "flex-autotune", "fa4", "sdpa-fa2", "sdpa-cudnn", "sdpa", "sparseflash-varlen"),
     "cpu": ("sdpa", "reference"),
 }
 

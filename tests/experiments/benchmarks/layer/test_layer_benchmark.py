@@ -51,7 +51,7 @@ def test_a_peer_gets_its_own_order_of_tokens_and_heads():
 
 
 def test_a_step_has_the_gradients_of_eager_code_and_leaves_none_behind():
-    live = pattern(CASE.kind, CASE.length, CASE.block)
+    live = pattern(CASE)
     step = step_of("ours", ours(CASE, live, make_inputs(CASE, CPU)), CASE, CPU, 0)
     first, second = step().clone(), step()
     assert torch.equal(first, second)

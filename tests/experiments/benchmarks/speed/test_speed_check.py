@@ -12,11 +12,11 @@ from torch import Tensor
 from experiments.benchmarks.harness import SAME_FUNCTION, Bench, Unavailable
 from experiments.benchmarks.speed import peers as known
 from experiments.benchmarks.speed import run
-from experiments.benchmarks.speed.cases import BACKWARD, CALL, CASES, FORWARD, MEMORY, WAYS, Case
-from experiments.benchmarks.speed.patterns import KINDS, Pattern, pattern
+from experiments.benchmarks.speed.cases import BACKWARD, CASES, FORWARD, MEMORY, WAYS, Case
+from experiments.benchmarks.speed.patterns import PLAIN_KINDS, Pattern
 from experiments.benchmarks.speed.peers import PEERS, ours
 from experiments.benchmarks.speed.peers.runner import Inputs, Runner
-from experiments.benchmarks.speed.run import MIB, OURS, make_inputs, peak_mib, run_case
+from experiments.benchmarks.speed.run import MIB, OURS, peak_mib, run_case
 from experiments.measurements import Measurement, Run
 from threads import threads
 
@@ -67,7 +67,7 @@ def with_gradient(change: Callable[[Tensor], Tensor], case: Case, live: Pattern,
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", PLAIN_KINDS)
 def test_ours_is_right_and_timed(kind: str, dtype: torch.dtype, measured) -> None:  # type: ignore[no-untyped-def]
     found = measured(replace(CASE, kind=kind, dtype=dtype))
     assert list(found) == [f"exactness/{OURS}", *(f"{way}/{OURS}" for way in WAYS)]
@@ -98,11 +98,6 @@ def test_so_is_a_wrong_gradient(change, measured) -> None:  # type: ignore[no-un
     found = measured(CASE, partial(with_gradient, change), right=False)
     assert all(each.value is None for name, each in found.items() if "exactness" not in name)
     assert measured(replace(CASE, passes=(FORWARD,)), partial(with_gradient, change))[f"forward/{OURS}"].value > 0
-
-
-def test_a_call_is_timed_by_the_host(measured) -> None:  # type: ignore[no-untyped-def]
-    found = measured(replace(CASE, passes=(CALL,)))[f"call/{OURS}"]
-    assert found.unit == "us" and found.value > 0
 
 
 def test_a_peer_may_fail_be_absent_or_differ_and_the_others_go_on(measured) -> None:  # type: ignore[no-untyped-def]
@@ -150,12 +145,6 @@ def test_a_peer_may_have_its_own_order_of_dimensions(measured) -> None:  # type:
 
     found = measured(CASE, turned=turned)
     assert all(found[f"{way}/turned"].value > 0 for way in WAYS)
-
-
-def test_a_mask_of_another_density_is_refused() -> None:
-    live = pattern("butterfly", 128, 16)
-    with pytest.raises(ValueError, match="the mask must keep"):
-        ours(CASE, replace(live, kept=live.kept - 1), make_inputs(CASE, CPU))
 
 
 @pytest.mark.parametrize("row", [0, 1024])

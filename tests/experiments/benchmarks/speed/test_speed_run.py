@@ -13,12 +13,12 @@ from typer.testing import CliRunner, Result
 from experiments.benchmarks import timing
 from experiments.benchmarks.harness import Bench, Unavailable
 from experiments.benchmarks.speed.__main__ import app
-from experiments.benchmarks.speed.cases import CASES, FIRST, GROUPS, Case
+from experiments.benchmarks.speed.cases import CASES, GROUPS, Case
 from experiments.benchmarks.speed.patterns import pattern
 from experiments.benchmarks.speed.peers import PEERS, ours
 from experiments.benchmarks.speed.peers.flashattention4 import load
 from experiments.benchmarks.speed.precision import products_in_tf32
-from experiments.benchmarks.speed.run import OURS, first_calls, make_inputs, run_all, run_case
+from experiments.benchmarks.speed.run import OURS, make_inputs, run_all, run_case
 from experiments.measurements import Measurement, Run, read
 from threads import threads
 
@@ -45,14 +45,14 @@ def measured(folder: Path) -> list[Measurement]:
 
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Every case but those that start processes. Folder and output of the run.
+    """Every case. Folder and output of the run.
 
     256 tokens: the largest error of a shorter fp32 output is a matter of luck, for the yardstick as for ours.
     """
     folder = tmp_path_factory.mktemp("everything")
-    globs = ",".join(case.name for case in CASES if not set(case.passes) & set(FIRST))
+    groups = [word for group in GROUPS for word in ("--group", group)]
     tiny = ("--device", "cpu", "--length", "256", "--block", "32", "--check-heads", "1")
-    result = run(*tiny, "--peers", "sdpa", "--cases", globs, "--out", folder, "--commit", "abc123")
+    result = run(*tiny, "--peers", "sdpa,sparseflash-varlen", *groups, "--out", folder, "--commit", "abc123")
     assert result.exit_code == 0, result.output
     return folder, result.output
 
@@ -60,7 +60,7 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def test_every_case_runs_on_a_cpu(everything: tuple[Path, str]) -> None:
     folder, shown = everything
     found = measured(folder)
-    cases = [case for case in CASES if not set(case.passes) & set(FIRST)]
+    cases = CASES
     ours_found = [each for each in found if each.way == OURS]
     assert [each.name for each in ours_found] == [
         f"speed/{case.path}/{direction}/{OURS}" for case in cases for direction in ("exactness", *case.passes)
@@ -131,25 +131,6 @@ def bench(tmp_path: Path) -> Bench:
     return Bench("speed", Run("CPU", "", {}, "", "", ""), tmp_path, CPU, rounds=1)
 
 
-FIRST_CASE = next(case for case in CASES if case.name == "first-d64").shrunk(64, 16)
-
-
-def test_first_calls_are_those_of_new_processes(bench: Bench) -> None:
-    assert run_case(bench, FIRST_CASE, ["sdpa"], 0, 1)
-    ours_first, ours_then, *of_sdpa = bench.measurements
-    assert [ours_first.name, ours_then.name] == [
-        f"speed/first-d64/64/first-{way}/{OURS}" for way in ("forward", "backward")
-    ]
-    assert ours_first.unit == "s" and ours_first.value > 0 and ours_then.value > 0  # type: ignore[operator]
-    assert {each.failure for each in of_sdpa} == {"skipped: dense and causal masks only"}
-
-
-def test_a_process_that_gives_no_answer_is_reported(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("experiments.benchmarks.speed.run.SECONDS", 0.01)
-    assert not first_calls(bench, FIRST_CASE, [], 0)
-    assert [each.failure for each in bench.measurements] == ["RuntimeError: no answer after 0.01 s"] * 2
-
-
 def test_no_case_begins_after_the_limit(bench: Bench) -> None:
     assert run_all(bench, {"a": lambda: False, "b": lambda: False}, -1)
     assert [each.failure for each in bench.measurements] == ["not run: the limit was -1 minutes"] * 2
@@ -160,8 +141,9 @@ def test_a_case_that_breaks_the_benchmark_does_not_end_the_run(bench: Bench) -> 
     cases = {"bad": replace(good, kind="spiral"), good.path: good}
     todo = {path: lambda case=case: run_case(bench, case, [], 0, 1) for path, case in cases.items()}  # type: ignore[misc]
     assert not run_all(bench, todo, 1)
-    bad, exactness, call = bench.measurements
-    assert "kind must be one of" in bad.failure and exactness.value <= 1 and call.value > 0  # type: ignore[operator]
+    bad, exactness, *passes = bench.measurements
+    assert "kind must be one of" in bad.failure and exactness.value <= 1  # type: ignore[operator]
+    assert len(passes) == len(good.passes) and all(each.value > 0 for each in passes)  # type: ignore[operator]
 
 
 def test_turns_alternate_and_the_median_is_of_all_rounds() -> None:
@@ -188,13 +170,13 @@ def test_gpu_peers_refuse_a_cpu_with_a_reason() -> None:
     inputs = make_inputs(case, CPU)
     for name in ("flex", "flex-autotune", "fa4", "fa4-deterministic", "sdpa-fa2", "sdpa-cudnn"):
         with pytest.raises(Unavailable, match="needs a CUDA device"):
-            PEERS[name](case, pattern("dense", 64, 16), inputs)
+            PEERS[name](case, pattern(case), inputs)
 
 
 def test_flex_is_tuned_where_it_was_asked_for_only() -> None:
     case = CASES[0].shrunk(64, 16)
     with pytest.raises(Unavailable, match="see the group tuned, or give --flex-autotune"):
-        PEERS["flex-autotune"](case, pattern("dense", 64, 16), make_inputs(case, CPU))
+        PEERS["flex-autotune"](case, pattern(case), make_inputs(case, CPU))
 
 
 def test_fa4_that_is_not_installed_gives_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
