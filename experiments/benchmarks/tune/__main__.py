@@ -71,13 +71,7 @@ def main(
     from sparseflash.backends.triton.shared_memory import shared_memory
 
     both = ("descriptors", "pointers")
-    known = {
-        "kernel": KERNELS,
-        "arithmetic": ARITHMETICS,
-        "dim": DIMS,
-        "loads": both,
-        "mask": PLAIN_KINDS,
-    }
+    known = {"kernel": KERNELS, "arithmetic": ARITHMETICS, "dim": DIMS, "loads": both, "mask": PLAIN_KINDS}
     given = {"kernel": kernel, "arithmetic": arithmetic, "dim": dim, "loads": loads, "mask": mask}
     for name, values in known.items():
         chosen(f"--{name}", given[name], values)

@@ -5,17 +5,7 @@ import pytest
 import torch
 
 from experiments.benchmarks.speed import patterns
-from experiments.benchmarks.speed.cases import (
-    BACKWARD,
-    BOTH,
-    CASES,
-    FORWARD,
-    GROUPS,
-    WAYS,
-    Case,
-    select,
-    useful_flops,
-)
+from experiments.benchmarks.speed.cases import BACKWARD, BOTH, CASES, FORWARD, GROUPS, WAYS, Case, select, useful_flops
 from experiments.benchmarks.speed.grid import TILES, grid
 from experiments.benchmarks.speed.patterns import KINDS, PLAIN_KINDS, block_mask, pattern
 
