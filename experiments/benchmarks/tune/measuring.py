@@ -1,9 +1,12 @@
-"""Times candidates on a GPU, in turns with the shipped configuration, under masks of several kinds."""
+"""Times candidates on a GPU, in turns with the shipped configuration, under masks of several kinds.
+
+A forward is timed whole, and so is a backward, in which the other kernel keeps its shipped configuration.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from statistics import geometric_mean
 from typing import NamedTuple
@@ -13,19 +16,17 @@ import torch
 from experiments.benchmarks import timing
 from experiments.benchmarks.speed.patterns import block_mask
 from experiments.benchmarks.speed.precision import products_in_tf32
-from experiments.benchmarks.tune.kernel_call import KernelOfAttention
 from experiments.benchmarks.tune.space import Target
 from sparseflash import attention, testing
 from sparseflash.backends.triton.configs import Config
 from sparseflash.backends.triton.overrides import override
 
 KINDS = ("dense", "causal", "butterfly", "local", "bigbird", "random12")
-SHIPPED = "shipped"
 _CHANNELS = 2048  # all heads together
 
 
 class Measured(NamedTuple):
-    """A candidate's time relative to the shipped configuration, by mask and as the mean; below 1 it is faster."""
+    """The time of the pass relative to the shipped configuration, by mask and as the mean; below 1 is faster."""
 
     config: Config
     ratios: dict[str, float]
@@ -33,7 +34,7 @@ class Measured(NamedTuple):
 
 
 class Candidates:
-    """The inputs and masks of one target, and its kernel as a call."""
+    """The inputs and masks of one target."""
 
     def __init__(self, target: Target, length: int, device: torch.device, kinds: Sequence[str] = KINDS) -> None:
         self.target, self.length, self.device = target, length, device
@@ -55,19 +56,19 @@ class Candidates:
         """The times of all candidates, fastest first, without those that cannot run."""
         times: dict[Config, dict[str, float]] = {config: {} for config in candidates}
         for number, kind in enumerate(self.masks, start=1):
-            named = {SHIPPED: None, **{repr(config): config for config in candidates}}
-            kernel = self.kernel(kind)
-            calls = {}
-            for name, config in named.items():
-                with chosen(self.target, config):
-                    calls[name] = timing.Timed(kernel.call().run, nullcontext)
-            found = timing.in_turns(calls, self.device, rounds=rounds, round_ms=round_ms)
-            if found[SHIPPED].failure is not None:
-                raise RuntimeError(f"the shipped configuration fails on {kind}") from found[SHIPPED].failure
+            calls = {None: self.timed(kind, None)}
             for config in candidates:
-                measured = found[repr(config)]
-                if measured.failure is None:
-                    times[config][kind] = measured.ms / found[SHIPPED].ms
+                with suppress(RuntimeError, ValueError):  # it cannot run
+                    calls[config] = self.timed(kind, config)
+            named = {repr(config): timed for config, timed in calls.items()}
+            found = timing.in_turns(named, self.device, rounds=rounds, round_ms=round_ms)
+            shipped = found[repr(None)]
+            if shipped.failure is not None:
+                raise RuntimeError(f"the shipped configuration fails on {kind}") from shipped.failure
+            for config in candidates:
+                measured = found.get(repr(config))
+                if measured is not None and measured.failure is None:
+                    times[config][kind] = measured.ms / shipped.ms
             progress(number)
         whole = [
             Measured(config, ratios, geometric_mean(ratios.values()))
@@ -76,13 +77,18 @@ class Candidates:
         ]
         return sorted(whole, key=lambda each: each.mean)
 
-    def kernel(self, kind: str) -> KernelOfAttention:
-        """The target's kernel under a mask."""
-        with chosen(self.target, None):
-            return KernelOfAttention(
-                self.target.kernel, self.masks[kind], self.q, self.k, self.v, self.dout,
-                tf32=self.target.arithmetic == "tf32",
-            )  # fmt: skip
+    def timed(self, kind: str, config: Config | None) -> timing.Timed:
+        """The target's pass with a configuration, on a GPU as a CUDA graph."""
+        leaves = [x.clone().requires_grad_() for x in (self.q, self.k, self.v)]
+        attend = partial(attention, mask=self.masks[kind], backend="triton")
+        with chosen(self.target, config), products_in_tf32(self.target.arithmetic == "tf32"):
+            if self.target.kernel == "forward":
+                call = torch.no_grad()(partial(attend, *leaves))
+            else:
+                call = partial(torch.autograd.grad, attend(*leaves), leaves, self.dout, retain_graph=True)
+            if self.device.type == "cuda":
+                return timing.Timed(timing.recorded(call), nullcontext)
+        return timing.Timed(call, partial(chosen, self.target, config))
 
     def error(self, config: Config, heads: int = 1) -> float:
         """The largest error of the forward and the gradients with this configuration, in units of the allowed error."""
