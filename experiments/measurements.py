@@ -81,15 +81,15 @@ class Measurement:
 
 
 class Ratio(NamedTuple):
-    """A peer's figure over ours, and the relative spread of this ratio."""
+    """A peer's figure over ours, and the relative spread of this ratio; None if one of the spreads is not known."""
 
     value: float
-    spread: float
+    spread: float | None
 
     @property
     def above_noise(self) -> bool:
-        """Whether the ratio is above 1 by more than its spread."""
-        return self.value > 1 + self.spread
+        """Whether the ratio is above 1 by more than its spread; False if the spread is not known."""
+        return self.spread is not None and self.value > 1 + self.spread
 
 
 def current_run(
@@ -228,7 +228,8 @@ def ratio(measurements: Iterable[Measurement], peer: str, ours: str) -> Ratio:
     if first.value is None or second.value is None:
         failed = first if first.value is None else second
         raise ValueError(f"a ratio must be of measured values; got {failed.name}, which failed: {failed.failure}")
-    return Ratio(first.value / second.value, (first.spread or 0.0) + (second.spread or 0.0))
+    is_known = first.spread is not None and second.spread is not None
+    return Ratio(first.value / second.value, first.spread + second.spread if is_known else None)  # type: ignore[operator]
 
 
 def _found(by_name: Mapping[str, Sequence[Measurement]], name: str) -> str:

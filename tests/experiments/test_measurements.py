@@ -42,6 +42,11 @@ def test_ratio_is_the_peers_value_over_ours():
     assert not ratio([dataclasses.replace(FIGURES[0], value=0.315), FIGURES[1]], PEER, OURS).above_noise
 
 
+def test_a_ratio_of_unknown_noise_is_not_above_it():
+    found = ratio([dataclasses.replace(FIGURES[0], spread=None), FIGURES[1]], PEER, OURS)
+    assert found == (2.0, None) and not found.above_noise
+
+
 def test_no_ratio_of_two_runs(tmp_path):
     write(tmp_path / "a.jsonl", RUN, FIGURES[:1])
     write(tmp_path / "b.jsonl", dataclasses.replace(RUN, date="2026-11-30 10:00 UTC"), FIGURES[1:2])
