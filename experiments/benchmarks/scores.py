@@ -304,7 +304,8 @@ def over_plain(bench: Bench) -> list[str]:
         if each.way.endswith(f"-{PLAIN}"):
             times = ratio(bench.measurements, each.name.removesuffix(f"-{PLAIN}"), each.name)
             aim = f", wanted {TARGETS[case]:.2f}" if case in TARGETS else ""
-            lines.append(f"{case}, {what}: {times.value:.3f} over plain (spread {times.spread:.3f}){aim}")
+            noise = "" if times.spread is None else f" (spread {times.spread:.3f})"
+            lines.append(f"{case}, {what}: {times.value:.3f} over plain{noise}{aim}")
     return lines
 
 
