@@ -7,7 +7,7 @@ import torch
 
 from experiments.benchmarks.compile import hopper
 from sparseflash.backends.triton.launcher import BoundLaunch
-from uninterpreted import python
+from tests.compiling.uninterpreted import python
 
 
 def test_what_ptxas_says_is_of_the_code_that_is_launched():

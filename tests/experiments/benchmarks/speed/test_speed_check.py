@@ -18,7 +18,7 @@ from experiments.benchmarks.speed.peers import PEERS, ours
 from experiments.benchmarks.speed.peers.runner import Inputs, Runner
 from experiments.benchmarks.speed.run import MIB, OURS, peak_mib, run_case
 from experiments.measurements import Measurement, Run
-from threads import threads
+from tests.processes.threads import threads
 
 CPU = torch.device("cpu")
 CASE = Case("small", "butterfly", 1, 3, 128, 16, dtype=torch.float32, block=16)

@@ -20,7 +20,7 @@ from experiments.benchmarks.speed.peers.flashattention4 import load
 from experiments.benchmarks.speed.precision import products_in_tf32
 from experiments.benchmarks.speed.run import OURS, make_inputs, run_all, run_case
 from experiments.measurements import Measurement, Run, read
-from threads import threads
+from tests.processes.threads import threads
 
 CPU = torch.device("cpu")
 
