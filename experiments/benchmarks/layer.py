@@ -135,10 +135,8 @@ def layer(
 ) -> None:
     """Time a forward and a backward pass of one compiled transformer layer, with each attention in turns.
 
-    RMSNorm, projections, attention, an MLP four times as wide, bf16 weights, 16,384 tokens of 2,048 channels. What
-    comes through attention to the weights is compared with ours first; that ours is right,
-    `experiments.benchmarks.speed` shows. All cases with all peers take an estimated ten minutes on an H100, most of
-    them compiling.
+    RMSNorm, projections, attention, an MLP four times as wide, bf16 weights, 16,384 tokens of 2,048 channels. The
+    gradients that come through attention are compared with ours first. An estimated ten minutes of an H100.
     """
     try:
         names = named(peers, [name for name in PEERS if name != "flex-autotune"])  # whose mode an outer graph drops

@@ -203,11 +203,9 @@ class Ways:
 
 
 def seconds_of(name: str, library: str, sizes: Sizes) -> dict[str, float]:
-    """Seconds until each first result of a case, the forward's and then the backward's, by CASE-PASS/WAY, after those
-    of plain attention.
+    """Seconds until the first results of a case, by CASE-PASS/WAY, after those of plain attention.
 
-    A case thus pays only for its own kernels, as for a user of plain attention who adds a modification. {} where the
-    library cannot express the case. Raises RuntimeError if the process fails.
+    {} where the library cannot express the case. Raises RuntimeError if the process fails.
     """
     found: dict[str, float] = answer_of(measured, name, library, sizes)
     return found
@@ -250,11 +248,10 @@ def main(
     commit: Commit = None,
     out: Out = Path("runs/scores"),
 ) -> None:
-    """Time causal attention in bf16 with each score modification, forward and with the backward.
+    """Time causal attention in bf16 with each score modification, beside plain attention with the same --backend.
 
-    Plain attention is timed beside each case, with the same --backend. Its kernels may differ: see explain().
-    With all cases about a minute on an H100, most of it compiling; with --flex about four on an H200. With --first half
-    a minute a case.
+    Plain attention may take other kernels: see explain(). All cases take about a minute of an H100, with --flex four of
+    an H200, with --first half a minute each.
     """
     names = chosen("--case", case, NAMES)
     chosen("--backend", [backend], BACKENDS)

@@ -49,8 +49,8 @@ def show(
 ) -> None:
     """Compile the kernels for an architecture that need not be present, and show what they use.
 
-    registers: per thread; spilled: bytes per thread, for lack of registers; shared: bytes of shared memory per program.
-    Exits with 1 if a kernel needs more shared memory than the architecture has. Takes seconds for each kernel.
+    registers and spilled bytes are per thread, shared memory per program. Exits with 1 if a kernel needs more shared
+    memory than the architecture has.
     """
     chosen("--arithmetic", arithmetic, ARITHMETIC)
     compile_kernels()
@@ -111,9 +111,8 @@ def fits(
 ) -> None:
     """Whether the portable kernels fit in shared memory on GPUs of compute capability 8.0, 8.6, 8.9, 9.0 and 10.0.
 
-    Compiles drawn cases that cover every pair of properties: changes of scores, dtypes, head dims, blocks, lengths,
-    dropout and others. Takes seconds per case; cases that are already in the file are not compiled again. Exits with 1
-    if a kernel does not fit.
+    Compiles drawn cases that cover every pair of properties, seconds each; cases in the file are not compiled again.
+    Exits with 1 if a kernel does not fit.
     """
     compile_kernels()
     import triton

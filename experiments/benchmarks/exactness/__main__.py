@@ -56,10 +56,9 @@ def large(
     commit: Commit = None,
     out: Out = Path("runs/exactness/large.jsonl"),
 ) -> None:
-    """Compare cases near numeric limits with fp64: positions past 2^24, large strides, more than 2^31 elements.
+    """Compare cases near numeric limits with fp64. Takes about two minutes (estimated) and 60 GB of an H200.
 
-    Takes about two minutes (estimated) and 60 GB of an H200. Exits with 1 if an error exceeds its tolerance or a case
-    fails.
+    Exits with 1 if an error exceeds its tolerance or a case fails.
     """
     run_kernels_on(device)  # before Triton is imported
     import torch

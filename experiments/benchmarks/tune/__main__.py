@@ -53,9 +53,11 @@ def main(
     commit: Commit = None,
     out: Out = Path("runs/tune"),
 ) -> None:
-    """Find tile sizes for the kernels. A candidate is compiled; one that spills registers or whose matrix instructions
-    wait for one another is dropped; the others are timed under six masks in turns with the shipped configuration; the
-    fastest that passes the exactness check is reported."""
+    """Find tile sizes for the kernels.
+
+    Candidates are compiled; those that spill registers or serialise their matrix instructions are dropped; the others
+    are timed under six masks in turns with the shipped configuration. The fastest that is exact is reported.
+    """
     compile_kernels()
     import torch
 

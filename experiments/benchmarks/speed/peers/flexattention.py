@@ -54,10 +54,9 @@ def arguments(case: Case, pattern: Pattern) -> dict[str, Any]:
 
 
 def small_tiles(block: int) -> dict[str, int]:
-    """`kernel_options` for masks with blocks of fewer than 128 tokens.
+    """`kernel_options` for masks with blocks of fewer than 128 tokens, which its default tiles do not fit.
 
-    FlexAttention's default tiles do not fit small blocks, and it raises an error. Its forward tiles can be cut to the
-    block; for the backward it checks its own choice (PyTorch 2.11) and raises if that does not fit.
+    The backward takes no such options (PyTorch 2.11) and raises an error if its own choice does not fit.
     """
     tile = {"BLOCK_M": block, "BLOCK_N": block, "num_warps": 4}
     return {f"fwd_{name}": value for name, value in tile.items()}
