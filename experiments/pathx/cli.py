@@ -7,10 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 
-from experiments.measurements import add_seed, current_run
+from experiments.measurements import Run, add_seed, current_run
 from experiments.pathfinder.parameters import FOLDS, LRA, SIZES
 from experiments.pathfinder.testset import IMAGES, test_set
 from experiments.pathx import rendering_table, throughput, weights
@@ -31,10 +32,12 @@ from experiments.pathx.evaluate import (
     pack_from_file,
     stage_for,
     store,
+    trained_as,
 )
 from experiments.pathx.report import announcing, print_case, print_evaluated, print_paused, print_stored, print_trained
 from experiments.pathx.supervision import of_model
-from experiments.pathx.train import Run, saved_run
+from experiments.pathx.train import Run as Training
+from experiments.pathx.train import saved_run
 from experiments.training import fingerprint, tensorboard
 from experiments.training.atomic_files import write_json, write_text
 from experiments.training.cli_errors import short_errors
@@ -128,7 +131,7 @@ def train(
             config = Config(curriculum=stages, **chosen)
         folder = out or RUNS / Path(curriculum_name or "pathx").stem
         with pausing(until) as pause, Stream(workers) as stream:
-            run = Run(config, folder, stream, resume=resume, overwrite=overwrite)
+            run = Training(config, folder, stream, resume=resume, overwrite=overwrite)
             run.listeners.append(announcing(console, config.curriculum))
             note = train_shown(
                 run, lambda: run.train(pause), console, folder.name, tensorboard=tensorboard_files, resumed=resume
@@ -178,8 +181,6 @@ def evaluate(
         if renderings:
             if release is not None:
                 raise ValueError("--renderings draws images anew, which a release cannot; leave out one of them")
-            if record is not None:
-                raise ValueError("--record keeps one accuracy, and --renderings finds many; leave out one of them")
             tested = made_test_set(stage.size, stage.contour, data, workers)
             say(rendering_table.HEAD)
             total = images * len(rendering_table.RENDERINGS)
@@ -191,6 +192,9 @@ def evaluate(
             say(rendering_table.spread(found))
             if keep:
                 rendering_table.write(found, file.parent)
+            if record is not None:
+                measured = rendering_table.measurements_of(found, trained_as(stage, config, about))
+                add_seed(record, run_of_test(place, config), measured)
             if out is not None:
                 write_json(out, found)
             return
@@ -213,8 +217,8 @@ def evaluate(
         if keep:
             store(file, stage, found)
         if record is not None:
-            run = current_run(place, command_line("experiments.pathx", without=LOCAL), seed=config.seed)
-            add_seed(record, run, measurements_of(found, weights.beside(file)["cost"], stage))
+            measured = measurements_of(found, weights.beside(file)["cost"], trained_as(stage, config, about))
+            add_seed(record, run_of_test(place, config), measured)
         if out is not None:
             write_json(out, found)
         compares = sha256 is None and release is None
@@ -225,6 +229,11 @@ def evaluate(
         same = agrees(found, stored)
         print_stored(console, stored, same=same)
         raise typer.Exit(0 if same else 1)
+
+
+def run_of_test(place: torch.device, config: Config) -> Run:
+    """This test, as the record of a seed."""
+    return current_run(place, command_line("experiments.pathx", without=LOCAL), seed=config.seed)
 
 
 @app.command()

@@ -23,6 +23,7 @@ from experiments.pathx.data.batches import Recipe, batches_of, pack_vectors, rec
 from experiments.pathx.data.packing import Packed
 from experiments.pathx.data.stream import Stream
 from experiments.pathx.scoring import Scores, score, standard_error
+from experiments.pathx.supervision import of_model
 from experiments.training.atomic_files import write_json
 from experiments.training.environment import device_name, versions
 from experiments.training.fingerprint import sha256
@@ -120,22 +121,31 @@ class Evaluation:
         }
 
 
-def measurements_of(found: dict[str, Any], cost: dict[str, Any], stage: Stage) -> list[Measurement]:
-    """A result, and the cost of the model's training, as measurements: pathx/TASK/WHAT/SUPERVISION/LAYERS."""
+def trained_as(stage: Stage, config: Config, about: dict[str, Any]) -> tuple[str, str, str]:
+    """The parts of a record's names that say which model was tested: the task, its supervision, its layers."""
     task = TASKS.get(stage.size, f"{stage.size}-pixels") + ("" if stage.contour == LRA_CONTOUR else f"-{stage.contour}")
-    labels = "pixel-labels" if found["helped"]["labels"] != 0.0 else "labels-alone"
-    where = labels if found["renderings"] == "drawn" else f"{labels}-one-rendering"
-    way = found["model"] if found["layers"] is None else slug(found["layers"])
-    of_test = {"images": found["images"], "spread": "standard error of one run's test"}
-    values = {
-        "accuracy": (100 * found["accuracy"], "%", found["error"] / found["accuracy"], of_test),
-        "minutes": (cost["minutes"], "minutes", None, {}),
-        "images": (cost["images"] / 1e6, "million images", None, {}),
-    }
+    labels = "pixel-labels" if of_model(about)["labels"] != 0.0 else "labels-alone"
+    way = slug((stage.layers or config.layers).replace(",", " ")) if config.model == "attention" else config.model
+    return task, labels if config.renderings else f"{labels}-one-rendering", way
+
+
+def measurements_of(found: dict[str, Any], cost: dict[str, Any], named: tuple[str, str, str]) -> list[Measurement]:
+    """A result, and the cost of the model's training: pathx/TASK/WHAT/SUPERVISION/LAYERS."""
+    task, where, way = named
+    cost_of = {"minutes": (cost["minutes"], "minutes"), "images": (cost["images"] / 1e6, "million images")}
     return [
-        Measurement(f"pathx/{task}/{what}/{where}/{way}", value, spread, unit, settings)
-        for what, (value, unit, spread, settings) in values.items()
+        accuracy_of(f"pathx/{task}/accuracy/{where}/{way}", found),
+        *(
+            Measurement(f"pathx/{task}/{what}/{where}/{way}", value, None, unit)
+            for what, (value, unit) in cost_of.items()
+        ),
     ]
+
+
+def accuracy_of(name: str, found: dict[str, Any]) -> Measurement:
+    """An accuracy, whose spread is the standard error of its test until there are several seeds."""
+    settings = {"images": found["images"], "spread": "standard error of one run's test"}
+    return Measurement(name, 100 * found["accuracy"], found["error"] / found["accuracy"], "%", settings)
 
 
 def training_images(config: Config) -> str:
