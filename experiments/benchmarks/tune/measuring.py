@@ -5,8 +5,8 @@ A forward is timed whole, and so is a backward, in which the other kernel keeps 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from statistics import geometric_mean
 from typing import NamedTuple
@@ -46,9 +46,11 @@ class Candidates:
         self.masks = {kind: block_mask(kind, length, self.block).to(device) for kind in kinds}
         generator = torch.Generator(device).manual_seed(0)
         shape = (1, self.heads, length, target.dim)
-        self.q, self.k, self.v, self.dout = (
+        *self.leaves, self.dout = (
             torch.randn(shape, generator=generator, device=device, dtype=self.dtype) for _ in range(4)
         )
+        for leaf in self.leaves:
+            leaf.requires_grad_()
 
     def ratios(
         self, candidates: Sequence[Config], *, rounds: int, round_ms: float, progress: Callable[[int], None]
@@ -78,35 +80,33 @@ class Candidates:
         return sorted(whole, key=lambda each: each.mean)
 
     def timed(self, kind: str, config: Config | None) -> timing.Timed:
-        """The target's pass with a configuration, on a GPU as a CUDA graph."""
-        leaves = [x.clone().requires_grad_() for x in (self.q, self.k, self.v)]
-        attend = partial(attention, mask=self.masks[kind], backend="triton")
-        with chosen(self.target, config), products_in_tf32(self.target.arithmetic == "tf32"):
+        """The target's pass with a configuration. Its kernels are prepared again in every turn, before it is timed."""
+        attend = partial(attention, *self.leaves, self.masks[kind], backend="triton")
+        with chosen(self.target, config):
             if self.target.kernel == "forward":
-                call = torch.no_grad()(partial(attend, *leaves))
+                call = torch.no_grad()(attend)
             else:
-                call = partial(torch.autograd.grad, attend(*leaves), leaves, self.dout, retain_graph=True)
-            if self.device.type == "cuda":
-                return timing.Timed(timing.recorded(call), nullcontext)
+                call = partial(torch.autograd.grad, attend(), self.leaves, self.dout, retain_graph=True)
         return timing.Timed(call, partial(chosen, self.target, config))
 
     def error(self, config: Config, heads: int = 1) -> float:
         """The largest error of the forward and the gradients with this configuration, in units of the allowed error."""
         worst = 0.0
-        with chosen(self.target, config), products_in_tf32(self.target.arithmetic == "tf32"):
+        with chosen(self.target, config):
             for mask in self.masks.values():
                 found = testing.compare(
-                    partial(attention, mask=mask, backend="triton"), self.q, self.k, self.v, mask, dout=self.dout,
-                    heads=heads, every_draw=False,
+                    partial(attention, mask=mask, backend="triton"), *self.leaves, mask, dout=self.dout, heads=heads,
+                    every_draw=False,
                 )  # fmt: skip
                 worst = max(worst, found.worst)
         return worst
 
 
-def chosen(target: Target, config: Config | None) -> AbstractContextManager[None]:
-    """Inside the context, launches are prepared with this configuration for the target's kernel, and with the target's
-    loads.
-
-    config: None for the shipped one.
+@contextmanager
+def chosen(target: Target, config: Config | None) -> Iterator[None]:
+    """Inside the context, launches are prepared with this configuration for the target's kernel, with its loads and its
+    arithmetic. config: None for the shipped one.
     """
-    return override(configs={} if config is None else {target.kernel: config}, descriptors=target.descriptors)
+    configs = {} if config is None else {target.kernel: config}
+    with override(configs=configs, descriptors=target.descriptors), products_in_tf32(target.arithmetic == "tf32"):
+        yield
