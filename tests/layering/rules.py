@@ -105,7 +105,7 @@ _EXPERIMENTS = {
     "sparseflash/backends/reference.py PUBLIC",
     "benchmarks/huggingface": "benchmarks/harness benchmarks:timing measurements.py training "
     "sparseflash/huggingface PUBLIC",
-    "benchmarks/io": "benchmarks/harness training/layers PUBLIC",
+    "benchmarks/io.py": "benchmarks/harness training/layers PUBLIC",
     "benchmarks/layer.py": "benchmarks/harness benchmarks/speed benchmarks/speed/peers",
     "benchmarks/patterns": "benchmarks/harness benchmarks/patterns/entries training sparseflash/blockmask PUBLIC",
     "benchmarks/patterns/entries": "PUBLIC",

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from experiments.benchmarks.distributed.compared import Compared, leaves
 from experiments.benchmarks.distributed.simulate import PATTERNS
-from experiments.benchmarks.distributed.ways import ONE, Setting, Way, way_of
+from experiments.benchmarks.distributed.ways import ONE, Compared, Setting, Way, leaves, way_of
 from experiments.benchmarks.harness import Bench, reason
 from experiments.training.clock import synchronize
 from sparseflash import BlockMask, distributed
