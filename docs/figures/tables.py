@@ -86,7 +86,7 @@ TABLES = {
     "lm-losses": Table(
         {"16,384 tokens, dense": "16384-dense", "16,384 tokens, `local \\| butterfly`": "16384-local-or-butterfly",
          "16,384 tokens, a window of 1,024": "16384-window", "2,048 tokens, dense": "2048-dense"},
-        {"validation loss a token": "loss", "trained on": "tokens", "speed": "speed"}, "lm/ten-minutes/{column}/{row}",
+        {"validation loss a token": "loss", "trained on": "tokens", "speed": "speed"}, "lm/10-minutes/{column}/{row}",
         "context, mask", note="One seed.",
     ),
     "recall": Table(
