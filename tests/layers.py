@@ -205,15 +205,31 @@ MAY_IMPORT = {
         f"{_TRITON}/launcher.py",
         f"{_TRITON}/overrides.py",
     ),
-    # Device functions use the portable kernels' functions for tokens and for the softmax.
     f"{_TRITON}/changes": (
         "sparseflash/blockmask/cache.py",
         _LIMITS,
         "sparseflash/scores",
         f"{_TRITON}/alignment.py",
         f"{_TRITON}/availability.py",
-        f"{_TRITON}/portable",
+        f"{_TRITON}/device_functions",
+        f"{_TRITON}/launch",
+        f"{_TRITON}/portable/learned.py",  # for types
         f"{_TRITON}/schedule",
+    ),
+    f"{_TRITON}/device_functions": (
+        "sparseflash/blockmask/cache.py",
+        f"{_TRITON}/availability.py",
+        f"{_TRITON}/changes",
+        f"{_TRITON}/cuda_graphs.py",
+        f"{_TRITON}/launcher.py",
+        f"{_TRITON}/schedule",
+    ),
+    f"{_TRITON}/launch": (
+        "sparseflash/blockmask/cache.py",
+        "sparseflash/dropout.py",
+        "sparseflash/scores/change.py",
+        f"{_TRITON}/device_functions",
+        f"{_TRITON}/launcher.py",
     ),
     f"{_TRITON}/portable": (
         "sparseflash/blockmask/cache.py",
@@ -223,11 +239,11 @@ MAY_IMPORT = {
         f"{_BACKENDS}/registration.py",
         f"{_BACKENDS}/saved.py",
         f"{_TRITON}/alignment.py",
-        f"{_TRITON}/availability.py",
         f"{_TRITON}/changes",
         f"{_TRITON}/configs.py",
-        f"{_TRITON}/cuda_graphs.py",
+        f"{_TRITON}/device_functions",
         f"{_TRITON}/family.py",
+        f"{_TRITON}/launch",
         f"{_TRITON}/launcher.py",
         f"{_TRITON}/overrides.py",
         f"{_TRITON}/schedule",
@@ -244,9 +260,10 @@ MAY_IMPORT = {
         f"{_BACKENDS}/saved.py",
         f"{_TRITON}/alignment.py",
         f"{_TRITON}/changes",
+        f"{_TRITON}/device_functions",
         f"{_TRITON}/family.py",
+        f"{_TRITON}/launch",
         f"{_TRITON}/launcher.py",
-        f"{_TRITON}/portable",  # merges chunks, and shares launches and score modifications
         f"{_TRITON}/schedule",
     ),
     f"{_TRITON}/decode": (
@@ -256,7 +273,7 @@ MAY_IMPORT = {
         f"{_TRITON}/availability.py",
         f"{_TRITON}/device.py",
         f"{_TRITON}/launcher.py",
-        f"{_TRITON}/portable/softmax.py",
+        f"{_TRITON}/device_functions/softmax.py",
     ),
     "sparseflash/distributed": (
         "sparseflash/attention.py",

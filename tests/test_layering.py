@@ -131,6 +131,8 @@ def test_a_folder_says_what_it_may_import(row):
         ("sparseflash.backends.triton.api", "from sparseflash import attention"),
         ("sparseflash.backends.triton.portable.forward", "from sparseflash.blockmask.ops.tilelist import TileList"),
         ("sparseflash.backends.triton.schedule.plan", "from sparseflash.backends.triton.portable import forward"),
+        ("sparseflash.backends.triton.hopper.passes", "from sparseflash.backends.triton.portable import passes"),
+        ("sparseflash.backends.triton.launch.merging", "from sparseflash.backends.triton.portable import merging"),
         ("sparseflash.blockmask.build", "def f():\n    from sparseflash.draw.text import to_string"),
         ("sparseflash.blockmask.ops.crop", "from sparseflash.backends.problem import Problem"),
         ("sparseflash.blockmask.mask", "from sparseflash.masks import causal"),
@@ -182,6 +184,24 @@ def test_only_the_kernels_import_triton(module):
         loaded |= new
         waiting += new
     assert [m for m in loaded if "triton" in {base.partition(".")[0] for base, _ in MODULES[m].at_import}] == []
+
+
+def loaded_by(start):
+    """The modules that are loaded when these are imported, and when their functions run."""
+    loaded, waiting = set(start), list(start)
+    while waiting:
+        imports = MODULES[waiting.pop()]
+        new = modules_of(imports.at_import | imports.in_functions) - loaded
+        loaded |= new
+        waiting += new
+    return loaded
+
+
+@pytest.mark.parametrize(("family", "other"), [("hopper", "portable"), ("portable", "hopper")])
+def test_no_family_of_kernels_needs_another(family, other):
+    backend = "sparseflash.backends.triton"
+    loaded = loaded_by({module for module in MODULES if below(module, f"{backend}.{family}")})
+    assert sorted(module for module in loaded if below(module, f"{backend}.{other}")) == []
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,9 @@ from sparseflash.backends.triton.compile_ahead import compile_side_by_side
 from sparseflash.backends.triton.cuda_graphs import refuse_to_record
 from sparseflash.backends.triton.dispatch import Decision, decide
 from sparseflash.backends.triton.family import BackwardPass, ForwardPass, KernelChoice, Request, Setting
+from sparseflash.backends.triton.launch.examples import like
 from sparseflash.backends.triton.notice import warn_if_slower
-from sparseflash.backends.triton.portable.passes import empty_kept, like
+from sparseflash.backends.triton.portable.passes import empty_kept
 from sparseflash.backends.triton.schedule.plan import Plan, dense_plan, plan_of
 from sparseflash.blockmask.cache import BoundedDict
 from sparseflash.limits import check_near, check_tokens

@@ -42,7 +42,7 @@ class Config(NamedTuple):
 _COPYING = triton_version() >= (3, 9)
 
 # (kernel, arithmetic, widest padded head dim) -> configuration. "half" is fp16 and bf16. "fp32" splits every number
-# into three bf16 pieces: see portable/fp32_split.py.
+# into three bf16 pieces: see device_functions/fp32_split.py.
 _Table = dict[tuple[Kernel, Arithmetic, int], Config]
 
 # sm_80: 163 KiB of shared memory per program.

@@ -14,9 +14,8 @@ from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton import api
 from sparseflash.backends.triton.configs import has_room_for_pieces
 from sparseflash.backends.triton.device import capability_of
-from sparseflash.backends.triton.portable import fp32_split
-from sparseflash.backends.triton.portable.choice import wants_pieces
-from sparseflash.backends.triton.portable.fp32_split import (
+from sparseflash.backends.triton.device_functions import fp32_split
+from sparseflash.backends.triton.device_functions.fp32_split import (
     PIECE_COUNT,
     PIECES,
     PIECES_CORRECTED,
@@ -25,6 +24,7 @@ from sparseflash.backends.triton.portable.fp32_split import (
     products,
     six_products,
 )
+from sparseflash.backends.triton.portable.choice import wants_pieces
 from sparseflash.blockmask import streams
 from tensor_cores import summed_as_by_tensor_cores
 

@@ -12,8 +12,9 @@ from sparseflash import attention, masks, scores
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton import api
 from sparseflash.backends.triton.alignment import can_describe
+from sparseflash.backends.triton.launch import launches
 from sparseflash.backends.triton.overrides import override
-from sparseflash.backends.triton.portable import forward_pass, launches, pass_layout
+from sparseflash.backends.triton.portable import forward_pass, pass_layout
 
 CLOSE = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.float16: {"rtol": 2e-2, "atol": 2e-2}}
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from sparseflash.backends.triton.alignment import aligned_start
 from sparseflash.backends.triton.changes.kind import Kind, Request
-from sparseflash.backends.triton.portable.loads import along_keys, along_queries, token_numbers
-from sparseflash.backends.triton.portable.softmax import LN2
+from sparseflash.backends.triton.device_functions.loads import along_keys, along_queries, token_numbers
+from sparseflash.backends.triton.device_functions.softmax import LN2
 
 if TYPE_CHECKING:
     from sparseflash.backends.triton.portable.learned import Call

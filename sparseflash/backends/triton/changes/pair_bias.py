@@ -12,8 +12,8 @@ from torch import Tensor
 
 from sparseflash.backends.triton.alignment import aligned_start
 from sparseflash.backends.triton.changes.kind import Kind, Request
-from sparseflash.backends.triton.portable.learned import over_shared
-from sparseflash.backends.triton.portable.loads import along_keys, along_queries, token_numbers
+from sparseflash.backends.triton.device_functions.loads import along_keys, along_queries, token_numbers
+from sparseflash.backends.triton.launch.gradient_sums import over_shared
 from sparseflash.limits import FAR
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from sparseflash.backends.triton.availability import INTERPRETED
 from sparseflash.backends.triton.changes.kind import Kind, Request
-from sparseflash.backends.triton.portable.softmax import LOG2E
+from sparseflash.backends.triton.device_functions.softmax import LOG2E
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from torch import Tensor
 from sparseflash.backends.triton.alignment import aligned_start
 from sparseflash.backends.triton.availability import INTERPRETED
 from sparseflash.backends.triton.changes.kind import Kind, Request
-from sparseflash.backends.triton.portable.loads import along_keys, along_queries, token_numbers
+from sparseflash.backends.triton.device_functions.loads import along_keys, along_queries, token_numbers
 
 if TYPE_CHECKING:
     from sparseflash.backends.triton.portable.learned import Call

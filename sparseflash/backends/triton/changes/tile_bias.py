@@ -13,7 +13,7 @@ from torch import Tensor
 from sparseflash.backends.triton.alignment import aligned_start
 from sparseflash.backends.triton.changes.kind import Kind, Request
 from sparseflash.backends.triton.changes.pair_bias import dtype_of_parts
-from sparseflash.backends.triton.portable.loads import along_keys, along_queries, token_numbers
+from sparseflash.backends.triton.device_functions.loads import along_keys, along_queries, token_numbers
 from sparseflash.backends.triton.schedule.tile_places import TilePlaces
 from sparseflash.scores.tile_bias import StoredTiles
 

@@ -39,6 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from sparseflash.backends.triton.device_functions.softmax import LN2, LOG2E, LOWEST
 from sparseflash.backends.triton.hopper import configs
 from sparseflash.backends.triton.hopper.change_flags import CAPPED
 from sparseflash.backends.triton.hopper.gluon_api import accumulator, async_load, async_store
@@ -71,7 +72,6 @@ from sparseflash.backends.triton.hopper.scores import (
     sums_of_threads,
     to_first_column,
 )
-from sparseflash.backends.triton.portable.softmax import LN2, LOG2E, LOWEST
 
 NO_SCALE = gl.constexpr(2e-30)  # in units of log2(e); a scale of 0 arrives as less, see `configs.SMALLEST_SCALE`
 RECORD = gl.constexpr(16)  # numbers of an item that the loader passes to the warpgroups

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sparseflash.backends.registration import empty_lse, empty_out
 from sparseflash.backends.triton.alignment import can_describe
+from sparseflash.backends.triton.device_functions.combine import TOKENS_TO_COMBINE, combine_rows_kernel
 from sparseflash.backends.triton.family import KernelChoice, Setting
 from sparseflash.backends.triton.hopper.biases import biases_of
 from sparseflash.backends.triton.hopper.changed import examples_of, flags_of, forward_numbers_of, tensors_of
@@ -21,11 +22,10 @@ from sparseflash.backends.triton.hopper.forward import forward_kernel
 from sparseflash.backends.triton.hopper.pairs import pairs_of
 from sparseflash.backends.triton.hopper.plan import ITEM_COUNT, forward_plan
 from sparseflash.backends.triton.hopper.tables import entries_of
+from sparseflash.backends.triton.launch.examples import empty_like, like, one_number_of
+from sparseflash.backends.triton.launch.launches import SOME_LENGTHS, SOME_PARTS, launch_of, of_call, strides_of
+from sparseflash.backends.triton.launch.merging import bind_merge, merge_launch
 from sparseflash.backends.triton.launcher import BoundLaunch, Describe, Launch
-from sparseflash.backends.triton.portable.combine import TOKENS_TO_COMBINE, combine_rows_kernel
-from sparseflash.backends.triton.portable.launches import SOME_LENGTHS, SOME_PARTS, launch_of, of_call, strides_of
-from sparseflash.backends.triton.portable.merging import bind_merge, merge_launch
-from sparseflash.backends.triton.portable.passes import empty_like, like, one_number_of
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.backends.triton.schedule.worklists import Worklist

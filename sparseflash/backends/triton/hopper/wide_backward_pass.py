@@ -19,8 +19,8 @@ from sparseflash.backends.triton.hopper.configs import BLOCK, WIDE_KEYS, WideCon
 from sparseflash.backends.triton.hopper.descriptors import described_as, described_rows, read_as
 from sparseflash.backends.triton.hopper.rows import WIDTH, begin_kernel, finish_kernel
 from sparseflash.backends.triton.hopper.wide_backward import wide_backward_kernel
-from sparseflash.backends.triton.portable.launches import SOME_LENGTHS, SOME_PARTS, launch_of, of_call, strides_of
-from sparseflash.backends.triton.portable.passes import like, one_number_of
+from sparseflash.backends.triton.launch.examples import like, one_number_of
+from sparseflash.backends.triton.launch.launches import SOME_LENGTHS, SOME_PARTS, launch_of, of_call, strides_of
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.backends.triton.schedule.worklists import TileLists

@@ -11,12 +11,14 @@ from torch import Tensor
 from sparseflash.backends.registration import empty_gradient
 from sparseflash.backends.saved import Saved
 from sparseflash.backends.triton.family import KernelChoice, Setting
+from sparseflash.backends.triton.launch.examples import like, one_number_of
+from sparseflash.backends.triton.launch.launches import of_call
 from sparseflash.backends.triton.launcher import BoundLaunch
-from sparseflash.backends.triton.portable.launches import KernelLayout, of_call
+from sparseflash.backends.triton.portable.launches import KernelLayout
 from sparseflash.backends.triton.portable.learned import Call, Sums
 from sparseflash.backends.triton.portable.merging import Combine, combine_gradients, combine_means
 from sparseflash.backends.triton.portable.pass_layout import Layout
-from sparseflash.backends.triton.portable.passes import layouts, like, one_number_of, run_kernel
+from sparseflash.backends.triton.portable.passes import layouts, run_kernel
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.dropout import Dropout
 from sparseflash.limits import is_near

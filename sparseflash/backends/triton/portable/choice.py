@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sparseflash.backends.triton.alignment import can_describe
 from sparseflash.backends.triton.configs import Arithmetic, Config, Kernel, arithmetic_of, has_room_for_pieces
+from sparseflash.backends.triton.device_functions.fp32_split import is_in_pieces
 from sparseflash.backends.triton.family import Setting
 from sparseflash.backends.triton.overrides import overrides
 from sparseflash.backends.triton.portable.fitting import (
@@ -18,7 +19,6 @@ from sparseflash.backends.triton.portable.fitting import (
     with_addresses,
     with_more_registers,
 )
-from sparseflash.backends.triton.portable.fp32_split import is_in_pieces
 from sparseflash.backends.triton.portable.occupancy import held_and_streamed, padded_dims
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tilings import FP32, HALF, Tile, Tiling

@@ -15,12 +15,12 @@ from sparseflash.backends.registration import empty_lse, empty_out
 from sparseflash.backends.triton.alignment import is_readable, readable, with_aligned_rows
 from sparseflash.backends.triton.changes.kind import Request
 from sparseflash.backends.triton.changes.kinds import Changed
+from sparseflash.backends.triton.device_functions.fp32_split import PIECE_COUNT, PIECES_DTYPE, in_pieces
 from sparseflash.backends.triton.family import Setting
+from sparseflash.backends.triton.launch.examples import like
 from sparseflash.backends.triton.portable.choice import wants_pieces
-from sparseflash.backends.triton.portable.fp32_split import PIECE_COUNT, PIECES_DTYPE, in_pieces
 from sparseflash.backends.triton.portable.launches import Numbers
 from sparseflash.backends.triton.portable.occupancy import padded_dims
-from sparseflash.backends.triton.portable.passes import like
 from sparseflash.scores.change import Scores
 
 

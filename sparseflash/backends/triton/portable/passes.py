@@ -29,23 +29,3 @@ def run_kernel(kernel: Bound, combine: Combine | None, given: Mapping[str, Any])
 def empty_kept(q: Tensor) -> Tensor:
     """An uninitialised tensor `[2, B, Hq, Nq]` for maxima and inverse sums of rows; in half precision an empty one."""
     return q.new_empty((2, *q.shape[:-1]) if q.dtype == torch.float32 else (0,))
-
-
-def one_number_of(x: Tensor, device: torch.device) -> Tensor:
-    """A one-element tensor expanded to the shape of `x`, a template for `torch.empty_like`. x: contiguous.
-
-    `torch.empty` with a size and a dtype takes three times as long.
-    """
-    return torch.empty(1, dtype=x.dtype, device=device).expand(x.shape)
-
-
-def like(x: Tensor) -> Tensor:
-    """A tensor of the same layout on the meta device."""
-    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-
-
-def empty_like(x: Tensor) -> Tensor:
-    """A tensor with the layout of `torch.empty_like(x)`, on the meta device."""
-    if torch.ops.aten.is_non_overlapping_and_dense(x):
-        return like(x)
-    return torch.empty_like(like(x))  # imports sympy, which takes 0.3 seconds or more
