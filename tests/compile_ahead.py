@@ -11,10 +11,10 @@ from unittest import mock
 
 import exactness
 import scored
-from sparseflash.backends.triton.shared_memory import shared_memory
+from sparseflash.backends.triton.architecture import architecture_of
 
 ARCH = 90
-SHARED_MEMORY = shared_memory(ARCH)
+SHARED_MEMORY = architecture_of(divmod(ARCH, 10)).shared_memory
 
 _checked = set()  # checked code
 

@@ -8,6 +8,8 @@ import torch
 import sparseflash
 from plans import kernels_of, plans_of
 from sparseflash import attention, clear_caches, explain, masks, scores
+from sparseflash.backends.triton import dispatch
+from sparseflash.backends.triton.family import Family
 from sparseflash.backends.triton.hopper import support
 from sparseflash.backends.triton.overrides import always_split, override
 from sparseflash.blockmask.streams import ReadyEvent
@@ -211,6 +213,26 @@ def test_it_waits_for_plans_that_another_stream_makes(backend, monkeypatch):
     with mock.patch.object(ReadyEvent, "wait", autospec=True) as wait:
         explain(*empty(), mask, backend=backend, **HOPPER)
     assert made and all(mock.call(each.ready) in wait.call_args_list for each in made)
+
+
+def test_a_new_family_is_one_entry_of_the_list_of_families():
+    """A folder of kernels for 10.0 that serves nothing yet: its own file, and its line in `dispatch.FAMILIES`."""
+
+    def refuses(request):
+        if request.architecture.capability[0] != 10:
+            return "they run on compute capability 10.0"
+        return "they serve no backward" if request.backward else "they serve no forward"
+
+    family = Family("sm100", mock.Mock(side_effect=AssertionError("its passes are not imported")), refuses)
+    q, k, v = empty()
+    with mock.patch.object(dispatch, "FAMILIES", (family, *dispatch.FAMILIES)):
+        found = explain(q, k, v, capability=(10, 0))
+        assert found.forward.family == found.backward.family == "portable"
+        assert dict(found.forward.refusals)["sm100"] == "they serve no forward"
+        assert dict(found.backward.refusals)["sm100"] == "they serve no backward"
+        assert "not sm100: they serve no forward" in str(found)
+        on_hopper = explain(q, k, v, capability=(9, 0)).forward.refusals
+        assert dict(on_hopper)["sm100"] == "they run on compute capability 10.0"
 
 
 def test_it_is_public():

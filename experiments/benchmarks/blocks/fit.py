@@ -19,6 +19,7 @@ from experiments import measurements
 from experiments.benchmarks.tune.space import parse
 from experiments.training.cli_errors import short_errors
 from experiments.training.reading import reading
+from sparseflash.backends.triton.architecture import architecture_of
 from sparseflash.backends.triton.portable.fitting import config_for
 from sparseflash.backends.triton.portable.occupancy import held_and_streamed
 from sparseflash.backends.triton.schedule.tilings import HALF, Cost, Tiling, cheapest
@@ -92,7 +93,7 @@ def would_run(row: Any) -> bool:
     """
     held, streamed, _ = map(int, row.tiling.split("x"))
     block = held_and_streamed(row.kernel, (held, streamed))
-    ways = (config_for(row.kernel, (9, 0), "half", row.dim, block, way) for way in (True, False))
+    ways = (config_for(row.kernel, architecture_of((9, 0)), "half", row.dim, block, way) for way in (True, False))
     return parse(row.config)[:3] in [config[:3] for config in ways]
 
 

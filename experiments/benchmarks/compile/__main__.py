@@ -60,7 +60,7 @@ def show(
     chosen("--arithmetic", arithmetic, ARITHMETIC)
     compile_kernels()
     from experiments.benchmarks.compile.report import compile_all
-    from sparseflash.backends.triton.shared_memory import shared_memory
+    from sparseflash.backends.triton.architecture import architecture_of
     from sparseflash.blockmask.arguments import BLOCKS
 
     if block not in BLOCKS:
@@ -90,7 +90,7 @@ def show(
                             "dropout": dropout, "positions": positions, "split": split, "gathered": gathered,
                         }  # fmt: skip
                         for r in compile_all(a, kind, d, **variant):
-                            limit = shared_memory(a)
+                            limit = architecture_of(divmod(a, 10)).shared_memory
                             too_much = r.shared > limit
                             if too_much:
                                 over.append(r)

@@ -68,7 +68,7 @@ def main(
     from experiments.measurements import current_run
     from experiments.training.environment import command_line
     from experiments.training.progress_bar import counting_bar
-    from sparseflash.backends.triton.shared_memory import shared_memory
+    from sparseflash.backends.triton.architecture import architecture_of
 
     both = ("descriptors", "pointers")
     known = {"kernel": KERNELS, "arithmetic": ARITHMETICS, "dim": DIMS, "loads": both, "mask": EVERY_MASK}
@@ -95,7 +95,12 @@ def main(
     total = sum(map(len, wanted.values()))
     with counting_bar(console, f"Compiling for sm_{arch}", total) as progress:
         compiled = compile_candidates(
-            wanted, arch, shared_memory(arch), spills=bool(named), workers=workers, progress=progress
+            wanted,
+            arch,
+            architecture_of(divmod(arch, 10)).shared_memory,
+            spills=bool(named),
+            workers=workers,
+            progress=progress,
         )
     run = current_run(torch.device("cpu" if compile_only else "cuda"), command_line("experiments.benchmarks.tune"),
                       commit=commit)  # fmt: skip

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from experiments.benchmarks.tune.space import Target
 from sparseflash.backends.triton import configs
+from sparseflash.backends.triton.architecture import architecture_of
 from sparseflash.backends.triton.configs import Config
 
 SOURCE = Path(configs.__file__)
@@ -14,13 +15,13 @@ SOURCE = Path(configs.__file__)
 
 def table_name(capability: tuple[int, int], descriptors: bool) -> str:
     """The name of the table that a launch on this architecture reads."""
-    table = configs.table_for(capability, descriptors)
+    table = architecture_of(capability).tables.of(descriptors)
     return next(name for name, value in vars(configs).items() if value is table)
 
 
 def shipped(target: Target, capability: tuple[int, int]) -> Config:
     """The shipped configuration."""
-    return configs.table_for(capability, target.descriptors)[target.kernel, target.arithmetic, target.dim]
+    return architecture_of(capability).tables.of(target.descriptors)[target.kernel, target.arithmetic, target.dim]
 
 
 def with_entry(source: str, table: str, target: Target, config: Config) -> str:

@@ -15,12 +15,11 @@ from sparseflash.backends.registration import Operator, empty_gradient, empty_ls
 from sparseflash.backends.saved import Saved
 from sparseflash.backends.scored import ScoredOperator
 from sparseflash.backends.triton import device as gpu
-from sparseflash.backends.triton import gate
 from sparseflash.backends.triton.alignment import aligned_start
 from sparseflash.backends.triton.availability import check_runs
 from sparseflash.backends.triton.compile_ahead import compile_side_by_side
 from sparseflash.backends.triton.cuda_graphs import refuse_to_record
-from sparseflash.backends.triton.dispatch import Decision, decide
+from sparseflash.backends.triton.dispatch import Decision, decide, has_short_tiles
 from sparseflash.backends.triton.family import BackwardPass, ForwardPass, KernelChoice, Request, Setting
 from sparseflash.backends.triton.launch.examples import like
 from sparseflash.backends.triton.notice import warn_if_slower
@@ -221,8 +220,8 @@ def choices(
         more |= {} if changes is None else {"wanted": wanted}
         made = backward(setting, (q.device, "out", key), q, k, v, out, out, *numbers, dlse=False, **more)
         found = [*found, *made.choices()]
-    is_new = any(each.family is not None and each.family.name == "hopper" for each in (first, second))
-    return (first, second), found, gate.note(asked) if is_new else None
+    notes = [each.family.note(asked) for each in (first, second) if each.family is not None]
+    return (first, second), found, next((note for note in notes if note is not None), None)
 
 
 def setting_of(
@@ -235,8 +234,8 @@ def setting_of(
     heads, tokens = (q.shape[0], q.shape[1]), (q.shape[2], k.shape[2])
     block = problem.block_q, problem.block_k
     if problem.indptr is None:
-        # The Hopper kernels need tiles of 128, and are worth it if either side is long.
-        if max(tokens) <= _SHORT and problem.kernels != "hopper":
+        # Kernels that need tiles of 128 are worth it if either side is long.
+        if max(tokens) <= _SHORT and has_short_tiles(problem.kernels):
             block = min(block[0], _SHORT), min(block[1], _SHORT)
         plan = dense_plan(heads, k.shape[1], tokens, block, device or q.device)
     else:

@@ -16,16 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sparseflash.backends.triton.architecture import architecture_of
 from sparseflash.backends.triton.cuda_graphs import refuse_to_record
 from sparseflash.backends.triton.direct_start import DirectStart, Parameter, loaded, parameters_of_compiled
-from sparseflash.backends.triton.shared_memory import shared_memory
 from sparseflash.backends.triton.versions import MEASURED, triton_version
 from sparseflash.limits import check_count
 
 # Fused multiply-adds are fewer instructions and have smaller errors. Triton's default depends on its version.
 OPTIONS = {"enable_fp_fusion": True}
-# The oldest compute capability that the kernels support: Ampere, the first with bf16 and asynchronous copies.
-OLDEST = (8, 0)
 DIRECT_VERSIONS = tuple(each.triton for each in MEASURED if each.direct)
 
 
@@ -247,7 +245,7 @@ class Describe:
 def _fits(compiled: Any) -> bool:
     """Whether a kernel's shared memory fits on the GPUs that it was compiled for."""
     metadata = compiled.metadata
-    return bool(metadata.shared <= shared_memory(metadata.target.arch))
+    return bool(metadata.shared <= architecture_of(divmod(metadata.target.arch, 10)).shared_memory)
 
 
 def is_direct_version() -> bool:

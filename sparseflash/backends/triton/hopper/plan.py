@@ -13,7 +13,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from sparseflash.backends.triton.schedule.costs import SPLITS
+from sparseflash.backends.triton.architecture import multiprocessors
 from sparseflash.backends.triton.schedule.splits import Cuts, Items, cut_items
 from sparseflash.backends.triton.schedule.work_item import place
 from sparseflash.backends.triton.schedule.worklists import TileLists, Worklist, check_number_of_items
@@ -138,8 +138,4 @@ def start_order(lengths: Tensor, programs: int, *, least: int = 0) -> Tensor:
 
 def programs_of(device: torch.device) -> int:
     """How many programs run at the same time: one per SM, or the SMs of an H100 if the device is no GPU."""
-    return (
-        int(torch.cuda.get_device_properties(device).multi_processor_count)
-        if device.type == "cuda"
-        else SPLITS.multiprocessors
-    )
+    return multiprocessors(device)

@@ -94,7 +94,7 @@ class KernelLayout:
         exponentials.
         """
         self.kernel, self.numbers = kernel, numbers
-        self.capability, self.lengths, self.dropout = setting.capability, setting.lengths, setting.dropout
+        self._architecture, self.lengths, self.dropout = setting.architecture, setting.lengths, setting.dropout
         self._coordinates = setting.coordinates
         self.device = setting.plan.device
         self._chooser = Chooser(
@@ -140,7 +140,9 @@ class KernelLayout:
             "BLOCK_Q": block_q, "BLOCK_K": block_k, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
             "GATHERED": choice.tiling.gathered, "HAS_LENGTHS": self.lengths, "DROPOUT": self.dropout,
             "KEEP": choice.arithmetic != "half", "TMA": choice.descriptors,
-            "PRECISION": precision_of(choice.arithmetic, self.capability, in_pieces=choice.pieces),
+            "PRECISION": precision_of(
+                choice.arithmetic, in_pieces=choice.pieces, corrected=self._architecture.corrects_sums
+            ),
             "CHANGES": None if self._changed is None else self._changed.constant(self._part),
         }  # fmt: skip
         own_constants: dict[str, dict[str, Any]] = {

@@ -41,7 +41,7 @@ class Layout:
             self.changed = Changed(changes, request, wanted)
         self.sink = {} if self.changed is None else self.changed.sink
         self.pieces = wants_pieces(q, v, setting, heads // kv_heads)
-        self._padded = padded_dims(*self.numbers.dims, setting.capability, itemsize=2)
+        self._padded = padded_dims(*self.numbers.dims, setting.architecture, itemsize=2)
         self.out, self.lse = empty_out(like(q), like(v)), empty_lse(like(q))
 
     def operands(self, q: Tensor, k: Tensor, v: Tensor, *dout: Tensor) -> list[Tensor]:

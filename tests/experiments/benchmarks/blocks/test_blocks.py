@@ -10,6 +10,7 @@ from experiments.benchmarks.blocks.measuring import CHOSEN, OWN, Kernels
 from experiments.benchmarks.harness import Bench
 from experiments.benchmarks.tune.space import parse
 from experiments.measurements import Measurement, Run, read
+from sparseflash.backends.triton.architecture import architecture_of
 from sparseflash.backends.triton.configs import Config
 from sparseflash.backends.triton.portable.fitting import config_for
 
@@ -40,7 +41,10 @@ def test_a_configuration_of_ones_own_is_timed_in_the_tiles_that_fit_it(bench):
     assert [row.way for row in rows] == [OWN, CHOSEN, "with-32x32x2x1"]
     one = parse(rows[2].settings["config"])
     assert one[2:4] == (2, 1) and max(one[:2]) <= 32 and rows[2].settings["difference"] < 0.01
-    assert parse(rows[1].settings["config"])[2:] == config_for("dk_dv", (9, 0), "half", 32, (64, 64), False)[2:]
+    assert (
+        parse(rows[1].settings["config"])[2:]
+        == config_for("dk_dv", architecture_of((9, 0)), "half", 32, (64, 64), False)[2:]
+    )
 
 
 def test_speed_is_relative_to_the_chosen_tiling_of_blocks_of_128():

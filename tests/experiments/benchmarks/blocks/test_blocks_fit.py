@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from experiments import measurements
 from experiments.benchmarks.blocks import fit
+from sparseflash.backends.triton.architecture import architecture_of
 from sparseflash.backends.triton.portable.fitting import config_for
 from sparseflash.backends.triton.schedule.tilings import HALF
 
@@ -66,7 +67,7 @@ def test_a_choice_is_compared_with_the_fastest():
 
 def test_what_would_not_run_today_is_left_out(tmp_path):
     columns = ["kind", "block", "dim", "kernel", "tiling", "config", "length", "tiles", "ms"]
-    one = config_for("dk_dv", (9, 0), "half", 64, (32, 32), True)
+    one = config_for("dk_dv", architecture_of((9, 0)), "half", 64, (32, 32), True)
     rows = [
         ("local", 32, 64, "dk_dv", "32x32x0", config, 4096, 100, ms)
         for config, ms in [("32x32x4x3", 1.0), (str(one), 3.0), (str(one._replace(num_stages=2)), 2.0)]

@@ -23,8 +23,13 @@ TABLES = {
     (8, 0): "_AMPERE",
     (8, 6): "_CONSUMER",
     (9, 0): "_HOPPER_COPYING" if configs._COPYING else "_HOPPER",
+    (10, 0): "_BLACKWELL",
+    (10, 3): "_BLACKWELL",
     (12, 0): "_CONSUMER",
 }
+WRITTEN = (
+    "_HOPPER", "_HOPPER_COPYING", "_HOPPER_POINTERS", "_BLACKWELL", "_BLACKWELL_POINTERS", "_AMPERE", "_CONSUMER",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("dim", DIMS)
@@ -46,9 +51,10 @@ def test_what_is_shipped_for_hopper_at_head_dim_64_is_among_the_candidates():
 def test_the_table_of_an_architecture(capability, name):
     assert table.table_name(capability, True) == name
     assert table.table_name((9, 0), False) == "_HOPPER_POINTERS"
+    assert table.table_name((10, 0), False) == "_BLACKWELL_POINTERS"
 
 
-@pytest.mark.parametrize("name", ["_HOPPER", "_HOPPER_COPYING", "_HOPPER_POINTERS", "_AMPERE", "_CONSUMER"])
+@pytest.mark.parametrize("name", WRITTEN)
 @pytest.mark.parametrize("dim", [64, 256])
 def test_writing_an_entry_changes_that_table_and_those_that_take_it_over(name, dim):
     source = table.SOURCE.read_text()
@@ -57,12 +63,23 @@ def test_writing_an_entry_changes_that_table_and_those_that_take_it_over(name, d
     exec(compile(source, "before", "exec"), before)
     exec(compile(changed, "after", "exec"), after)
     assert after[name]["dq", "half", dim] == Config(16, 32, 8, 4)
-    for other in ("_HOPPER", "_HOPPER_COPYING", "_HOPPER_POINTERS", "_AMPERE", "_CONSUMER"):
+    for other in WRITTEN:
         different = {key for key in before[other] if before[other][key] != after[other][key]}
         assert different <= {("dq", "half", dim)}
         assert before[other].keys() == after[other].keys()
     assert len(changed.splitlines()) - len(source.splitlines()) in (0, 1)
     assert table.with_entry(changed, name, Target("dq", "half", dim, True), Config(16, 32, 8, 4)) == changed
+
+
+@pytest.mark.parametrize("descriptors", [True, False])
+def test_the_tuner_on_a_b200_leaves_the_tiles_of_an_h100_as_they_are(descriptors):
+    source = table.SOURCE.read_text()
+    target = Target("dq", "half", 64, descriptors)
+    changed = {"__name__": "configs"}
+    exec(table.with_entry(source, table.table_name((10, 0), descriptors), target, Config(16, 32, 8, 4)), changed)
+    entry = "dq", "half", 64
+    assert changed["BLACKWELL"].of(descriptors)[entry] == Config(16, 32, 8, 4)
+    assert changed["HOPPER"].of(descriptors)[entry] == configs.HOPPER.of(descriptors)[entry]
 
 
 def test_a_table_that_is_not_there_is_an_error():
