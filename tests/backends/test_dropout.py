@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from cutting import chunks_of
+from plans import calls_of
 from retiling import WAYS, tilings_taken_by
 from sparseflash import BlockMask, attention, dropout, masks, scores
 from sparseflash.attention import attend
 from sparseflash.backends.problem import Problem
-from sparseflash.blockmask.cache import mask_cache
 
 BACKENDS = ["blockwise", "triton", "reference"]
 
@@ -288,8 +288,7 @@ def test_a_seed_may_lie_at_any_address_and_needs_no_kernel_of_its_own():
     for seed in torch.arange(4).split(1):
         out = attention(q, k, v, mask, dropout_p=0.3, seed=seed, backend="triton")
         assert torch.equal(out, attention(q, k, v, mask, dropout_p=0.3, seed=seed.clone(), backend="triton"))
-    (plan,) = mask_cache(mask.indices)["plans"].values()
-    assert len(plan.launches) == 1
+    assert len(calls_of(mask)) == 1
 
 
 # ---------------------------------------------------------------------- on a GPU

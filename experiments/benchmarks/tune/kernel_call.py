@@ -12,7 +12,6 @@ from torch import Tensor
 from sparseflash import BlockMask
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.saved import Saved
-from sparseflash.backends.triton import api
 from sparseflash.backends.triton import device as gpu
 from sparseflash.backends.triton.configs import Kernel
 from sparseflash.backends.triton.portable.backward_pass import Backward, BackwardLayout
@@ -21,6 +20,7 @@ from sparseflash.backends.triton.portable.forward_pass import Forward, ForwardLa
 from sparseflash.backends.triton.portable.launches import Bound
 from sparseflash.backends.triton.portable.merging import Combine, combine_gradients, combine_rows
 from sparseflash.backends.triton.portable.passes import run_kernel
+from sparseflash.backends.triton.prepared_call import setting_of
 
 
 class KernelCall(NamedTuple):
@@ -55,7 +55,7 @@ class KernelOfAttention:
     ) -> None:
         """The tensors are `[1, H, N, D]`. Runs the kernel, and those before it, with the current overrides."""
         problem = Problem.of(mask, scale=q.shape[-1] ** -0.5)
-        setting = api.setting_of(q, k, problem, gpu.capability_of(q.device))._replace(tf32=tf32)
+        setting = setting_of(q, k, problem, gpu.capability_of(q.device))._replace(tf32=tf32)
         self.kernel, self.plan = kernel, setting.plan
         self._layout: Callable[[], Any] = partial(ForwardLayout, setting, q, k, v, problem.scale, 0)
         forward = Forward(self._layout(), self.plan)

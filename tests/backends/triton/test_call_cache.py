@@ -13,6 +13,8 @@ from sparseflash import attention, attention_varlen, clear_caches, masks
 from sparseflash.backends import blockwise
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton import api, call_cache
+from sparseflash.backends.triton.call_keys import key_of
+from sparseflash.backends.triton.prepared_call import setting_of
 from strategies import SEEDS
 
 TOKENS = 40
@@ -117,10 +119,10 @@ def test_calls_that_differ_in_anything_have_keys_of_their_own():
 def test_launches_that_differ_in_anything_have_keys_of_their_own():
     q, k, v = tensors()
     problem = Problem.of(mask_of(), scale=0.25)
-    setting = api.setting_of(q, k, problem, (9, 0))
+    setting = setting_of(q, k, problem, (9, 0))
     beside = torch.cat([k.new_zeros(1), k.flatten()])[1:].view(k.shape)
     keys = [
-        api._key(setting._replace(**changed), problem._replace(**other), *given)
+        key_of(setting._replace(**changed), problem._replace(**other), *given)
         for changed, other, given in [
             ({}, {}, (q, k, v)),
             *[({name: not getattr(setting, name)}, {}, (q, k, v)) for name in ("tf32", "lengths", "dropout")],
@@ -129,6 +131,7 @@ def test_launches_that_differ_in_anything_have_keys_of_their_own():
             ({"coordinates": ("rows",)}, {}, (q, k, v)),
             ({}, {"scale": 0.5}, (q, k, v)),
             ({}, {"dropped": 3}, (q, k, v)),
+            ({}, {"kernels": "portable"}, (q, k, v)),
             ({}, {}, (q.bfloat16(), k, v)),
             ({}, {}, (q[:, :, :8], k, v)),
             ({}, {}, (q, beside, v)),

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from sparseflash import attention, masks
 from sparseflash.backends.problem import Problem
-from sparseflash.backends.triton import api
 from sparseflash.backends.triton.architecture import architecture_of
 from sparseflash.backends.triton.device import capability_of
 from sparseflash.backends.triton.device_functions import fp32_split
@@ -25,6 +24,7 @@ from sparseflash.backends.triton.device_functions.fp32_split import (
     six_products,
 )
 from sparseflash.backends.triton.portable.choice import wants_pieces
+from sparseflash.backends.triton.prepared_call import setting_of
 from sparseflash.blockmask import streams
 from tensor_cores import summed_as_by_tensor_cores
 
@@ -72,7 +72,7 @@ def test_the_largest_numbers_are_split_and_what_is_no_number_stays_none():
 
 def is_split(q, k, v, mask=None, capability=(9, 0), tf32=False):
     problem = Problem.of(mask, scale=1.0) if mask is not None else Problem.of(None, scale=1.0)
-    setting = api.setting_of(q, k, problem, capability)._replace(tf32=tf32)
+    setting = setting_of(q, k, problem, capability)._replace(tf32=tf32)
     return wants_pieces(q, v, setting, q.shape[1] // k.shape[1])
 
 

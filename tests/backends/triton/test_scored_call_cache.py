@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparseflash import attention, clear_caches, masks, scores
-from sparseflash.backends.triton import api, call_cache
+from sparseflash.backends.triton import api, call_cache, prepared_call
+from sparseflash.backends.triton.call_keys import key_of_changes
 from strategies import SEEDS
 
 HEADS, TOKENS = 2, 24
@@ -99,7 +100,7 @@ def anew():
 
 def planned():
     """Counts the passes that are looked up among the plans: none for a repeat."""
-    return mock.patch.object(api, "setting_of", wraps=api.setting_of)
+    return mock.patch.object(prepared_call, "setting_of", wraps=prepared_call.setting_of)
 
 
 @pytest.fixture(autouse=True)
@@ -184,9 +185,9 @@ def test_what_launches_depend_on_is_in_the_key(other):
     ids=["number", "integer", "function", "kind"],
 )
 def test_changes_with_equal_tensors_have_keys_of_their_own(one, other):
-    keys = [api.key_of_changes(scores.Scores((each,))) for each in (one, other)]
+    keys = [key_of_changes(scores.Scores((each,))) for each in (one, other)]
     assert keys[0] != keys[1]
-    assert keys[0] == api.key_of_changes(scores.Scores((one.with_tensors([x + 1 for x in one.tensors()]),)))
+    assert keys[0] == key_of_changes(scores.Scores((one.with_tensors([x + 1 for x in one.tensors()]),)))
 
 
 def test_tables_of_equal_strides_and_other_sizes_are_not_mixed_up():
@@ -247,7 +248,7 @@ def test_a_function_that_was_made_for_one_call_is_no_other():
 def test_the_cache_is_bounded_dies_with_the_mask_and_is_emptied():
     mask, tensors, change = mask_of(), inputs(), scores.alibi(torch.ones(HEADS))
     calls, _ = call_cache.place_of(*tensors, mask, None, "portable", on_gpu_only=False)
-    with mock.patch.object(api, "scored_call", wraps=lambda *arguments: api.scored_attention) as made:
+    with mock.patch.object(prepared_call, "PreparedCall", wraps=prepared_call.PreparedCall) as made:
         for number in range(call_cache._MOST + 3):
             attention(*tensors, mask, scores=change + scores.softcap(1.0 + number), backend="triton")
     assert made.call_count == call_cache._MOST + 3 and len(calls) == 3

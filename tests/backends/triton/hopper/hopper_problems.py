@@ -11,12 +11,12 @@ from closeness import Results
 from exactness import plain_draws, results
 from sparseflash.backends.problem import Problem as Asked
 from sparseflash.backends.saved import Saved
-from sparseflash.backends.triton import api
 from sparseflash.backends.triton.hopper import backward as backward_module
 from sparseflash.backends.triton.hopper import backward_pass, cuts, forward_pass, passes, plan, wide_backward_pass
 from sparseflash.backends.triton.hopper import forward as forward_module
 from sparseflash.backends.triton.hopper import wide_backward as wide_backward_module
 from sparseflash.backends.triton.hopper.configs import HEAD_DIMS, backward_config_for, config_for
+from sparseflash.backends.triton.prepared_call import setting_of
 from sparseflash.blockmask.cache import clear_caches
 from sparseflash.testing.comparison import compare_with_draws
 from strategies import Problem, Recipe, problems
@@ -82,7 +82,7 @@ def interpreted(
     with ExitStack() as stack:
         for module, name, other in replaced:
             stack.enter_context(mock.patch.object(module, name, other))
-        setting = api.setting_of(q, k, asked, (9, 0))
+        setting = setting_of(q, k, asked, (9, 0))
         forward = passes.forward(setting, object(), q, k, v, scale, 0, changes)
         out, lse, _ = forward(q, k, v, asked.lengths, None, changes)
         gradients = ()

@@ -13,10 +13,10 @@ from dynamic_masks import made_dynamic
 from plans import plan as plan_for
 from sparseflash import BlockMask, masks
 from sparseflash.backends.problem import Problem
-from sparseflash.backends.triton import api
 from sparseflash.backends.triton.hopper import backward_plan, passes, plan
 from sparseflash.backends.triton.hopper.dynamic_plan import dynamic_forward_plan
 from sparseflash.backends.triton.hopper.plan import forward_plan, start_order
+from sparseflash.backends.triton.prepared_call import setting_of
 from sparseflash.backends.triton.schedule import plan as planning
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.backends.triton.schedule.worklists import full_first
@@ -167,7 +167,7 @@ def prepared(mask, *, merges=False):
     q = torch.empty(1, 2, 512, 64, dtype=torch.bfloat16)
     rule = plan.Rule(far=0.0, chunk=1, worth=1.0) if merges else plan.RULE
     with mock.patch.object(plan, "RULE", rule):
-        setting = api.setting_of(q, q, Problem.of(mask, scale=1.0), (9, 0))
+        setting = setting_of(q, q, Problem.of(mask, scale=1.0), (9, 0))
         return (
             passes.forward(setting, "one layout", q, q, q, 1.0, 0),
             passes.backward(setting, "one layout", q, q, q, q, q, 1.0, 0, dlse=False),
