@@ -67,17 +67,13 @@ scored_attention = ScoredOperator("triton", _forward, _scored_backward, empty_ke
 
 
 def check_gradients(q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores | None = None) -> None:
-    """Raises ValueError if a plain call requests kernels that cannot compute a gradient it needs. Otherwise the error
-    would come only in the backward.
-    """
+    """`PreparedCall.check_gradients` of a plain call, before its forward."""
     if not (problem.kernels and torch.is_grad_enabled() and q.numel() and k.numel()):
         return
     tensors = () if changes is None else changes.tensors()
-    wanted = [x.requires_grad for x in tensors]
-    if any([x.requires_grad for x in (q, k, v)] + wanted) and is_plain_call(q, k, v, *tensors):
+    if any([x.requires_grad for x in (q, k, v, *tensors)]) and is_plain_call(q, k, v, *tensors):
         check(q, k, v)
-        _, decision = prepared(q, k, v, problem, changes).decision(q, v, changes, wanted, backward=True)
-        decision.serving()
+        prepared(q, k, v, problem, changes).check_gradients(q, k, v, changes)
 
 
 def choices(

@@ -158,8 +158,8 @@ def first(
     call: PreparedCall | None = calls.get(key)
     if call is None:
         api.check(q, k, v)
-        api.check_gradients(q, k, v, problem, changes)
         call = prepared(q, k, v, problem, changes)
+        call.check_gradients(q, k, v, changes)
         call.prepare_forward(*as_recorded(q, k, v), changes)
         calls.put(key, call)
     return call_directly(Run(call, mask, changes, tensors), q, k, v, *tensors)

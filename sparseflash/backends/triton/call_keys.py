@@ -17,7 +17,7 @@ def key_of(setting: Setting, problem: Problem, *tensors: Tensor) -> tuple[Any, .
     """Everything that a prepared call depends on, besides the plan and score modifications."""
     return (
         *setting[1:], problem.scale, problem.dropped, problem.kernels, tensors[0].dtype,
-        *((x.shape, x.stride(), x.data_ptr() % 16) for x in tensors),
+        *[(x.shape, x.stride(), x.data_ptr() % 16) for x in tensors],
     )  # fmt: skip
 
 

@@ -142,11 +142,12 @@ class Launch:
         unknown = [name for name in given if name not in variant.names]
         if missing or unknown:
             raise TypeError(f"{variant.function.__name__} lacks {missing} and does not know {unknown}")
-        for name, value in fixed.items():  # a 64-bit integer would be an argument of another type
-            if isinstance(value, int):
-                check_count(
-                    f"{name} of {variant.function.__name__}", abs(value), remedy="Split the batch or the heads."
-                )
+        # A 64-bit integer would be an argument of another type.
+        counts = {name: abs(value) for name, value in fixed.items() if isinstance(value, int)}
+        largest = max(counts, key=counts.__getitem__, default="")
+        check_count(
+            f"{largest} of {variant.function.__name__}", counts.get(largest, 0), remedy="Split the batch or the heads."
+        )
         self.variant, self.bound, self.examples = variant, tuple(bound), dict(examples)
         self._arguments = [given[name] for name in variant.names]
         self._slots = [(variant.names.index(name), described.get(name)) for name in (*bound, *examples)]
@@ -170,7 +171,7 @@ class Launch:
     def bind(self, programs: int, **tensors: Tensor) -> BoundLaunch:
         """This launch with its grid and the bound tensors."""
         check_count(f"programs of {self.variant.function.__name__}", programs, remedy="Split the batch or the heads.")
-        return BoundLaunch(self, programs, tuple(tensors[name] for name in self.bound))
+        return BoundLaunch(self, programs, tuple([tensors[name] for name in self.bound]))
 
     def start(self, programs: int, *given: Any) -> None:
         """Starts the kernel with `programs` programs. given: the bound tensors, then the arguments of the call."""

@@ -75,6 +75,15 @@ class PreparedCall:
         warn_if_slower(request, decision)
         return family
 
+    def check_gradients(self, q: Tensor, k: Tensor, v: Tensor, changes: Scores | None = None) -> None:
+        """Raises ValueError if the call requests kernels that cannot compute a gradient it needs. Otherwise the error
+        would come only in the backward.
+        """
+        if self.kernels and torch.is_grad_enabled():
+            wanted = [] if changes is None else [x.requires_grad for x in changes.tensors()]
+            if q.requires_grad or k.requires_grad or v.requires_grad or any(wanted):
+                self.decision(q, v, changes, wanted, backward=True)[1].serving()
+
     def prepare_forward(self, q: Tensor, k: Tensor, v: Tensor, changes: Scores | None = None) -> ForwardPass:
         """The forward, `self.forward` from now on, for tensors of this layout.
 
@@ -90,7 +99,7 @@ class PreparedCall:
         launches = made.launches()
         # Inside of an autograd.Function grad mode is off, so requires_grad of q, k and v shows whether a backward will
         # follow: `as_recorded` detaches them if no graph is recorded.
-        follows = any([x.requires_grad for x in (q, k, v)])
+        follows = q.requires_grad or k.requires_grad or v.requires_grad
         is_recorded = follows or torch.is_grad_enabled()
         wanted = [] if changes is None else [is_recorded and x.requires_grad for x in changes.tensors()]
         if (follows or any(wanted)) and self.decision(q, v, changes, wanted, backward=True)[1].family is not None:

@@ -190,6 +190,50 @@ def test_changes_with_equal_tensors_have_keys_of_their_own(one, other):
     assert keys[0] == key_of_changes(scores.Scores((one.with_tensors([x + 1 for x in one.tensors()]),)))
 
 
+@pytest.mark.parametrize("kind", ["alibi", "bias", "key bias", "sink", "function"])
+@pytest.mark.parametrize("other", [{"layout": "strided"}, {"layout": "unaligned"}, {"dtype": torch.float16}], ids=str)
+def test_a_repeat_that_skips_the_checks_has_tensors_of_the_same_layout(kind, other):
+    mask, tensors = mask_of(), inputs()
+    base = {"kind": kind, "layout": "contiguous", "dtype": torch.float32, "learned": False}
+    results(*drawn(**base), mask, tensors, mode="no_grad")
+    with mock.patch.object(call_cache, "first", wraps=call_cache.first) as prepared:
+        results(*drawn(**base, seed=1), mask, tensors, mode="no_grad")
+        assert prepared.call_count == 0
+        found = results(*drawn(**(base | other), seed=1), mask, tensors, mode="no_grad")
+        assert prepared.call_count == 1
+    with anew():
+        assert same(found, results(*drawn(**(base | other), seed=1), mask, tensors, mode="no_grad"))
+
+
+def test_changed_values_of_the_same_tensor_are_read_at_every_call():
+    mask, tensors = mask_of(), inputs()
+    change, slopes = drawn("alibi", learned=False)
+    first = results(change, slopes, mask, tensors, mode="no_grad")
+    slopes.mul_(2.0)
+    found = results(change, slopes, mask, tensors, mode="no_grad")
+    with anew():
+        assert same(found, results(change, slopes, mask, tensors, mode="no_grad")) and not same(found, first)
+
+
+def test_tensors_of_another_device_have_keys_of_their_own():
+    one = torch.ones(HEADS)
+    keys = [key_of_changes(scores.Scores((scores.alibi(x),))) for x in (one, torch.empty_like(one, device="meta"))]
+    assert keys[0] != keys[1]
+
+
+@pytest.mark.parametrize("kind", ["t5", "key bias"])
+def test_changes_that_are_replaced_before_the_kernels_are_replaced_at_every_call(kind):
+    """A table by distance, whose entries are found for the lengths, and a bias that is the same for all queries."""
+    mask, tensors = mask_of(), inputs()
+    for seed in range(3):
+        change, x = drawn(kind, seed)
+        if kind == "key bias":
+            change = scores.bias(x[:, :, None])
+        found = results(change, x, mask, tensors)
+        with anew():
+            assert same(found, results(change, x, mask, tensors))
+
+
 def test_tables_of_equal_strides_and_other_sizes_are_not_mixed_up():
     mask, tensors = mask_of(), inputs()
     table = torch.randn(HEADS, 12, generator=random(0))

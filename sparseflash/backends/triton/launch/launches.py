@@ -44,8 +44,8 @@ def launch_of(
     fixed = {name: numbers.get(name) for name in function.arg_names if name not in others}
     key = (
         function.__name__, device, tuple(options.values()), tuple(constants.values()), tuple(described),
-        tuple((name, _dtypes(x)) for name, x in examples.items()),
-        tuple((name, _specialised(x) if isinstance(x, tuple) else x is None) for name, x in fixed.items()),
+        tuple(examples), _dtypes(tuple(examples.values())),
+        tuple([(name, _specialised(x) if isinstance(x, tuple) else x is None) for name, x in fixed.items()]),
     )  # fmt: skip
     variant: Variant | None = _variants.get(key)
     if variant is None:
@@ -53,18 +53,14 @@ def launch_of(
     return Launch(variant, fixed, examples, described, bound=bound)
 
 
-def _dtypes(x: Any) -> Any:
-    """The dtype of a tensor, or the dtypes of a tuple of tensors; None for other values."""
-    if isinstance(x, tuple):
-        return tuple(map(_dtypes, x))
-    return x.dtype if isinstance(x, Tensor) else None
+def _dtypes(x: tuple[Any, ...]) -> Any:
+    """The dtypes of a tuple of tensors, or of tuples of them; None for other values."""
+    return tuple([_dtypes(y) if isinstance(y, tuple) else getattr(y, "dtype", None) for y in x])
 
 
-def _specialised(x: Any) -> Any:
+def _specialised(x: tuple[Any, ...]) -> Any:
     """The key of a tuple of numbers. Triton may specialise on integers, such as strides, but not on floats."""
-    if isinstance(x, tuple):
-        return tuple(map(_specialised, x))
-    return float if isinstance(x, float) else x
+    return tuple([_specialised(y) if isinstance(y, tuple) else float if isinstance(y, float) else y for y in x])
 
 
 def strides_of(x: Tensor) -> tuple[int, ...]:

@@ -41,7 +41,7 @@ def padded_dims(dim: int, v_dim: int, architecture: Architecture, itemsize: int)
     adds to an uninitialised register, and wgmma reads the values from a wrong address. This was seen for D = 64 with
     Dv = 16, where rows pass through registers.
     """
-    padded, padded_v = (max(16, 1 << (x - 1).bit_length()) for x in (dim, v_dim))
+    padded, padded_v = max(16, 1 << (dim - 1).bit_length()), max(16, 1 << (v_dim - 1).bit_length())
     if architecture.needs_one_layout:
         least = min(max(padded, padded_v), 128 // itemsize)
         return max(padded, least), max(padded_v, least)
