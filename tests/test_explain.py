@@ -13,6 +13,7 @@ from sparseflash.backends.triton.family import Family
 from sparseflash.backends.triton.hopper import support
 from sparseflash.backends.triton.overrides import always_split, override
 from sparseflash.blockmask.streams import ReadyEvent
+from uninterpreted import python
 
 HOPPER = {"capability": (9, 0)}  # Triton's interpreter stands for it
 
@@ -233,6 +234,24 @@ def test_a_new_family_is_one_entry_of_the_list_of_families():
         assert "not sm100: they serve no forward" in str(found)
         on_hopper = explain(q, k, v, capability=(9, 0)).forward.refusals
         assert dict(on_hopper)["sm100"] == "they run on compute capability 10.0"
+
+
+@pytest.mark.parametrize("backend", [None, "triton", "hopper"])
+def test_a_mask_that_is_made_at_every_step_is_explained_where_no_kernel_runs(backend):
+    """Elsewhere kernels plan such a mask. Here it is on a CPU, without Triton's interpreter."""
+    program = f"""
+import torch
+from sparseflash import explain, masks
+q = torch.empty(1, 8, 4096, 128, dtype=torch.bfloat16, device="meta")
+mask = masks.top_k_blocks(torch.rand(1, 8, 32, 32), k=4, q_len=4096, block=128)
+assert mask.dynamic
+for each in explain(q, q, q, mask, capability=(9, 0), backend={backend!r}).kernels:
+    print(each.kernel, each.tiles, each.chunks)
+"""
+    done = python("-c", program)
+    assert done.returncode == 0, done.stderr
+    forward, *_ = done.stdout.splitlines()
+    assert forward == f"forward {8 * 32 * 4} 0"
 
 
 def test_it_is_public():

@@ -24,6 +24,7 @@ from sparseflash.backends.triton.family import Request
 from sparseflash.backends.triton.hopper import backward_plan, support
 from sparseflash.backends.triton.launcher import Launch, Variant
 from sparseflash.backends.triton.prepared_call import setting_of
+from sparseflash.backends.triton.schedule.plan import plan_of
 from sparseflash.limits import COUNT, FAR, MOST_TOKENS, is_near
 
 LONG = 16_905_216  # keys: 2^24 + 128,000
@@ -247,7 +248,7 @@ def test_hopper_lists_no_more_tiles_than_its_kernels_count(monkeypatch):
     """With a limit that a small problem exceeds."""
     mask, pattern = masks.causal(512, block=128), torch.zeros(2, 3, dtype=torch.int32)
     problem = Problem.of(mask, scale=1.0)
-    plan = api.plan_of(problem, (2, 3), 3, (512, 512))
+    plan = plan_of(problem, (2, 3), 3, (512, 512))
     lists = plan.lists.get(1, None)
     assert backward_plan.check_entries(lists, pattern, 512, 512) is None
     for most, refuses in ((60, False), (59, True)):  # 10 tiles of each of six heads

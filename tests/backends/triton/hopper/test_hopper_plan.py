@@ -105,6 +105,8 @@ def test_a_mask_made_at_every_step_is_walked_alike_but_never_cut(data, seed):
         assert walked(made) == wanted and (made.parts, made.merged) == (0, None)
         assert made.work[:, 0].tolist() == listed.work[:, 0, 0].tolist()
         assert made.words is lists.words
+        in_operations = forward_plan(lists, of.pattern, mask.q_len, mask.k_len, programs=132, may_wait=False)
+        assert torch.equal(made.work, in_operations.work) and in_operations.parts == 0
 
 
 def test_the_kernel_that_plans_is_compiled_for_hopper_and_started_directly():
