@@ -7,12 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from cutting import chunks_of
-from plans import calls_of
-from retiling import WAYS, tilings_taken_by
 from sparseflash import BlockMask, attention, dropout, masks, scores
 from sparseflash.attention import attend
 from sparseflash.backends.problem import Problem
+from tests.backends.triton.plans import WAYS, calls_of, chunks_of, tilings_taken_by
 
 BACKENDS = ["blockwise", "triton", "reference"]
 

@@ -21,7 +21,7 @@ from sparseflash.backends.triton.call_keys import key_of
 from sparseflash.backends.triton.launcher import Variant
 from sparseflash.backends.triton.overrides import override
 from sparseflash.backends.triton.prepared_call import setting_of
-from strategies import SEEDS
+from tests.drawn.masks import SEEDS
 
 TOKENS = 40
 

@@ -26,7 +26,7 @@ from sparseflash.backends.triton.device_functions.fp32_split import (
 from sparseflash.backends.triton.portable.choice import wants_pieces
 from sparseflash.backends.triton.prepared_call import setting_of
 from sparseflash.blockmask import streams
-from tensor_cores import summed_as_by_tensor_cores
+from tests.interpreting.products import summed_as_by_tensor_cores
 
 
 @given(

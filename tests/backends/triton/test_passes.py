@@ -6,8 +6,6 @@ import pytest
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from exactness import loads
-from plans import calls_of, kernels_of
 from sparseflash import attention, masks, scores
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton import prepared_call
@@ -16,6 +14,8 @@ from sparseflash.backends.triton.launch import launches
 from sparseflash.backends.triton.overrides import override
 from sparseflash.backends.triton.portable import forward_pass, pass_layout
 from sparseflash.backends.triton.prepared_call import setting_of
+from tests.backends.triton.plans import calls_of, kernels_of
+from tests.compared.exactness import loads
 
 CLOSE = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.float16: {"rtol": 2e-2, "atol": 2e-2}}
 

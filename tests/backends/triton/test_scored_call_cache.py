@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sparseflash import attention, clear_caches, masks, scores
 from sparseflash.backends.triton import api, call_cache, prepared_call
 from sparseflash.backends.triton.call_keys import key_of_changes
-from strategies import SEEDS
+from tests.drawn.masks import SEEDS
 
 HEADS, TOKENS = 2, 24
 
