@@ -18,8 +18,7 @@ from sparseflash.backends.triton.portable.backward_pass import Backward, Backwar
 from sparseflash.backends.triton.portable.choice import Choice
 from sparseflash.backends.triton.portable.forward_pass import Forward, ForwardLayout
 from sparseflash.backends.triton.portable.launches import Bound
-from sparseflash.backends.triton.portable.merging import Combine, combine_gradients, combine_rows
-from sparseflash.backends.triton.portable.passes import run_kernel
+from sparseflash.backends.triton.portable.merging import Combine, combine_gradients, combine_rows, run_kernel
 from sparseflash.backends.triton.prepared_call import setting_of
 
 

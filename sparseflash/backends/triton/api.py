@@ -18,7 +18,7 @@ from sparseflash.backends.triton.call_keys import key_of, key_of_changes
 from sparseflash.backends.triton.dispatch import Decision
 from sparseflash.backends.triton.family import KernelChoice
 from sparseflash.backends.triton.launch.examples import like
-from sparseflash.backends.triton.portable.passes import empty_kept
+from sparseflash.backends.triton.portable.pass_layout import empty_kept
 from sparseflash.backends.triton.prepared_call import PreparedCall, prepared, setting_of
 from sparseflash.limits import check_near, check_tokens
 from sparseflash.scores.change import Scores

@@ -74,7 +74,6 @@ def architecture_of(capability: tuple[int, int]) -> Architecture:
     )  # fmt: skip
 
 
-@bounded(maxsize=64)
 def multiprocessors(device: torch.device) -> int:
     """The multiprocessors of a GPU, of an H100 if the device is none."""
     if device.type != "cuda":

@@ -16,9 +16,8 @@ from sparseflash.backends.triton.launch.launches import of_call
 from sparseflash.backends.triton.launcher import BoundLaunch
 from sparseflash.backends.triton.portable.launches import KernelLayout
 from sparseflash.backends.triton.portable.learned import Call, Sums
-from sparseflash.backends.triton.portable.merging import Combine, combine_gradients, combine_means
-from sparseflash.backends.triton.portable.pass_layout import Layout
-from sparseflash.backends.triton.portable.passes import layouts, run_kernel
+from sparseflash.backends.triton.portable.merging import Combine, combine_gradients, combine_means, run_kernel
+from sparseflash.backends.triton.portable.pass_layout import Layout, layouts
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.dropout import Dropout
 from sparseflash.limits import is_near

@@ -110,3 +110,14 @@ def combine_means(of: Bound, layout: KernelLayout, rows: Tensor, sink: Mapping[s
         by_name["heads"] = numbers.heads
         examples |= {"maximum_ptr": rows, **sink}
     return Combine(of, layout, combine_means_kernel, 3, of.tile, {"BLOCK_M": of.tile}, by_name, examples, names)
+
+
+def run_kernel(kernel: Bound, combine: Combine | None, given: Mapping[str, Any]) -> None:
+    """Launches a kernel, then the kernel that merges its chunks, if any. given: the arguments of both, by name."""
+    kernel.work.ready.wait()
+    if combine is None:
+        kernel.launch(given)
+        return
+    given = {**given, "parts_ptr": combine.workspace()}
+    kernel.launch(given)
+    combine(given)

@@ -21,7 +21,10 @@ from sparseflash.backends.triton.launch.examples import like
 from sparseflash.backends.triton.portable.choice import wants_pieces
 from sparseflash.backends.triton.portable.launches import Numbers
 from sparseflash.backends.triton.portable.occupancy import padded_dims
+from sparseflash.blockmask.cache import BoundedDict
 from sparseflash.scores.change import Scores
+
+layouts = BoundedDict(256)  # by "forward" or "backward" and everything else that a layout depends on
 
 
 class Layout:
@@ -64,3 +67,8 @@ class Layout:
     def are_read_as_they_are(self, *tensors: Tensor) -> bool:
         """Whether `operands` returns tensors of these layouts unchanged."""
         return not self.pieces and all(map(is_readable, tensors))
+
+
+def empty_kept(q: Tensor) -> Tensor:
+    """An uninitialised tensor `[2, B, Hq, Nq]` for maxima and inverse sums of rows; in half precision an empty one."""
+    return q.new_empty((2, *q.shape[:-1]) if q.dtype == torch.float32 else (0,))
