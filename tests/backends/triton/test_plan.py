@@ -197,6 +197,13 @@ def test_more_work_items_than_an_int_counts_are_refused():
 CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
 
 
+@pytest.mark.parametrize("descriptors", [True, False])
+def test_a_b200_has_tables_of_its_own(descriptors):
+    """With the sizes of an H100, until they are measured; whoever writes them does not overwrite the other ones."""
+    hopper, blackwell = (architecture_of(each).tables.of(descriptors) for each in ((9, 0), (10, 0)))
+    assert blackwell == hopper and blackwell is not hopper
+
+
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
 @pytest.mark.parametrize("arithmetic", ["half", "tf32", "fp32"])
 def test_every_head_dim_and_block_has_a_configuration_that_its_mask_can_be_cut_into(capability, arithmetic):
