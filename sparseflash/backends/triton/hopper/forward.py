@@ -453,13 +453,12 @@ def finished(acc, factors, IS_NAN: gl.constexpr):
 
 
 @gluon.jit
-def store_part(part_ptr, out, first_row, FIRST: gl.constexpr, PADDED_DV: gl.constexpr, SAVES: gl.constexpr):
-    """Writes channels from FIRST on to a chunk [., PADDED_DV]. SAVES: keeps the compiler from computing the addresses
-    before the loop, where the register pressure is too high for them.
+def store_part(part_ptr, out, first_row, FIRST: gl.constexpr, PADDED_DV: gl.constexpr):
+    """Writes channels from FIRST on to a chunk [., PADDED_DV].
+
+    `opaque` keeps the compiler from computing the addresses before the loop, which has no registers for them.
     """
-    row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, out.type.layout))
-    if SAVES:
-        row = opaque(row)
+    row = opaque(first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, out.type.layout)))
     column = gl.arange(0, out.shape[1], layout=gl.SliceLayout(0, out.type.layout))
     if FIRST > 0:
         column += FIRST
@@ -779,16 +778,16 @@ def consumer(
             rest = out
             if DV_REST > 0:
                 rest = finished(acc_rest, gl.convert_layout(alpha, R_ROWS)[:, None], IS_NAN)
-            # For the register pressure. Other tiles keep the code that was measured.
-            SAVES: gl.constexpr = D != DV or D_REST > 0 or DV > 128
-            if SAVES:
+            # Without this ptxas keeps out in other registers than acc, and spills at D = 128. Kernels that did not
+            # spill keep the code that was measured.
+            if D != DV or D_REST > 0 or DV > 128 or HAS_PARTS:
                 acc = out  # in the same registers: the next product does not accumulate onto it
             part = field(record_s, ended, PART)
             if HAS_PARTS and part > 0:
                 part_ptr = parts_ptr + gl.cast(part - 1, gl.int64) * PART_SIZE
-                store_part(part_ptr, out, C * ROWS, 0, PADDED_DV, SAVES)
+                store_part(part_ptr, out, C * ROWS, 0, PADDED_DV)
                 if DV_REST > 0:
-                    store_part(part_ptr, rest, C * ROWS, DV, PADDED_DV, SAVES)
+                    store_part(part_ptr, rest, C * ROWS, DV, PADDED_DV)
             else:
                 batch, head = field(record_s, ended, BATCH), field(record_s, ended, HEAD)
                 first_q = field(record_s, ended, FIRST_Q) + C * ROWS
