@@ -161,11 +161,16 @@ def cut_at_lengths(index_ptr, start, full, count, first_q, q_limit, k_limit, BLO
 
 @gluon.jit
 def loader(
-    own, loads, stream, BLOCK_N: gl.constexpr, SPLIT: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    GROUPS: gl.constexpr, STAGES: gl.constexpr, Q_BUFFERS: gl.constexpr, HAS_LENGTHS: gl.constexpr,
-    CHANGES: gl.constexpr,
+    own, loads, stream, SHAPE: gl.constexpr, HAS_LENGTHS: gl.constexpr, CHANGES: gl.constexpr,
 ):  # fmt: skip
     """Finds items, writes their records, and loads queries, the keys of a step and the values of the step before."""
+    BLOCK_N: gl.constexpr = SHAPE.BLOCK_N
+    SPLIT: gl.constexpr = SHAPE.SPLIT
+    D: gl.constexpr = SHAPE.D
+    DV: gl.constexpr = SHAPE.DV
+    GROUPS: gl.constexpr = SHAPE.GROUPS
+    STAGES: gl.constexpr = SHAPE.STAGES
+    Q_BUFFERS: gl.constexpr = SHAPE.Q_BUFFERS
     buffers_s, rests_s, changes_s = own
     tiles_s, _, record_s, bars = buffers_s
     q_rest_s, k_rest_s, v_rest_s, _ = rests_s
@@ -449,12 +454,22 @@ def send(
 def consumer(
     own, reads,
     C: gl.constexpr,  # which of the warpgroups
-    BLOCK_N: gl.constexpr, SPLIT: gl.constexpr,
-    D: gl.constexpr, D_REST: gl.constexpr, DV: gl.constexpr, DV_REST: gl.constexpr, PADDED_DV: gl.constexpr,
-    OUT: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, Q_BUFFERS: gl.constexpr, KEPT: gl.constexpr,
-    IN_TURNS: gl.constexpr, HAS_LENGTHS: gl.constexpr, HAS_PARTS: gl.constexpr, CHANGES: gl.constexpr,
+    SHAPE: gl.constexpr, HAS_LENGTHS: gl.constexpr, HAS_PARTS: gl.constexpr, CHANGES: gl.constexpr,
 ):  # fmt: skip
     """out and lse of ROWS queries of every item."""
+    BLOCK_N: gl.constexpr = SHAPE.BLOCK_N
+    SPLIT: gl.constexpr = SHAPE.SPLIT
+    D: gl.constexpr = SHAPE.D
+    D_REST: gl.constexpr = SHAPE.D_REST
+    DV: gl.constexpr = SHAPE.DV
+    DV_REST: gl.constexpr = SHAPE.DV_REST
+    PADDED_DV: gl.constexpr = SHAPE.PADDED_DV
+    OUT: gl.constexpr = SHAPE.OUT
+    GROUPS: gl.constexpr = SHAPE.GROUPS
+    STAGES: gl.constexpr = SHAPE.STAGES
+    Q_BUFFERS: gl.constexpr = SHAPE.Q_BUFFERS
+    KEPT: gl.constexpr = SHAPE.KEPT
+    IN_TURNS: gl.constexpr = SHAPE.IN_TURNS
     buffers_s, rests_s, changes_s = own
     tiles_s, o_s, record_s, bars = buffers_s
     lists, words_ptr, out_descs, lse_ptr, parts_ptr, qk_scale, q_len, offset, changes = reads
@@ -773,16 +788,21 @@ def forward_kernel(
     # one, or None: Triton 3.6 starts no kernel with a descriptor in a tuple.
     changes, change_numbers, change_desc,
     n0, n1, n2, n3, n4, n5, n6, n7,  # WHOLE_NUMBERS: integers of all score modifications, concatenated
-    BLOCK_N: gl.constexpr, SPLIT: gl.constexpr,  # keys of a step; steps of a tile, whose queries are GROUPS * ROWS
-    # Channels of queries and keys, and of values, in two pieces, the second 0 if there is one; channels of a chunk.
-    D: gl.constexpr, D_REST: gl.constexpr, DV: gl.constexpr, DV_REST: gl.constexpr, PADDED_DV: gl.constexpr,
-    OUT: gl.constexpr,  # channels of out, of the first DV, that are written at a time: all or half
-    GROUPS: gl.constexpr, STREAMS: gl.constexpr,  # warpgroups that share an item; streams, with items of their own
-    STAGES: gl.constexpr, Q_BUFFERS: gl.constexpr,  # of keys and values; of queries, 1 or 2
-    KEPT: gl.constexpr, IN_TURNS: gl.constexpr,  # see `consumer`
-    REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr, CHANGES: gl.constexpr,
+    SHAPE: gl.constexpr, CHANGES: gl.constexpr,  # see configs.py and changes/hopper.py
 ):  # fmt: skip
     """out and lse of all items."""
+    BLOCK_N: gl.constexpr = SHAPE.BLOCK_N
+    D: gl.constexpr = SHAPE.D
+    D_REST: gl.constexpr = SHAPE.D_REST
+    DV: gl.constexpr = SHAPE.DV
+    DV_REST: gl.constexpr = SHAPE.DV_REST
+    OUT: gl.constexpr = SHAPE.OUT
+    GROUPS: gl.constexpr = SHAPE.GROUPS
+    STREAMS: gl.constexpr = SHAPE.STREAMS
+    STAGES: gl.constexpr = SHAPE.STAGES
+    Q_BUFFERS: gl.constexpr = SHAPE.Q_BUFFERS
+    REGISTERS: gl.constexpr = SHAPE.REGISTERS
+    LOADER_REGISTERS: gl.constexpr = SHAPE.LOADER_REGISTERS
     gl.static_assert(GROUPS * STREAMS == 2, "two warpgroups")
     dtype: gl.constexpr = q_desc.dtype
     HAS_LENGTHS: gl.constexpr = lengths_ptr is not None
@@ -807,21 +827,13 @@ def forward_kernel(
     if STREAMS == 1:
         gl.warp_specialize(
             [
-                (
-                    consumer,
-                    (own, reads, 0, BLOCK_N, SPLIT, D, D_REST, DV, DV_REST, PADDED_DV, OUT, GROUPS, STAGES, Q_BUFFERS,
-                     KEPT, IN_TURNS, HAS_LENGTHS, HAS_PARTS, CHANGES),
-                ),
-                (
-                    consumer,
-                    (own, reads, 1, BLOCK_N, SPLIT, D, D_REST, DV, DV_REST, PADDED_DV, OUT, GROUPS, STAGES, Q_BUFFERS,
-                     KEPT, IN_TURNS, HAS_LENGTHS, HAS_PARTS, CHANGES),
-                ),
-                (loader, (own, loads, stream, BLOCK_N, SPLIT, D, DV, GROUPS, STAGES, Q_BUFFERS, HAS_LENGTHS, CHANGES)),
+                (consumer, (own, reads, 0, SHAPE, HAS_LENGTHS, HAS_PARTS, CHANGES)),
+                (consumer, (own, reads, 1, SHAPE, HAS_LENGTHS, HAS_PARTS, CHANGES)),
+                (loader, (own, loads, stream, SHAPE, HAS_LENGTHS, CHANGES)),
             ],
             [4, 1],
             [REGISTERS, LOADER_REGISTERS],
-        )  # fmt: skip
+        )
     else:
         if D_REST > 0:
             q_rest_s = tiles_of(dtype, Q_BUFFERS * GROUPS, ROWS, D_REST)
@@ -833,22 +845,11 @@ def forward_kernel(
         other = (buffers(dtype, BLOCK_N, D, DV, OUT, GROUPS, STAGES, Q_BUFFERS), rests_s, changes_s)
         gl.warp_specialize(
             [
-                (
-                    consumer,
-                    (own, reads, 0, BLOCK_N, SPLIT, D, D_REST, DV, DV_REST, PADDED_DV, OUT, GROUPS, STAGES, Q_BUFFERS,
-                     KEPT, IN_TURNS, HAS_LENGTHS, HAS_PARTS, CHANGES),
-                ),
-                (
-                    consumer,
-                    (other, reads, 0, BLOCK_N, SPLIT, D, D_REST, DV, DV_REST, PADDED_DV, OUT, GROUPS, STAGES, Q_BUFFERS,
-                     KEPT, IN_TURNS, HAS_LENGTHS, HAS_PARTS, CHANGES),
-                ),
-                (loader, (own, loads, stream, BLOCK_N, SPLIT, D, DV, GROUPS, STAGES, Q_BUFFERS, HAS_LENGTHS, CHANGES)),
-                (
-                    loader,
-                    (other, loads, stream + 1, BLOCK_N, SPLIT, D, DV, GROUPS, STAGES, Q_BUFFERS, HAS_LENGTHS, CHANGES),
-                ),
+                (consumer, (own, reads, 0, SHAPE, HAS_LENGTHS, HAS_PARTS, CHANGES)),
+                (consumer, (other, reads, 0, SHAPE, HAS_LENGTHS, HAS_PARTS, CHANGES)),
+                (loader, (own, loads, stream, SHAPE, HAS_LENGTHS, CHANGES)),
+                (loader, (other, loads, stream + 1, SHAPE, HAS_LENGTHS, CHANGES)),
             ],
             [4, 1, 1],
             [REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS],
-        )  # fmt: skip
+        )

@@ -66,14 +66,7 @@ class ForwardLayout:
             **units, "items": items, "heads": heads, "group": heads // kv_heads,
             "q_len": q_len, "k_len": k_len, "row_tiles": -(-q_len // queries), "lengths_stride": 0,
         }  # fmt: skip
-        constants = {
-            "BLOCK_N": keys, "SPLIT": config.split, "D": config.dims[0], "D_REST": config.dims[1],
-            "DV": config.v_dims[0], "DV_REST": config.v_dims[1], "PADDED_DV": config.padded_v_dim,
-            "OUT": config.v_dims[0] // config.out_pieces, "GROUPS": config.groups, "STREAMS": config.streams,
-            "STAGES": config.stages, "Q_BUFFERS": config.q_buffers, "KEPT": config.kept, "IN_TURNS": config.in_turns,
-            "REGISTERS": config.registers, "LOADER_REGISTERS": config.loader_registers,
-            "CHANGES": self.changed.constant,
-        }  # fmt: skip
+        constants = {"SHAPE": config.shape, "CHANGES": self.changed.constant}
         tiles = {"q": read_as(q), "k": read_as(k), "v": read_as(v), "o": out}
         described = _described(tiles, config)
         tiles = {name: tiles[name[0]] for name in described}
