@@ -18,6 +18,7 @@ from sparseflash.backends.triton.portable.dq import dq_kernel
 from sparseflash.backends.triton.portable.forward import forward_kernel
 from sparseflash.backends.triton.portable.fp32_split import PIECE_COUNT, is_in_pieces, precision_of
 from sparseflash.backends.triton.portable.occupancy import resident_programs
+from sparseflash.backends.triton.portable.shape import Shape
 from sparseflash.backends.triton.portable.softmax import LOG2E
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
@@ -31,6 +32,11 @@ if TYPE_CHECKING:
     from sparseflash.backends.triton.changes.kinds import Changed
 
 FUNCTIONS: dict[Kernel, Any] = {"forward": forward_kernel, "dk_dv": dk_dv_kernel, "dq": dq_kernel}
+# The tensors whose strides a kernel takes, in the order of its argument.
+STRIDES: dict[Kernel, tuple[str, ...]] = {
+    "forward": ("q", "k", "v", "out"), "dk_dv": ("q", "k", "v", "dout", "dk", "dv"),
+    "dq": ("q", "k", "v", "dout", "out", "dq"),
+}  # fmt: skip
 # Examples of arguments that only some launches have.
 SOME_PARTS = torch.empty(16, dtype=torch.float32, device="meta")
 SOME_LENGTHS = torch.empty(2, 16, dtype=torch.int32, device="meta")
@@ -141,13 +147,13 @@ class KernelLayout:
             "GATHERED": choice.tiling.gathered, "HAS_LENGTHS": self.lengths, "DROPOUT": self.dropout,
             "KEEP": choice.arithmetic != "half", "TMA": choice.descriptors,
             "PRECISION": precision_of(choice.arithmetic, self.capability, in_pieces=choice.pieces),
-            "CHANGES": None if self._changed is None else self._changed.constant(self._part),
         }  # fmt: skip
         own_constants: dict[str, dict[str, Any]] = {
             "forward": {"Q_IN_REGISTERS": config.q_in_registers},
             "dk_dv": {"ROWS_TMA": choice.describes_rows}, "dq": {"DELTA": self._means},
         }  # fmt: skip
-        constants |= own_constants[self.kernel]
+        shape = Shape(**constants, **own_constants[self.kernel])
+        changes = None if self._changed is None else self._changed.constant(self._part)
         count = -(-(numbers.k_len if over_columns else numbers.q_len) // tile)
         numbers_by_name: dict[str, Any] = {
             "dropped": numbers.dropped, "amplification": amplification(numbers.dropped),
@@ -155,7 +161,7 @@ class KernelLayout:
             "heads": numbers.heads, "kv_heads": numbers.kv_heads, "group": numbers.heads // numbers.kv_heads,
             "q_len": numbers.q_len, "k_len": numbers.k_len, "col_tiles": count, "row_tiles": count,
             "row_stride": self._row_stride, "lengths_stride": 0,
-            **{f"{name}_strides": strides_of(x) for name, x in self._strides.items()},
+            "strides": tuple(strides_of(self._strides[name]) for name in STRIDES[self.kernel]),
         }  # fmt: skip
         examples: dict[str, Any] = {**self._tiles, **self._varying}
         if split:
@@ -167,7 +173,8 @@ class KernelLayout:
             examples |= self._changed.examples | self._changed.learned(self._part)
         examples |= self._sink
         return launch_of(
-            FUNCTIONS[self.kernel], constants, numbers_by_name, examples, self.device, self._descriptors(choice),
+            FUNCTIONS[self.kernel], {"SHAPE": shape, "CHANGES": changes}, numbers_by_name,
+            examples, self.device, self._descriptors(choice),
             bound=("work_ptr", "index_ptr", "tile_ptr", "words_ptr"), num_warps=config.num_warps,
             num_stages=config.num_stages, registers=config.registers,
         )  # fmt: skip
