@@ -13,7 +13,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from sparseflash.backends.triton.schedule.costs import SPLITS
+from sparseflash.backends.triton.architecture import multiprocessors
+from sparseflash.backends.triton.schedule import launch_order
 from sparseflash.backends.triton.schedule.splits import Cuts, Items, cut_items
 from sparseflash.backends.triton.schedule.work_item import place
 from sparseflash.backends.triton.schedule.worklists import TileLists, Worklist, check_number_of_items
@@ -68,14 +69,15 @@ ITEM_UNUSED = place(ForwardItem, "unused")
 
 
 def forward_plan(
-    lists: TileLists, pattern: Tensor, q_len: int, k_len: int, *, programs: int, may_cut: bool = True
-) -> Worklist:
+    lists: TileLists, pattern: Tensor, q_len: int, k_len: int, *, programs: int, may_wait: bool = True, may_cut: bool = True
+) -> Worklist:  # fmt: skip
     """The plan for `pattern [B, Hq]`, with items `[W, ITEM]`.
 
     A row without tiles has one dead tile, number -1.
 
-    programs: how many run at a time; only the order depends on it. The host waits for the device, once, where rows may
-    have to be cut.
+    programs: how many run at a time; only the order depends on it. may_wait: False for a dynamic mask. Then no row is
+    cut, and the order is the portable kernels'; on a GPU `dynamic_plan.py` makes the same plan with kernels. Otherwise
+    the host waits for the device, once, where rows may have to be cut.
     """
     batch, heads = pattern.shape
     rows = -(-q_len // lists.tiling.held)
@@ -87,7 +89,7 @@ def forward_plan(
     items = Items(number, start, lists.full[row], lists.count[row], torch.zeros_like(start))
     parts, merged = 0, None
     columns = -(-k_len // lists.tiling.streamed)
-    if may_cut and columns > RULE.worth * RULE.chunk:
+    if may_wait and may_cut and columns > RULE.worth * RULE.chunk:
         chunks = _chunks(lists.count, rows, columns)[row.view(-1)]
         total, cut = torch.stack([chunks.sum(), (chunks > 1).sum()]).tolist()
         if cut:
@@ -97,7 +99,9 @@ def forward_plan(
     index, tile = lists.index, lists.tile
     if len(index) < 2:  # a mask without a tile: the kernel reads one tile ahead even then
         index, tile = torch.cat([index, index]), torch.cat([tile, tile])
-    return Worklist(_work(items, index, tile, programs), index, tile, lists.words, parts, merged)
+    lengths = items.size.view(-1)
+    order = start_order(lengths.clamp(min=1), programs) if may_wait else launch_order.start_order(lengths)
+    return Worklist(_work(items, index, tile)[order].contiguous(), index, tile, lists.words, parts, merged)
 
 
 def _chunks(count: Tensor, rows: int, columns: int) -> Tensor:
@@ -110,8 +114,8 @@ def _chunks(count: Tensor, rows: int, columns: int) -> Tensor:
     return torch.where((is_far | is_few) & is_worth, -(-tiles // chunk), 1).view(-1)
 
 
-def _work(items: Items, index: Tensor, tile: Tensor, programs: int) -> Tensor:
-    """int32 [W, ITEM], in the order in which programs take them."""
+def _work(items: Items, index: Tensor, tile: Tensor) -> Tensor:
+    """int32 [W, ITEM], in the order of the items."""
     number, start, full, count, part = (x.view(-1) for x in items)
     is_empty = count == 0
     start = torch.where(is_empty, 0, start)
@@ -119,7 +123,7 @@ def _work(items: Items, index: Tensor, tile: Tensor, programs: int) -> Tensor:
     first_tile = torch.where(is_empty, -1, tile[start.long()])
     count = count.clamp(min=1)
     work = ForwardItem(number, start, full, count, first_block, first_tile, part, torch.zeros_like(part))
-    return torch.stack(work, dim=-1)[start_order(count, programs)].contiguous()
+    return torch.stack(work, dim=-1)
 
 
 def start_order(lengths: Tensor, programs: int, *, least: int = 0) -> Tensor:
@@ -147,8 +151,4 @@ def start_order(lengths: Tensor, programs: int, *, least: int = 0) -> Tensor:
 
 def programs_of(device: torch.device) -> int:
     """How many programs run at the same time: one per SM, or the SMs of an H100 if the device is no GPU."""
-    return (
-        int(torch.cuda.get_device_properties(device).multi_processor_count)
-        if device.type == "cuda"
-        else SPLITS.multiprocessors
-    )
+    return multiprocessors(device)

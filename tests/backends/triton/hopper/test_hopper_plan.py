@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from sparseflash import BlockMask, masks
 from sparseflash.backends.problem import Problem
-from sparseflash.backends.triton import api
 from sparseflash.backends.triton.hopper import backward_plan, passes, plan
 from sparseflash.backends.triton.hopper.dynamic_plan import dynamic_forward_plan
 from sparseflash.backends.triton.hopper.plan import forward_plan, start_order
+from sparseflash.backends.triton.prepared_call import setting_of
 from sparseflash.backends.triton.schedule import plan as planning
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.backends.triton.schedule.worklists import full_first
@@ -114,6 +114,8 @@ def test_a_mask_made_at_every_step_is_walked_alike_but_never_cut(data, seed):
         assert walked(made) == wanted and (made.parts, made.merged) == (0, None)
         assert made.work[:, 0].tolist() == listed.work[:, 0, 0].tolist()
         assert made.words is lists.words
+        in_operations = forward_plan(lists, of.pattern, mask.q_len, mask.k_len, programs=132, may_wait=False)
+        assert torch.equal(made.work, in_operations.work) and in_operations.parts == 0
 
 
 def test_the_kernel_that_plans_is_compiled_for_hopper_and_started_directly():
@@ -176,7 +178,7 @@ def prepared(mask, *, merges=False):
     q = torch.empty(1, 2, 512, 64, dtype=torch.bfloat16)
     rule = plan.Rule(far=0.0, chunk=1, worth=1.0) if merges else plan.RULE
     with mock.patch.object(plan, "RULE", rule):
-        setting = api.setting_of(q, q, Problem.of(mask, scale=1.0), (9, 0))
+        setting = setting_of(q, q, Problem.of(mask, scale=1.0), (9, 0))
         return (
             passes.forward(setting, "one layout", q, q, q, 1.0, 0),
             passes.backward(setting, "one layout", q, q, q, q, q, 1.0, 0, dlse=False),
