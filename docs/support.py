@@ -18,10 +18,10 @@ from torch import Tensor
 
 from sparseflash import BlockMask, attention, attention_varlen, decode, distributed, grouped, masks, scores, sdpa
 from sparseflash.backends.problem import Problem
-from sparseflash.backends.triton import api
 from sparseflash.backends.triton.dispatch import decide
 from sparseflash.backends.triton.family import Request
 from sparseflash.backends.triton.hopper import support
+from sparseflash.backends.triton.prepared_call import setting_of
 from sparseflash.dropout import Dropout, threshold
 from sparseflash.scores.change import Change, Scores
 from sparseflash.validation import prepared_scores
@@ -53,7 +53,7 @@ def asked(
     changes = changes.without("temperature") if changes else None
     changes = changes if changes and changes.changes else None
     learned = [] if changes is None else [x.requires_grad for x in changes.tensors()]
-    setting = api.setting_of(q, k, problem, capability, torch.device("cpu"))
+    setting = setting_of(q, k, problem, capability, torch.device("cpu"))
     decisions = [
         decide(Request.of(setting, q, v, changes, wanted, backward=backward))
         for backward, wanted in ((False, ()), (True, learned))

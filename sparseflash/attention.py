@@ -137,9 +137,8 @@ def attention(
         kernels = None
     if kernels is not None and type(dropout_p) is float and dropout_p == 0.0:
         place = call_cache.place_of(q, k, v, mask, scale, kernels, on_gpu_only=backend is None)
-        if place is not None and scores is None and (call := place[0].get(place[1])) is not None:
-            out, lse = call_cache.run(call, q, k, v, mask)
-            return (out, lse) if return_lse else out
+        if place is not None and (found := call_cache.repeated(place, q, k, v, mask, scores)) is not None:
+            return found if return_lse else found[0]
     check_tensors(q, k, v)
     dropped = threshold(dropout_p)
     dropout = Dropout(seed_tensor(seed, q.device), dropped) if dropped else None
@@ -186,17 +185,11 @@ def attend(
     problem = Problem.of(mask, scale=scale, batch=q.shape[0], dropout=dropout, kernels=KERNELS[backend])
     if not (q.numel() and k.numel()):
         place = None
-    if changes is not None and changes.changes:
-        if place is None:
-            api.check_gradients(q, k, v, problem, changes)
-            return api.scored_attention(q, k, v, problem, changes)
-        return call_cache.run_scored(place, q, k, v, problem, changes)
-    api.check_gradients(q, k, v, problem)
+    changes = changes if changes is not None and changes.changes else None
     if place is not None:
-        api.check(q, k, v)
-        call = place[0].put(place[1], api.Call(q, k, v, problem))
-        return call_cache.run(call, q, k, v, mask)
-    return api.attention(q, k, v, problem)
+        return call_cache.first(place, q, k, v, mask, problem, changes)
+    api.check_gradients(q, k, v, problem, changes)
+    return api.attention(q, k, v, problem) if changes is None else api.scored_attention(q, k, v, problem, changes)
 
 
 def _warn_of_head_dims(dim: int, v_dim: int) -> None:

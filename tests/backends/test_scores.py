@@ -12,8 +12,8 @@ from sparseflash import BlockMask, attention, masks, scores, testing
 from sparseflash.backends import problem as backends_problem
 from sparseflash.backends.triton import api
 from sparseflash.backends.triton.changes.pair_bias import readable
+from sparseflash.backends.triton.launch.gradient_sums import sums_of_groups
 from sparseflash.backends.triton.overrides import override
-from sparseflash.backends.triton.portable.learned import sums_of_groups
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.scores.change import Scores, Sizes
 from tests.backends.triton.plans import chunks_of

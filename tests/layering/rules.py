@@ -10,8 +10,9 @@ types count, too.
 # kernels needs `triton:launching`; what chooses tiles for attention needs `triton:choosing`.
 _GROUPS = {
     "sparseflash/backends:blockwise": "blockwise blockwise_tiles",
-    "sparseflash/backends/triton:launching": "availability cuda_graphs device direct_start launcher",
-    "sparseflash/backends/triton:choosing": "alignment configs family overrides",
+    "sparseflash/backends/triton:launching": "architecture availability configs cuda_graphs device direct_start "
+    "launcher",
+    "sparseflash/backends/triton:choosing": "alignment family overrides",
     "sparseflash/backends/triton/hopper:device": "configs gluon_api record scores",
     "experiments/benchmarks:timing": "fresh_process interpreter timing",
 }
@@ -52,21 +53,27 @@ _LIBRARY = {
     "backends/cached.py": "backends/reference.py blockmask blockmask/ops",
     "backends/reference.py": "blockmask scores",
     "backends/triton": "backends backends/triton:choosing backends/triton:launching backends/triton/hopper "
-    "backends/triton/portable backends/triton/schedule blockmask scores",
+    "backends/triton/launch backends/triton/portable backends/triton/schedule blockmask scores",
     "backends/triton:choosing": "backends/triton:launching backends/triton/schedule blockmask scores",
     "backends/triton:launching": "blockmask",
-    "backends/triton/changes": "backends/triton:choosing backends/triton:launching backends/triton/hopper:device "
-    "backends/triton/portable backends/triton/schedule blockmask scores",
-    "backends/triton/decode": "backends/cached.py backends/triton:launching backends/triton/portable blockmask",
+    # What the families of kernels share, and the families, which do not import one another.
+    "backends/triton/changes": "backends/triton:choosing backends/triton:launching backends/triton/device_functions "
+    "backends/triton/hopper:device backends/triton/launch backends/triton/portable backends/triton/schedule blockmask "
+    "scores",
+    "backends/triton/device_functions": "backends/triton:launching backends/triton/changes backends/triton/schedule "
+    "blockmask",
+    "backends/triton/launch": "backends/triton:launching backends/triton/device_functions blockmask scores",
+    "backends/triton/decode": "backends/cached.py backends/triton:launching backends/triton/device_functions blockmask",
     "backends/triton/hopper": "backends backends/triton:choosing backends/triton:launching backends/triton/changes "
-    "backends/triton/hopper:device backends/triton/portable backends/triton/schedule blockmask scores",
+    "backends/triton/device_functions backends/triton/hopper:device backends/triton/launch backends/triton/schedule "
+    "blockmask scores",
     # What score modifications need for their device functions on Hopper.
-    "backends/triton/hopper:device": "backends/triton/portable blockmask",
+    "backends/triton/hopper:device": "backends/triton/device_functions blockmask",
     # Run on its own, not imported: it tries the kernels as a user of the library would.
     "backends/triton/kernel_check.py": "attention.py backends/triton backends/triton/hopper:device blockmask scores "
     "testing",
     "backends/triton/portable": "backends backends/triton:choosing backends/triton:launching backends/triton/changes "
-    "backends/triton/schedule blockmask scores",
+    "backends/triton/device_functions backends/triton/launch backends/triton/schedule blockmask scores",
     "backends/triton/schedule": "backends backends/triton:choosing backends/triton:launching blockmask blockmask/ops",
 }
 
@@ -89,20 +96,19 @@ _EXPERIMENTS = {
     "lra/model": "lra lra/tasks training training/layers sparseflash/cli PUBLIC",
     "lra/table": "benchmarks:timing measurements.py lra lra/data lra/model lra/tasks training",
     "lra/tasks": "lra/data lra/data/listops lra/model pathfinder pathfinder/cnn training",
-    "pathx": "pathfinder pathfinder/cnn pathx/data pathx/masks pathx/model training PUBLIC",
+    "pathx": "measurements.py pathfinder pathfinder/cnn pathx/data pathx/masks pathx/model training PUBLIC",
     "pathx/data": "pathfinder pathx pathx/masks pathx/model training PUBLIC",
     "pathx/masks": "sparseflash/blockmask PUBLIC",
     "pathx/model": "pathfinder/cnn pathx/data pathx/masks training/layers sparseflash/nn",
-    "selection": "training PUBLIC",
-    "lm": "lm/data lm/model training PUBLIC",
+    "selection": "measurements.py training PUBLIC",
+    "lm": "measurements.py lm/data lm/model training PUBLIC",
     "lm/data": "training",
     "lm/model": "lm training training/layers PUBLIC",
     "benchmarks": "",
     "benchmarks:timing": "training",
     "benchmarks/__main__.py": "benchmarks/harness measurements.py",
     "benchmarks/harness": "benchmarks:timing measurements.py training",
-    "benchmarks/blocks": "benchmarks/harness benchmarks/speed benchmarks/tune measurements.py training BACKENDS PUBLIC",
-    "benchmarks/calls": "benchmarks/harness benchmarks:timing sparseflash/backends/triton:launching PUBLIC",
+    "benchmarks/calls.py": "benchmarks/harness benchmarks:timing sparseflash/backends/triton:launching PUBLIC",
     "benchmarks/compile": "benchmarks/harness training BACKENDS sparseflash/blockmask PUBLIC",
     "benchmarks/decode.py": "benchmarks/harness benchmarks/speed/peers PUBLIC",
     "benchmarks/distributed": "benchmarks/harness training PUBLIC",
@@ -110,17 +116,16 @@ _EXPERIMENTS = {
     "sparseflash/backends/reference.py PUBLIC",
     "benchmarks/huggingface": "benchmarks/harness benchmarks:timing measurements.py training "
     "sparseflash/huggingface PUBLIC",
-    "benchmarks/io": "benchmarks/harness training/layers PUBLIC",
+    "benchmarks/io.py": "benchmarks/harness training/layers PUBLIC",
     "benchmarks/layer.py": "benchmarks/harness benchmarks/speed benchmarks/speed/peers",
     "benchmarks/patterns": "benchmarks/harness benchmarks/patterns/entries training sparseflash/blockmask PUBLIC",
     "benchmarks/patterns/entries": "PUBLIC",
-    "benchmarks/scores": "benchmarks/harness benchmarks:timing benchmarks/speed/peers measurements.py PUBLIC",
+    "benchmarks/scores.py": "benchmarks/harness benchmarks:timing benchmarks/speed/peers measurements.py PUBLIC",
     "benchmarks/selection.py": "benchmarks/harness benchmarks:timing benchmarks/speed/peers PUBLIC",
-    "benchmarks/speed": "benchmarks/harness benchmarks:timing benchmarks/speed/peers measurements.py "
-    "sparseflash/blockmask PUBLIC",
+    "benchmarks/speed": "benchmarks/harness benchmarks/speed/peers sparseflash/blockmask PUBLIC",
     "benchmarks/speed/peers": "benchmarks/harness benchmarks/speed PUBLIC",
-    "benchmarks/tune": "benchmarks/compile benchmarks/harness benchmarks:timing benchmarks/speed "
-    "benchmarks/speed/peers measurements.py training BACKENDS PUBLIC",
+    "benchmarks/tune": "benchmarks/compile benchmarks/harness benchmarks:timing benchmarks/speed measurements.py "
+    "training BACKENDS PUBLIC",
 }
 
 

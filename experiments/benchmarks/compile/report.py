@@ -14,13 +14,13 @@ from experiments.benchmarks.compile.without_gpu import compiling_for
 from sparseflash import masks
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.saved import Saved
-from sparseflash.backends.triton import api
 from sparseflash.backends.triton.configs import Config, Kernel
 from sparseflash.backends.triton.direct_start import parameters_of_compiled
 from sparseflash.backends.triton.launcher import BoundLaunch, is_direct_version
 from sparseflash.backends.triton.overrides import NEVER_SPLIT, always_split, override
 from sparseflash.backends.triton.portable.backward_pass import Backward, BackwardLayout
 from sparseflash.backends.triton.portable.forward_pass import Forward, ForwardLayout
+from sparseflash.backends.triton.prepared_call import setting_of
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.dropout import GROUP, Dropout
 from sparseflash.scores.change import Scores, Sizes
@@ -75,14 +75,10 @@ def compile_all(
 ) -> list[Report]:
     """Forward, dK/dV and dQ for `arithmetic` ("bfloat16", "float16", "tf32", "float32") and head dim `dim`.
 
-    For float32 also the kernel that splits numbers into pieces, and dQ in two forms. Each kernel is compiled once.
-    `value_dim`: the head dim of the values, if it differs. `descriptors`: load tiles by tensor descriptors where
-    possible. `positions`: dropout as in a call on some of a sequence's tokens. `split`: rows and columns are cut into
-    chunks, which adds the kernels that merge them. `gathered`: the mask has small blocks, and each tile is gathered
-    from as many as fit; otherwise tiles are the mask's own. `changes`: score modifications, for 2 heads and `TOKENS`
-    tokens; all their tensors require gradients. `only`: compile only this kernel. `config`: its configuration, instead
-    of the table's. `assemble`: leave the kernels in Triton's cache as a launch on a GPU expects them; ptxas then runs
-    twice.
+    For float32 also the kernel that splits numbers into pieces, and dQ in two forms. descriptors: where possible.
+    positions: dropout as in a call on some of a sequence's tokens. split: rows and columns are cut into chunks.
+    gathered: each tile is gathered from small blocks. changes: for 2 heads and TOKENS tokens; all their tensors require
+    gradients. config: of the kernel `only`. assemble: leave the kernels in Triton's cache for a launch.
     """
     value_dim = value_dim or dim
     kernels = launched(
@@ -138,7 +134,7 @@ def launch_all(
         queries, groups = (torch.arange(count, dtype=torch.int32) for count in (TOKENS, TOKENS // GROUP))
         dropping = dropping._replace(queries=queries, groups=groups)
     problem = Problem.of(mask.with_lengths(torch.tensor([100])) if lengths else mask, scale=dim**-0.5, dropout=dropping)
-    setting = api.setting_of(q, k, problem, divmod(arch, 10))._replace(tf32=arithmetic == "tf32")
+    setting = setting_of(q, k, problem, divmod(arch, 10))._replace(tf32=arithmetic == "tf32")
     numbers = problem.scale, problem.dropped
     wanted: list[bool] = []
     if changes is not None:

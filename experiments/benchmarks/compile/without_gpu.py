@@ -12,7 +12,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from sparseflash.backends.triton import api
+from sparseflash.backends.triton import api, prepared_call
 from sparseflash.backends.triton import device as gpu
 from sparseflash.backends.triton.configs import Kernel
 from sparseflash.backends.triton.launcher import Launch
@@ -48,11 +48,10 @@ def _stop_at_ptx(*given: Any) -> tuple[str, str] | None:
 
 @contextmanager
 def compiling_for(arch: int, only: Kernel | None = None, *, assemble: bool = True) -> Iterator[list[tuple[str, Any]]]:
-    """Inside the context, launches on CPU tensors compile for the architecture and run nothing.
+    """Inside the context, launches on CPU tensors compile for the architecture (90 for 9.0) and run nothing.
 
-    Yields a list; each launch appends the name of its kernel and the compiled kernel. arch: 90 for compute
-    capability 9.0. only: compile only this kernel. assemble: whether Triton also runs ptxas, an eighth to a quarter of
-    the work; without it Triton stops at PTX, and its cache holds nothing that a GPU could run.
+    Yields a list of kernel names and compiled kernels. only: compile only this kernel. assemble: also run ptxas, an
+    eighth to a quarter of the work.
     """
     compiled: list[tuple[str, Any]] = []
 
@@ -66,7 +65,7 @@ def compiling_for(arch: int, only: Kernel | None = None, *, assemble: bool = Tru
         nullcontext() if assemble else mock.patch.object(knobs.runtime, "add_stages_inspection_hook", _stop_at_ptx),
         mock.patch.object(Launch, "start", compile_only),
         # Launches compile their kernels themselves: kernels compiled side by side would have to be loaded afterwards.
-        mock.patch.object(api, "compile_side_by_side", lambda launches: None),
+        mock.patch.object(prepared_call, "compile_side_by_side", lambda launches: None),
         mock.patch.object(gpu, "capability_of", lambda device: divmod(arch, 10)),
         mock.patch.object(api, "check", lambda *tensors: None),  # the check that tensors lie on a GPU
     ):

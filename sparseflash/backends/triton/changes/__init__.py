@@ -2,6 +2,6 @@
 
 `kind.py` defines the interface of a kind with the portable kernels, `hopper.py` with the Hopper forward, and `kinds.py`
 lists the kinds; `scores/` defines their results. This package may import `scores`, `blockmask.cache` and `limits`, and
-from the Triton backend `alignment`, `availability`, `hopper.configs`, `hopper.gluon_api`, `hopper.record`,
-`hopper.scores`, `portable` and `schedule`.
+from the Triton backend `alignment`, `availability`, `device_functions`, `hopper.configs`, `hopper.gluon_api`,
+`hopper.record`, `hopper.scores`, `launch` and `schedule`, and for types `portable.learned`.
 """

@@ -15,6 +15,8 @@ from triton.experimental.gluon import language as gl
 from sparseflash.backends.triton.alignment import aligned_start
 from sparseflash.backends.triton.changes.hopper import HopperKind
 from sparseflash.backends.triton.changes.kind import Kind, Request
+from sparseflash.backends.triton.device_functions.loads import along_keys, along_queries, token_numbers
+from sparseflash.backends.triton.device_functions.softmax import LN2
 from sparseflash.backends.triton.hopper.configs import ROWS as _ROWS
 from sparseflash.backends.triton.hopper.record import FIRST_Q, HEAD, field
 from sparseflash.backends.triton.hopper.scores import (
@@ -27,8 +29,6 @@ from sparseflash.backends.triton.hopper.scores import (
     sums_of_threads,
     to_first_column,
 )
-from sparseflash.backends.triton.portable.loads import along_keys, along_queries, token_numbers
-from sparseflash.backends.triton.portable.softmax import LN2
 
 if TYPE_CHECKING:
     from sparseflash.backends.triton.portable.learned import Call

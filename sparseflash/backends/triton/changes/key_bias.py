@@ -16,10 +16,10 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 from sparseflash.backends.triton.changes.hopper import HopperKind
 from sparseflash.backends.triton.changes.kind import Kind, Request
 from sparseflash.backends.triton.changes.pair_bias import readable, strides_where_shared
+from sparseflash.backends.triton.device_functions.loads import along_keys, token_numbers
 from sparseflash.backends.triton.hopper import configs
 from sparseflash.backends.triton.hopper.gluon_api import accumulator, async_load
-from sparseflash.backends.triton.portable.learned import over_shared
-from sparseflash.backends.triton.portable.loads import along_keys, token_numbers
+from sparseflash.backends.triton.launch.gradient_sums import over_shared
 
 if TYPE_CHECKING:
     from sparseflash.backends.triton.portable.learned import Call

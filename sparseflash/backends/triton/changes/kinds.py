@@ -21,8 +21,8 @@ from sparseflash.backends.triton.changes.sink import SinkKind
 from sparseflash.backends.triton.changes.softcap import SoftcapKind
 from sparseflash.backends.triton.changes.table import TableKind
 from sparseflash.backends.triton.changes.tile_bias import TileBiasKind
-from sparseflash.backends.triton.portable.learned import memory_argument
-from sparseflash.backends.triton.portable.passes import like
+from sparseflash.backends.triton.launch.examples import like
+from sparseflash.backends.triton.launch.gradient_sums import memory_argument
 from sparseflash.scores.change import Scores
 
 KINDS: dict[str, Any] = {

@@ -17,11 +17,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from sparseflash.backends.triton.alignment import aligned_start
 from sparseflash.backends.triton.changes.hopper import HopperKind
 from sparseflash.backends.triton.changes.kind import Kind, Request
+from sparseflash.backends.triton.device_functions.loads import along_keys, along_queries, token_numbers
 from sparseflash.backends.triton.hopper import configs
 from sparseflash.backends.triton.hopper.gluon_api import async_load
 from sparseflash.backends.triton.hopper.scores import pair_buffers
-from sparseflash.backends.triton.portable.learned import over_shared
-from sparseflash.backends.triton.portable.loads import along_keys, along_queries, token_numbers
+from sparseflash.backends.triton.launch.gradient_sums import over_shared
 from sparseflash.limits import FAR
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from triton.experimental.gluon import language as gl
 from sparseflash.backends.triton.alignment import aligned_start
 from sparseflash.backends.triton.changes.hopper import HopperKind
 from sparseflash.backends.triton.changes.kind import Kind, Request
-from sparseflash.backends.triton.portable.learned import sink_gradient
-from sparseflash.backends.triton.portable.softmax import LOG2E, exp2_rounded, finite_maximum
+from sparseflash.backends.triton.device_functions.softmax import LOG2E, exp2_rounded, finite_maximum
+from sparseflash.backends.triton.launch.gradient_sums import sink_gradient
 
 if TYPE_CHECKING:
     from sparseflash.backends.triton.portable.learned import Call

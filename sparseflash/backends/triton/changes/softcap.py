@@ -10,8 +10,8 @@ from triton.experimental.gluon import language as gl
 from sparseflash.backends.triton.availability import INTERPRETED
 from sparseflash.backends.triton.changes.hopper import HopperKind
 from sparseflash.backends.triton.changes.kind import Kind, Request
+from sparseflash.backends.triton.device_functions.softmax import LOG2E
 from sparseflash.backends.triton.hopper.scores import hyperbolic_tangent
-from sparseflash.backends.triton.portable.softmax import LOG2E
 
 
 @triton.jit

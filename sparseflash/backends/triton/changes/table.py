@@ -20,6 +20,7 @@ from sparseflash.backends.triton.alignment import aligned_start
 from sparseflash.backends.triton.availability import INTERPRETED
 from sparseflash.backends.triton.changes.hopper import HopperKind
 from sparseflash.backends.triton.changes.kind import Kind, Request
+from sparseflash.backends.triton.device_functions.loads import along_keys, along_queries, token_numbers
 from sparseflash.backends.triton.hopper.configs import ROWS as _ROWS
 from sparseflash.backends.triton.hopper.record import FIRST_Q, HEAD, field
 from sparseflash.backends.triton.hopper.record import OF_CHANGE_FIRST as FIRST_ENTRY
@@ -32,7 +33,6 @@ from sparseflash.backends.triton.hopper.scores import (
     outer_tiles,
     shared_entry,
 )
-from sparseflash.backends.triton.portable.loads import along_keys, along_queries, token_numbers
 
 if TYPE_CHECKING:
     from sparseflash.backends.triton.portable.learned import Call

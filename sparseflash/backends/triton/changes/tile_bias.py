@@ -16,9 +16,9 @@ from sparseflash.backends.triton.alignment import aligned_start
 from sparseflash.backends.triton.changes import pair_bias
 from sparseflash.backends.triton.changes.kind import Kind, Request
 from sparseflash.backends.triton.changes.pair_bias import dtype_of_parts, load_boxes
+from sparseflash.backends.triton.device_functions.loads import along_keys, along_queries, token_numbers
 from sparseflash.backends.triton.hopper import configs
 from sparseflash.backends.triton.hopper.scores import place_of_pairs
-from sparseflash.backends.triton.portable.loads import along_keys, along_queries, token_numbers
 from sparseflash.backends.triton.schedule.tile_places import TilePlaces
 from sparseflash.scores.tile_bias import StoredTiles
 

@@ -2,5 +2,5 @@
 combined.
 
 This package may import `cached`, `limits`, `blockmask.cache`, and from the Triton backend `availability`, `device`,
-`launcher` and `portable.softmax`. Only the library's `decode.py` imports it.
+`launcher` and `device_functions.softmax`. Only the library's `decode.py` imports it.
 """

@@ -11,8 +11,8 @@ from sparseflash.backends.cached import Cached
 from sparseflash.backends.triton.availability import check_runs
 from sparseflash.backends.triton.decode.kernels import combine_kernel, decode_kernel
 from sparseflash.backends.triton.device import multiplies_in_tf32
+from sparseflash.backends.triton.device_functions.softmax import LOG2E
 from sparseflash.backends.triton.launcher import Launch
-from sparseflash.backends.triton.portable.softmax import LOG2E
 from sparseflash.blockmask.cache import bounded
 from sparseflash.limits import check_count
 

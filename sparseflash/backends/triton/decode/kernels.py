@@ -9,7 +9,7 @@ capacity of the cache. So a CUDA graph can be replayed while the cache grows.
 import triton
 import triton.language as tl
 
-from sparseflash.backends.triton.portable.softmax import LN2, decay, softmax_step
+from sparseflash.backends.triton.device_functions.softmax import LN2, decay, softmax_step
 
 # A program walks the keys of a range, the chosen pages, or the tiles of a mask's rows.
 RANGE = tl.constexpr("range")

@@ -18,7 +18,7 @@ The gradient of a bias of pairs is dS. It is stored row by row from the shared m
 live tile of a batch element and head belongs to one program, which writes it once.
 
 In the plan, an item that is far too long for one program is cut into parts (`cuts.py`). Each part writes its dk and dv
-in fp32 to a workspace; `portable/combine.py` sums them in the order of the list and rounds once.
+in fp32 to a workspace; `device_functions/combine.py` sums them in the order of the list and rounds once.
 
 Why the kernel cannot deadlock: `backward_plan.py` gives every entry (a tile of queries of some item) a time, which
 increases strictly along the list of a program, and ranks the entries of a chain by (time, number of the program). This

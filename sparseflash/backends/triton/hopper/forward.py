@@ -54,6 +54,7 @@ from sparseflash.backends.triton.changes.hopper_steps import (
     recorded,
 )
 from sparseflash.backends.triton.changes.kind import WHOLE_NUMBERS
+from sparseflash.backends.triton.device_functions.softmax import LN2, LOWEST
 from sparseflash.backends.triton.hopper import configs
 from sparseflash.backends.triton.hopper.gluon_api import accumulator, async_load, async_store
 from sparseflash.backends.triton.hopper.plan import (
@@ -86,7 +87,6 @@ from sparseflash.backends.triton.hopper.record import (
     field,
 )
 from sparseflash.backends.triton.hopper.scores import as_float, by_thread, plus_of_threads, sums_of_threads
-from sparseflash.backends.triton.portable.softmax import LN2, LOWEST
 
 NO_SCALE = gl.constexpr(2e-30)  # in units of log2(e); a scale of 0 arrives as less, see `configs.SMALLEST_SCALE`
 ROWS = gl.constexpr(configs.ROWS)  # of a warpgroup

@@ -11,6 +11,7 @@ from torch import Tensor
 from sparseflash.backends.registration import empty_lse, empty_out
 from sparseflash.backends.triton.alignment import can_describe
 from sparseflash.backends.triton.changes.kinds import changed_on_hopper
+from sparseflash.backends.triton.device_functions.combine import TOKENS_TO_COMBINE, combine_rows_kernel
 from sparseflash.backends.triton.family import KernelChoice, Setting
 from sparseflash.backends.triton.hopper.biases import biases_of
 from sparseflash.backends.triton.hopper.changed import examples_of, forward_numbers_of, tensors_of
@@ -22,11 +23,10 @@ from sparseflash.backends.triton.hopper.forward import forward_kernel
 from sparseflash.backends.triton.hopper.pairs import pairs_of
 from sparseflash.backends.triton.hopper.plan import ITEM_COUNT, forward_plan
 from sparseflash.backends.triton.hopper.tables import entries_of
+from sparseflash.backends.triton.launch.examples import empty_like, like, one_number_of
+from sparseflash.backends.triton.launch.launches import SOME_LENGTHS, SOME_PARTS, launch_of, of_call, strides_of
+from sparseflash.backends.triton.launch.merging import bind_merge, merge_launch
 from sparseflash.backends.triton.launcher import BoundLaunch, Describe, Launch
-from sparseflash.backends.triton.portable.combine import TOKENS_TO_COMBINE, combine_rows_kernel
-from sparseflash.backends.triton.portable.launches import SOME_LENGTHS, SOME_PARTS, launch_of, of_call, strides_of
-from sparseflash.backends.triton.portable.merging import bind_merge, merge_launch
-from sparseflash.backends.triton.portable.passes import empty_like, like, one_number_of
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.backends.triton.schedule.worklists import Worklist
@@ -200,19 +200,21 @@ def _described(tiles: Mapping[str, Tensor], config: Config) -> dict[str, Describ
 
 def planned_forward(plan: Plan, tile: tuple[int, int], programs: int) -> Worklist:
     """The work list of the forward in these tiles, from the cache of `plan`. programs: how many items run at a time."""
-    return plan.derived(("hopper forward", tile, programs), lambda: _planned(plan, tile, programs))
+    return plan.derived(("hopper forward", tile, programs), lambda: forward_worklist(plan, tile, programs))
 
 
-def _planned(plan: Plan, tile: tuple[int, int], programs: int) -> Worklist:
+def forward_worklist(plan: Plan, tile: tuple[int, int], programs: int, *, may_cut: bool = True) -> Worklist:
+    """The work list over tiles of queries, made anew. may_cut: whether long rows may be cut into chunks."""
     lists = plan.lists.get(0, Tiling(*tile))
     lists.ready.wait()
     pattern, (q_len, k_len) = plan.pattern, plan.lists.tokens
-    if not plan.lists.reusable:
+    if plan.lists.fused:
         return dynamic_forward_plan(lists, pattern, q_len)
     if plan.lists.pattern is not None:
         pattern = plan.lists.pattern.expand(plan.pattern.shape)
     pattern = pattern.to(lists.index.device)
-    made = forward_plan(lists, pattern, q_len, k_len, programs=programs)
+    reusable = plan.lists.reusable
+    made = forward_plan(lists, pattern, q_len, k_len, programs=programs, may_wait=reusable, may_cut=may_cut)
     return made.to(plan.device)
 
 

@@ -18,7 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from sparseflash.backends.triton.portable.softmax import LN2
+from sparseflash.backends.triton.device_functions.softmax import LN2
 
 # The steepest slope for two parts, in powers of 2 a token. Over 128 tokens the rounding of a part is 2^-13.
 STEEPEST = gl.constexpr(16.0)

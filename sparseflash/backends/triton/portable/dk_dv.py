@@ -16,17 +16,17 @@ from sparseflash.backends.triton.changes.steps import (
     loaded,
     no_sums,
 )
-from sparseflash.backends.triton.portable.dropout import DropoutArguments, kept_weights
-from sparseflash.backends.triton.portable.fp32_split import accumulate, products
-from sparseflash.backends.triton.portable.gradients import lse_gradients, write_gradients
-from sparseflash.backends.triton.portable.loads import (
+from sparseflash.backends.triton.device_functions.fp32_split import accumulate, products
+from sparseflash.backends.triton.device_functions.gradients import lse_gradients, write_gradients
+from sparseflash.backends.triton.device_functions.loads import (
     live_scores,
     load_tokens,
     numbers_of_rows,
     part_pointers,
     token_numbers,
 )
-from sparseflash.backends.triton.portable.softmax import recomputed_weights, score_gradients
+from sparseflash.backends.triton.device_functions.softmax import recomputed_weights, score_gradients
+from sparseflash.backends.triton.portable.dropout import DropoutArguments, kept_weights
 from sparseflash.backends.triton.portable.walk import (
     cut_at_length,
     list_of_item,

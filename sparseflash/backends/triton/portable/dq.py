@@ -10,20 +10,14 @@ import triton.language as tl
 from sparseflash.backends.triton.changes.kind import WHOLE_NUMBERS
 from sparseflash.backends.triton.changes.sink import means_of_sink
 from sparseflash.backends.triton.changes.steps import begun, finish, no_sums
-from sparseflash.backends.triton.portable.delta import means_step, write_means
+from sparseflash.backends.triton.device_functions.delta import means_step, write_means
+from sparseflash.backends.triton.device_functions.fp32_split import in_fp32
+from sparseflash.backends.triton.device_functions.gradients import lse_gradients, write_gradients
+from sparseflash.backends.triton.device_functions.loads import load_columns, load_tokens, part_pointers
+from sparseflash.backends.triton.device_functions.softmax import LOG2E
 from sparseflash.backends.triton.portable.dq_step import dq_step, row_step
 from sparseflash.backends.triton.portable.dropout import DropoutArguments
-from sparseflash.backends.triton.portable.fp32_split import in_fp32
-from sparseflash.backends.triton.portable.gradients import lse_gradients, write_gradients
-from sparseflash.backends.triton.portable.loads import load_columns, load_tokens, part_pointers
-from sparseflash.backends.triton.portable.softmax import LOG2E
-from sparseflash.backends.triton.portable.walk import (
-    listed_block,
-    part_of,
-    partial_tile,
-    row_item,
-    tokens_of_block,
-)
+from sparseflash.backends.triton.portable.walk import listed_block, part_of, partial_tile, row_item, tokens_of_block
 from sparseflash.backends.triton.schedule.work_item import ITEM
 
 
