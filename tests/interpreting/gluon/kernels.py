@@ -1,0 +1,82 @@
+"""Kernels run from their source: imports from Triton are replaced, constants of the project are plain numbers."""
+
+import ast
+import importlib
+import inspect
+import itertools
+import random
+from functools import lru_cache
+
+import torch
+import triton.language as tl
+from triton.experimental.gluon._runtime import GluonJITFunction
+
+from tests.interpreting.gluon.language import names_of_gluon
+from tests.interpreting.gluon.schedule import World
+from tests.interpreting.gluon.values import Descriptor, Pointer
+
+_numbers = itertools.count()
+
+
+class Interpreted:
+    """A kernel of a module, launched like Triton's; it replaces the kernel where the launcher finds it.
+
+    `seed`: of the interleaving. `change`: edits the module's source, to check that a fault is noticed.
+    """
+
+    def __init__(self, module, name, seed=0, change=lambda source: source):
+        self.source, self.path = change(inspect.getsource(module)), module.__file__
+        self.name, self.seed = name, seed
+        self.__name__ = f"{name} interpreted as number {next(_numbers)}"  # launches are shared by this name
+        self.arg_names = list(inspect.signature(getattr(module, name).fn).parameters)
+
+    def warmup(self, *arguments, **options):
+        """Compiles nothing, as Triton's own interpreter does."""
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **options):
+            world = World(random.Random(self.seed), threads=32 * options["num_warps"])
+            kernel = _functions(self.source, self.path, world)[self.name]
+            named = {name: _as_argument(x) for name, x in zip(self.arg_names, arguments, strict=True)}
+            for program in range(grid[0]):
+                world.add(lambda: kernel(**named), program, grid[0])
+            world.run()
+
+        return launch
+
+
+def _as_argument(x):
+    if isinstance(x, torch.Tensor):
+        return Pointer(x)
+    return Descriptor(x) if hasattr(x, "block_shape") else x
+
+
+def _functions(source, path, world):
+    """The functions of a module, with their imports from Triton replaced."""
+    imports, code = _compiled(source, path)
+    names = {**_names_of_ours(imports, world), **names_of_gluon(world)}
+    exec(code, names)
+    return names
+
+
+@lru_cache(32)
+def _compiled(source, path):
+    """The imports of a module, and the code of the rest."""
+    tree = ast.parse(source)
+    imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    tree.body = [node for node in tree.body if node not in imports]
+    return imports, compile(tree, path, "exec")
+
+
+def _names_of_ours(imports, world):
+    """The names that the project's own modules provide: constants as numbers, Gluon functions interpreted."""
+    found = {}
+    for node in imports:
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("sparseflash."):
+            module = importlib.import_module(node.module)
+            given = {each.name: getattr(module, each.name) for each in node.names}
+            if any(isinstance(x, GluonJITFunction) for x in given.values()):
+                replaced = _functions(inspect.getsource(module), module.__file__, world)
+                given = {name: replaced[name] for name in given}
+            found |= given
+    return {name: x.value if isinstance(x, tl.constexpr) else x for name, x in found.items()}
