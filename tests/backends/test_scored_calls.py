@@ -42,7 +42,6 @@ class Problem:
         self.wanted = [*self.inputs, *([] if kind == "softcap" else [self.learned])]
 
     def run(self, *inputs, **others):
-        """`(out, lse)` with dropout."""
         others = {"dropout_p": 0.3, "seed": 7} | others
         return attention(
             *(inputs or self.inputs), self.mask, scores=self.changes, return_lse=True, backend=self.backend, **others

@@ -652,7 +652,6 @@ EDGES = {
                       **{name: sometimes(name) for name in EDGES}),
        backend=mostly([None, "blockwise", "reference"], ["triton"]))  # fmt: skip
 def fuzz_minus_inf(case, backend):
-    """-inf in every kind of scores equals a mask."""
     if DEVICE.type == "cpu" and backend == "triton" and case.dtype == torch.bfloat16:
         return "refused"  # by the interpreter
     kind, found = outcome(lambda: case.results(backend, DEVICE))

@@ -61,7 +61,6 @@ def _functions(source, path, world):
 
 @lru_cache(32)
 def _compiled(source, path):
-    """The imports of a module, and the code of the rest."""
     tree = ast.parse(source)
     imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
     tree.body = [node for node in tree.body if node not in imports]
@@ -69,7 +68,6 @@ def _compiled(source, path):
 
 
 def _names_of_ours(imports, world):
-    """The names that the project's own modules provide: constants as numbers, Gluon functions interpreted."""
     found = {}
     for node in imports:
         if isinstance(node, ast.ImportFrom) and node.module.startswith("sparseflash."):

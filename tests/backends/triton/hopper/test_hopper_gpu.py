@@ -360,7 +360,6 @@ SHUFFLED = {
 
 @pytest.mark.parametrize("busy", [False, True], ids=["alone", "beside a busy stream"])
 def test_ten_thousand_shuffled_launches_have_the_bits_of_the_first(busy):
-    """5,000 forwards and 5,000 backwards."""
     draw, cases = random.Random(0), []
     for dim, tokens, heads in itertools.product(HEAD_DIMS, (200, 1024, 2300), (1, 6)):
         given = inputs(1 + heads % 2, heads, tokens, dim)

@@ -45,7 +45,6 @@ SEEDS = st.integers(0, 2**16)
 
 
 def run(case, **how):
-    """The results by name."""
     problem = case.problem
     mask = None if problem.recipe is None else problem.recipe.mask()
     q, k, v, dout, dlse = inputs(problem)
@@ -232,7 +231,6 @@ def test_biases_of_keys_that_batch_heads_or_keys_share(shape, cut):
 
 
 def check_against_reference(got, tensors, mask, changes, dout, dlse):
-    """Compares out, lse and the gradients of q, k, v and of the score modification's tensor."""
     given = [x.detach().double().requires_grad_() for x in tensors]
     changes = changes.with_tensors(given[3:])
     wanted = attention(*given[:3], mask, scale=0.125, scores=changes, return_lse=True, backend="reference")

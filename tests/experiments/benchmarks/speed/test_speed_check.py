@@ -30,7 +30,6 @@ def one_thread() -> Iterator[None]:
 
 
 def changed(change: Callable[[Tensor], Tensor]) -> Callable[[Case, Pattern, Inputs], Runner]:
-    """Ours with its output changed."""
 
     def peer(case: Case, live: Pattern, inputs: Inputs) -> Runner:
         right = ours(case, live, inputs)
@@ -40,7 +39,6 @@ def changed(change: Callable[[Tensor], Tensor]) -> Callable[[Case, Pattern, Inpu
 
 
 def with_gradient(change: Callable[[Tensor], Tensor]) -> Callable[[Case, Pattern, Inputs], Runner]:
-    """Ours with the right output and the gradient of v changed."""
 
     def peer(case: Case, live: Pattern, inputs: Inputs) -> Runner:
         right = ours(case, live, inputs)

@@ -77,8 +77,6 @@ class OnGpu(NamedTuple):
 
 
 class Moved(torch.Tensor):
-    """Says that it is on a GPU."""
-
     device = torch.device("cuda")  # type: ignore[assignment]
 
 
