@@ -25,8 +25,6 @@ pytestmark = [
 
 
 class Problem:
-    """Some tensors, and changes that learn at most one."""
-
     def __init__(self, kind, backend):
         generator = torch.Generator().manual_seed(0)
         self.backend, self.mask = backend, masks.causal(N, block=16)
@@ -53,8 +51,6 @@ class Problem:
 
 
 class Seen(TorchDispatchMode):
-    """The names of the operators that pass."""
-
     def __init__(self):
         super().__init__()
         self.names = set()

@@ -52,7 +52,6 @@ KINDS = {
 
 
 def drawn(kind, seed=0, *, dtype=torch.float32, learned=True, layout="contiguous"):
-    """The change, and its tensor, in one of several layouts."""
     shape, change = KINDS[kind]
     if layout == "shared" and len(shape) > 2:
         shape = (1, 1, *shape[2:])

@@ -71,8 +71,6 @@ def test_dense_causal_and_windows_are_its_own() -> None:
 
 
 class OnGpu(NamedTuple):
-    """Stands for an input on a GPU, as far as the refusals look."""
-
     device: torch.device = torch.device("cuda")
 
 
