@@ -273,6 +273,21 @@ def test_words_are_the_bits_or_a_dead_tile():
     assert BlockMask.dense(64, block=64).words.tolist() == [0] * (64 * 2)
 
 
+# ---------------------------------------------------------------------- documentation
+
+
+@pytest.mark.parametrize("name", sorted(name for name in vars(BlockMask) if not name.startswith("_")))
+def test_what_users_see_of_a_mask_is_documented_with_an_example(name):
+    found = vars(BlockMask)[name]
+    if name in {each.name for each in dataclasses.fields(BlockMask)}:
+        return  # documented in the class
+    assert ">>>" in found.__doc__
+    if not isinstance(found, property):  # methods are known by the class's name, wherever they are written
+        method = getattr(BlockMask, name)
+        assert (method.__module__, method.__qualname__) == ("sparseflash.blockmask.mask", f"BlockMask.{name}")
+        assert pickle.loads(pickle.dumps(method)) == method
+
+
 # ---------------------------------------------------------------------- long sequences
 
 
