@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import sparseflash
+import uninterpreted
 from plans import kernels_of, plans_of
 from sparseflash import attention, clear_caches, explain, masks, scores
 from sparseflash.backends.triton.hopper import support
@@ -211,6 +212,27 @@ def test_it_waits_for_plans_that_another_stream_makes(backend, monkeypatch):
     with mock.patch.object(ReadyEvent, "wait", autospec=True) as wait:
         explain(*empty(), mask, backend=backend, **HOPPER)
     assert made and all(mock.call(each.ready) in wait.call_args_list for each in made)
+
+
+def test_chosen_blocks_are_explained_for_hopper_without_a_gpu():
+    """Nothing that a GPU would plan with a kernel is compiled, and rows are as long as they would be there."""
+    done = uninterpreted.python(
+        "-c",
+        """
+import torch
+from sparseflash import BlockMask, explain
+index = torch.arange(3).expand(1, 2, 128, 3).int()
+q = torch.empty(1, 2, 16384, 128, dtype=torch.bfloat16)
+found = explain(q, q, q, BlockMask.from_block_index(index, q_len=16384), capability=(9, 0))
+print(found.forward.family, found.backward.family)
+for each in found.kernels:
+    print(each.kernel, each.tiles, each.longest, each.chunks)
+""",
+    )
+    assert done.returncode == 0, done.stderr
+    forward, *kernels = done.stdout.splitlines()
+    assert forward == "hopper hopper"
+    assert kernels[0] == "forward 768 3 0"
 
 
 def test_it_is_public():

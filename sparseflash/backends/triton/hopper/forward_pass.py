@@ -208,12 +208,13 @@ def _planned(plan: Plan, tile: tuple[int, int], programs: int) -> Worklist:
     lists = plan.lists.get(0, Tiling(*tile))
     lists.ready.wait()
     pattern, (q_len, k_len) = plan.pattern, plan.lists.tokens
-    if not plan.lists.reusable:
+    dynamic = not plan.lists.reusable
+    if dynamic and plan.device.type == "cuda":
         return dynamic_forward_plan(lists, pattern, q_len)
     if plan.lists.pattern is not None:
         pattern = plan.lists.pattern.expand(plan.pattern.shape)
     pattern = pattern.to(lists.index.device)
-    made = forward_plan(lists, pattern, q_len, k_len, programs=programs)
+    made = forward_plan(lists, pattern, q_len, k_len, programs=programs, cuts=not dynamic)
     return made.to(plan.device)
 
 
