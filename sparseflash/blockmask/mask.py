@@ -10,6 +10,7 @@ import hashlib
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -296,6 +297,14 @@ class BlockMask:
     def __array__(self, *_: object, **__: object) -> NoReturn:
         # Without this, NumPy would make an object array that holds the mask.
         refuse("array")
+
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        # What NumPy asks of any argument, and can be answered without the dense matrix.
+        if function not in (np.shape, np.size, np.ndim):
+            refuse("array")
+        dense = np.broadcast_to(False, self.shape)  # one bool
+        named = {name: dense if x is self else x for name, x in kwargs.items()}
+        return function(*(dense if x is self else x for x in args), **named)
 
     @property
     def digest(self) -> str:
