@@ -22,11 +22,13 @@ class Methods(Extension):
 
 
 def every_module(module: Module) -> list[Module]:
+    """A package and all modules below it."""
     below = [each for each in module.modules.values() if not each.is_alias]
     return [module, *(found for each in below for found in every_module(each))]
 
 
 def bind(cls: Class, pkg: Module) -> None:
+    """Replaces the attributes of one class that are functions of the package."""
     for name, member in [*cls.members.items()]:
         bound = member.value if isinstance(member, Attribute) else None
         of_class = isinstance(bound, ExprCall) and str(bound.function) == "classmethod"

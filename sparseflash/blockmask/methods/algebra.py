@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 from sparseflash.blockmask.arguments import checked_mask
 from sparseflash.blockmask.compiling import constant_when_compiled
 from sparseflash.blockmask.methods import method
+from sparseflash.blockmask.threads import on_one_thread
 
 if TYPE_CHECKING:
     from sparseflash.blockmask.mask import BlockMask
 
 
 @constant_when_compiled
+@on_one_thread
 @method
 def __and__(mask: BlockMask, other: BlockMask) -> BlockMask:
     """`a & b`: the scores that are live in both.
@@ -35,6 +37,7 @@ def __and__(mask: BlockMask, other: BlockMask) -> BlockMask:
 
 
 @constant_when_compiled
+@on_one_thread
 @method
 def __or__(mask: BlockMask, other: BlockMask) -> BlockMask:
     """`a | b`: the scores that are live in a, in b, or in both. See `&`.
@@ -51,6 +54,7 @@ def __or__(mask: BlockMask, other: BlockMask) -> BlockMask:
 
 
 @constant_when_compiled
+@on_one_thread
 @method
 def __xor__(mask: BlockMask, other: BlockMask) -> BlockMask:
     """`a ^ b`: the scores that are live in exactly one. See `&`, and `|` for lengths.
@@ -65,6 +69,7 @@ def __xor__(mask: BlockMask, other: BlockMask) -> BlockMask:
 
 
 @constant_when_compiled
+@on_one_thread
 @method
 def __sub__(mask: BlockMask, other: BlockMask) -> BlockMask:
     """`a - b`: the scores that are live in a but not in b, that is `a & ~b` without building `~b`. See `&`.
@@ -83,6 +88,7 @@ def __sub__(mask: BlockMask, other: BlockMask) -> BlockMask:
 
 
 @constant_when_compiled
+@on_one_thread
 @method
 def __invert__(mask: BlockMask) -> BlockMask:
     """`~a`: the scores that are dead in a; the negation of `to_dense()`.

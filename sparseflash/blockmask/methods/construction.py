@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from sparseflash.blockmask.arguments import Block, block_pair, checked_device, token_counts
-from sparseflash.blockmask.build import arrays_of
+from sparseflash.blockmask.build import SCORES_AT_ONCE, arrays_of
 from sparseflash.blockmask.compiling import constant_when_compiled
 from sparseflash.blockmask.constructors import of_dense, of_layout, of_tiles
 from sparseflash.blockmask.methods import method
 from sparseflash.blockmask.rules import Candidates, Live, call_rule, tiles_of_rule
+from sparseflash.blockmask.threads import on_one_thread, one_thread
 
 if TYPE_CHECKING:
     from sparseflash.blockmask.mask import BlockMask
@@ -84,11 +85,13 @@ def from_function(
     device = checked_device("cpu" if device is None else device)
     if device.type == "meta":
         raise ValueError("device must be one that holds the mask's contents; got the meta device, which has none.")
-    parts, numbers = tiles_of_rule(live, batch, heads, q_len, k_len, (block_q, block_k), candidates, device)
-    *arrays, pattern = arrays_of(q_len, k_len, block_q, block_k, parts, 1, len(parts))
-    indptr, indices, tile, bits = arrays
-    pattern = pattern[0][numbers.to(pattern.device)].contiguous()
-    return cls(q_len, k_len, block_q, block_k, indptr, indices, tile, bits, pattern)
+    with one_thread(q_len * k_len <= SCORES_AT_ONCE):
+        parts, numbers = tiles_of_rule(live, batch, heads, q_len, k_len, (block_q, block_k), candidates, device)
+    with one_thread():
+        *arrays, pattern = arrays_of(q_len, k_len, block_q, block_k, parts, 1, len(parts))
+        indptr, indices, tile, bits = arrays
+        pattern = pattern[0][numbers.to(pattern.device)].contiguous()
+        return cls(q_len, k_len, block_q, block_k, indptr, indices, tile, bits, pattern)
 
 
 @constant_when_compiled
@@ -106,10 +109,13 @@ def from_dense(cls: type[BlockMask], dense: Any, *, block: Block = 128) -> Block
 
     Raises TypeError if `dense` is not boolean, ValueError for another rank, an empty matrix or a bad block.
     """
-    return cls._of(*of_dense(dense, block))
+    tiles = of_dense(dense, block)
+    with one_thread():
+        return cls._of(*tiles)
 
 
 @constant_when_compiled
+@on_one_thread
 @method
 def from_layout(
     cls: type[BlockMask], layout: Any, *, block: Block = 128, q_len: int | None = None, k_len: int | None = None
@@ -129,6 +135,7 @@ def from_layout(
 
 
 @constant_when_compiled
+@on_one_thread
 @method
 def from_tiles(
     cls: type[BlockMask],
@@ -219,6 +226,7 @@ def from_block_index(
 
 
 @constant_when_compiled
+@on_one_thread
 @method
 def dense(cls: type[BlockMask], q_len: int, k_len: int | None = None, *, block: Block = 128) -> BlockMask:
     """The mask in which every score is live. `attention(q, k, v)` without a mask gives the same result and stores

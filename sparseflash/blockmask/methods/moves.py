@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 from sparseflash.blockmask.arguments import Block
 from sparseflash.blockmask.compiling import constant_when_compiled
 from sparseflash.blockmask.methods import method
+from sparseflash.blockmask.threads import on_one_thread
 
 if TYPE_CHECKING:
     from sparseflash.blockmask.mask import BlockMask
 
 
 @constant_when_compiled
+@on_one_thread
 @method
 def reblock(mask: BlockMask, block: Block) -> BlockMask:
     """The same live scores in tiles of another size, finer or coarser in each dimension.
@@ -36,6 +38,7 @@ def reblock(mask: BlockMask, block: Block) -> BlockMask:
 
 
 @constant_when_compiled
+@on_one_thread
 @method
 def crop(mask: BlockMask, *, q: Sequence[int | None] | None = None, k: Sequence[int | None] | None = None) -> BlockMask:
     """The mask of a range of the queries and a range of the keys: `to_dense()[:, :, q0:q1, k0:k1]`.
@@ -63,6 +66,7 @@ def crop(mask: BlockMask, *, q: Sequence[int | None] | None = None, k: Sequence[
 
 
 @constant_when_compiled
+@on_one_thread
 @method
 def select(mask: BlockMask, *, batch: Any = None, heads: Any = None) -> BlockMask:
     """The mask of some batch elements and some heads: `to_dense()[batch][:, heads]`.
@@ -92,6 +96,7 @@ def select(mask: BlockMask, *, batch: Any = None, heads: Any = None) -> BlockMas
 
 
 @constant_when_compiled
+@on_one_thread
 @method
 def permute(mask: BlockMask, order: Any = None, *, q: Any = None, k: Any = None) -> BlockMask:
     """The mask for tokens in another order: new token t is old token `order[t]`, on both sides.
@@ -125,6 +130,7 @@ def permute(mask: BlockMask, order: Any = None, *, q: Any = None, k: Any = None)
 
 
 @constant_when_compiled
+@on_one_thread
 @method
 def transpose(mask: BlockMask) -> BlockMask:
     """The mask with queries and keys exchanged: `to_dense().transpose(-1, -2)`. Twice is the identity.

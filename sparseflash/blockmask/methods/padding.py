@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from sparseflash.blockmask.compiling import constant_when_compiled
 from sparseflash.blockmask.lengths import Lengths, lengths_of
 from sparseflash.blockmask.methods import method
+from sparseflash.blockmask.threads import on_one_thread
 
 if TYPE_CHECKING:
     from sparseflash.blockmask.mask import BlockMask
@@ -59,6 +60,7 @@ def with_lengths(
 
 
 @constant_when_compiled
+@on_one_thread
 @method
 def bake_lengths(mask: BlockMask) -> BlockMask:
     """The same mask with its padding written into the tiles and no `lengths`; itself if it has none.
