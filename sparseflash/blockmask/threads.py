@@ -60,6 +60,8 @@ def on_one_thread(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.get_num_threads() == 1:
+            return function(*args, **kwargs)
         with one_thread():
             return function(*args, **kwargs)
 

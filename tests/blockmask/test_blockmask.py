@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import pickle
 import time
+import tracemalloc
 
 import pytest
 import torch
@@ -313,3 +314,21 @@ def test_a_million_tokens_take_under_a_second_and_16_megabytes(build):
     assert mask.nbytes < 16e6
     assert largest.nbytes < 16e6
     mask.validate()
+
+
+@pytest.mark.parametrize(
+    ("build", "times"),
+    [(masks.causal, 4.5), (masks.dense, 1.5), (lambda n: masks.local(n, window=n // 2, causal=True), 4.5)],
+    ids=["causal", "dense", "local"],
+)
+def test_a_list_of_a_million_tiles_takes_few_times_its_memory(build, times):
+    """Bytes that NumPy allocates at most, in sizes of the mask. Rows and columns are lists of int64."""
+    build(1024)
+    tracemalloc.start()
+    try:
+        mask = build(3 * 2**16)
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(mask.indices) > 750_000
+    assert most < times * mask.nbytes
