@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import sparseflash
-import uninterpreted
-from plans import kernels_of, plans_of
 from sparseflash import attention, clear_caches, explain, masks, scores
 from sparseflash.backends.triton.hopper import support
 from sparseflash.backends.triton.overrides import always_split, override
 from sparseflash.blockmask.streams import ReadyEvent
+from tests.backends.triton.plans import kernels_of, plans_of
+from tests.compiling.uninterpreted import python
 
 HOPPER = {"capability": (9, 0)}  # Triton's interpreter stands for it
 
@@ -216,7 +216,7 @@ def test_it_waits_for_plans_that_another_stream_makes(backend, monkeypatch):
 
 def test_chosen_blocks_are_explained_for_hopper_without_a_gpu():
     """Nothing that a GPU would plan with a kernel is compiled, and rows are as long as they would be there."""
-    done = uninterpreted.python(
+    done = python(
         "-c",
         """
 import torch

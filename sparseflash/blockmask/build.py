@@ -22,6 +22,7 @@ SCORES_AT_ONCE = 1 << 21  # scores evaluated or unpacked at a time: about 25 MB
 TILES_AT_ONCE = 1 << 16  # tiles of a list handled at a time: temporaries of a list of millions stay in a CPU's caches
 
 Integers = NDArray[np.int64]
+Numbers = NDArray[np.int32]  # as masks hold them
 
 # The tiles of one pattern: block rows, block columns, 0 (full) or t (the words t - 1) per tile, and the words.
 Part = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -104,7 +105,7 @@ def arrays_of_tiles(
 def _assemble(
     q_len: int, k_len: int, block_q: int, block_k: int, rows: Integers, cols: Integers, tile: Integers, words: Tensor,
     patterns: int,
-) -> tuple[Integers, Integers, Integers, Tensor]:  # fmt: skip
+) -> tuple[Integers, Numbers, Numbers, Tensor]:  # fmt: skip
     """Sorts the tiles, trims them at the ends, classifies and deduplicates them: `(indptr, indices, tile, bits)`."""
     row_blocks, col_blocks = -(-q_len // block_q), -(-k_len // block_k)
     if not _in_order(rows, cols):
@@ -123,8 +124,8 @@ def _assemble(
         special |= is_last
     listed = np.flatnonzero(special)  # without full tiles that no end cuts, the most frequent kind
     pair = tile[listed] * 4
-    for number, is_last in ends_of:
-        pair += number * is_last[listed]
+    for code, is_last in ends_of:
+        pair += code * is_last[listed]
     occurs = np.zeros(4 * (len(words) + 1), dtype=np.bool_)
     occurs[pair] = True
     kind_of = np.zeros(len(occurs), dtype=np.int64)
@@ -185,7 +186,7 @@ def _ends(q_len: int, k_len: int, block_q: int, block_k: int, device: torch.devi
 
 
 def distinct_patterns(
-    indptr: Integers, indices: Integers, tile: Integers, row_blocks: int
+    indptr: Integers, indices: Numbers, tile: Numbers, row_blocks: int
 ) -> tuple[list[int], list[int]]:
     """`(keep, pattern)`: the first pattern of each distinct kind, and the index in `keep` of every pattern's kind."""
     patterns = (len(indptr) - 1) // row_blocks

@@ -97,7 +97,7 @@ class _WithoutLoops(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._selected: dict[int, tuple[Tensor, Any]] = {}  # what was selected just now, and from where
         self._before: Any = None  # an operation without a batching rule, and where its operand was selected from
 

@@ -17,7 +17,7 @@ from sparseflash.blockmask.rules import Candidates, Live, call_rule, tiles_of_ru
 from sparseflash.blockmask.threads import on_one_thread, one_thread
 
 if TYPE_CHECKING:
-    from sparseflash.blockmask.mask import BlockMask
+    from sparseflash.blockmask import BlockMask
 
 
 @partial(constant_when_compiled, calls=call_rule)

@@ -20,7 +20,7 @@ from sparseflash.blockmask.transfer import to_device
 from sparseflash.blockmask.validate import validate as check_invariants
 
 if TYPE_CHECKING:
-    from sparseflash.blockmask.mask import BlockMask
+    from sparseflash.blockmask import BlockMask
 
 _HOST_BYTES = 1 << 20  # a mask up to this size keeps its host copy when it is moved to a GPU
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from sparseflash.blockmask.mask import BlockMask
+    from sparseflash.blockmask import BlockMask
 
 
 @method

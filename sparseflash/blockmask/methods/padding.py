@@ -10,7 +10,7 @@ from sparseflash.blockmask.methods import method
 from sparseflash.blockmask.threads import on_one_thread
 
 if TYPE_CHECKING:
-    from sparseflash.blockmask.mask import BlockMask
+    from sparseflash.blockmask import BlockMask
 
 
 @method

@@ -214,7 +214,7 @@ def _planned(plan: Plan, tile: tuple[int, int], programs: int) -> Worklist:
     if plan.lists.pattern is not None:
         pattern = plan.lists.pattern.expand(plan.pattern.shape)
     pattern = pattern.to(lists.index.device)
-    made = forward_plan(lists, pattern, q_len, k_len, programs=programs, cuts=not dynamic)
+    made = forward_plan(lists, pattern, q_len, k_len, programs=programs, may_cut=not dynamic)
     return made.to(plan.device)
 
 

@@ -64,14 +64,14 @@ ITEM_UNUSED = place(ForwardItem, "unused")
 
 
 def forward_plan(
-    lists: TileLists, pattern: Tensor, q_len: int, k_len: int, *, programs: int, cuts: bool = True
+    lists: TileLists, pattern: Tensor, q_len: int, k_len: int, *, programs: int, may_cut: bool = True
 ) -> Worklist:
     """The plan for `pattern [B, Hq]`, with items `[W, ITEM]`.
 
     A row without tiles has one dead tile, number -1.
 
-    programs: how many run at a time; only the order depends on it. cuts: whether long rows are cut; the host then waits
-    for the device, once, where rows may have to be.
+    programs: how many run at a time; only the order depends on it. may_cut: whether long rows are cut; the host then
+    waits for the device, once, where rows may have to be.
     """
     batch, heads = pattern.shape
     rows = -(-q_len // lists.tiling.held)
@@ -82,7 +82,7 @@ def forward_plan(
     start = lists.start[row]
     items = Items(number, start, lists.full[row], lists.count[row], torch.zeros_like(start))
     parts, merged = 0, None
-    if cuts and -(-k_len // lists.tiling.streamed) > RULE.worth * RULE.chunk:
+    if may_cut and -(-k_len // lists.tiling.streamed) > RULE.worth * RULE.chunk:
         chunks = _chunks(lists.count, rows)[row.view(-1)]
         total, cut = torch.stack([chunks.sum(), (chunks > 1).sum()]).tolist()
         if cut:
