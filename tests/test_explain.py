@@ -254,6 +254,27 @@ for each in explain(q, q, q, mask, capability=(9, 0), backend={backend!r}).kerne
     assert forward == f"forward {8 * 32 * 4} 0"
 
 
+def test_chosen_blocks_are_explained_for_hopper_without_a_gpu():
+    """Nothing that a GPU would plan with a kernel is compiled, and rows are as long as they would be there."""
+    done = python(
+        "-c",
+        """
+import torch
+from sparseflash import BlockMask, explain
+index = torch.arange(3).expand(1, 2, 128, 3).int()
+q = torch.empty(1, 2, 16384, 128, dtype=torch.bfloat16)
+found = explain(q, q, q, BlockMask.from_block_index(index, q_len=16384), capability=(9, 0))
+print(found.forward.family, found.backward.family)
+for each in found.kernels:
+    print(each.kernel, each.tiles, each.longest, each.chunks)
+""",
+    )
+    assert done.returncode == 0, done.stderr
+    forward, *kernels = done.stdout.splitlines()
+    assert forward == "hopper hopper"
+    assert kernels[0] == "forward 768 3 0"
+
+
 def test_it_is_public():
     assert "explain" in sparseflash.__all__ and "explain" in dir(sparseflash)
 

@@ -263,11 +263,11 @@ def test_ranks_do_not_take_turns_in_the_backward():
 
 @pytest.mark.parametrize("pattern", [masks.butterfly, masks.causal, lambda n: masks.local(n, window=4096, causal=True)])
 def test_a_new_mask_of_128k_tokens_is_planned_quickly(pattern):
-    """Under 20 ms on a free core; ten times that, so that a busy machine does not fail it."""
+    """Under 20 ms of this thread, which the others of a busy machine do not lengthen tenfold."""
     taken = []
     for _ in range(3):
         mask = pattern(131072)
-        started = time.perf_counter()
+        started = time.thread_time()
         distributed.shard(mask, ranks=8, rank=3).stages_for(1, 8, 2)
-        taken.append(time.perf_counter() - started)
+        taken.append(time.thread_time() - started)
     assert min(taken) < 0.2

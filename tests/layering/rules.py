@@ -33,7 +33,8 @@ _LIBRARY = {
     # Its parts.
     "analysis": "blockmask",
     "blockmask": "blockmask/mask.py",
-    "blockmask/mask.py": "blockmask blockmask/ops draw masks/block_index.py",  # of the methods, when they are called
+    "blockmask/mask.py": "blockmask blockmask/methods",
+    "blockmask/methods": "blockmask blockmask/ops draw masks/block_index.py",  # when they are called
     "blockmask/ops": "blockmask",
     "cli": ". analysis attention.py draw explain.py interop masks testing",
     "distributed": "attention.py backends/triton:launching blockmask scores validation.py",

@@ -40,7 +40,8 @@ class Interpreted:
         def launch(*arguments, **options):
             world = World(random.Random(self.seed), threads=32 * options["num_warps"])
             kernel = _functions(self.source, self.path, world)[self.name]
-            named = {name: _as_argument(x, world, self.others) for name, x in zip(self.arg_names, arguments, strict=True)}
+            given = zip(self.arg_names, arguments, strict=True)
+            named = {name: _as_argument(x, world, self.others) for name, x in given}
             for program in range(grid[0]):
                 world.add(lambda: kernel(**named), program, grid[0])
             world.run()
