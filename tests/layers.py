@@ -12,6 +12,7 @@ PUBLIC = (
     "sparseflash/attention.py",
     "sparseflash/decode.py",
     "sparseflash/grouped.py",
+    "sparseflash/merge.py",
     "sparseflash/nn",
     "sparseflash/scaled_dot_product.py",
     "sparseflash/varlen.py",
@@ -36,6 +37,7 @@ MAY_IMPORT = {
         "sparseflash/attention.py",
         "sparseflash/blockmask",
         "sparseflash/explain.py",
+        "sparseflash/merge.py",
         "sparseflash/performance.py",
         "sparseflash/scaled_dot_product.py",
         "sparseflash/varlen.py",
@@ -78,6 +80,7 @@ MAY_IMPORT = {
         "masks/block_index.py",
     ),
     "sparseflash/pattern.py": ("sparseflash/blockmask",),
+    "sparseflash/merge.py": (f"{_TRITON}/device.py", f"{_TRITON}/merge.py", "sparseflash/scores"),
     "sparseflash/varlen.py": (
         "sparseflash/attention.py",
         "sparseflash/blockmask",
@@ -260,10 +263,9 @@ MAY_IMPORT = {
     ),
     "sparseflash/distributed": (
         "sparseflash/attention.py",
-        f"{_TRITON}/device.py",
-        f"{_TRITON}/launcher.py",
         "sparseflash/blockmask",
         "sparseflash/dropout.py",
+        "sparseflash/merge.py",
         "sparseflash/scores",
         "sparseflash/validation.py",
     ),
@@ -446,7 +448,7 @@ KERNELS = (
     "masks/fused/rows.py",
     "masks/fused/runs.py",
     "masks/fused/unused.py",
-    "sparseflash/distributed/fused_merge.py",
+    f"{_TRITON}/merge.py",
 )
 
 
