@@ -85,6 +85,7 @@ MAY_IMPORT = {
         "sparseflash/attention.py",
         "sparseflash/blockmask",
         "sparseflash/pattern.py",
+        "sparseflash/scores",
         "masks/causal.py",
         "masks/dense.py",
         "masks/documents.py",
