@@ -110,6 +110,7 @@ MAY_IMPORT = {
     "sparseflash/decode.py": (
         "sparseflash/blockmask",
         _LIMITS,
+        "sparseflash/scores",
         "sparseflash/validation.py",
         f"{_BACKENDS}/cached.py",
         f"{_BACKENDS}/direct.py",
@@ -149,7 +150,7 @@ MAY_IMPORT = {
         "sparseflash/scores",
     ),
     f"{_BACKENDS}/reference.py": ("sparseflash/blockmask", "sparseflash/dropout.py", "sparseflash/scores"),
-    f"{_BACKENDS}/cached.py": ("sparseflash/blockmask", f"{_BACKENDS}/reference.py"),
+    f"{_BACKENDS}/cached.py": ("sparseflash/blockmask", "sparseflash/scores", f"{_BACKENDS}/reference.py"),
     f"{_BACKENDS}/blockwise.py": (
         f"{_BACKENDS}/blockwise_tiles.py",
         f"{_BACKENDS}/problem.py",
@@ -257,7 +258,9 @@ MAY_IMPORT = {
         "sparseflash/blockmask/cache.py",
         _LIMITS,
         f"{_BACKENDS}/cached.py",
+        "sparseflash/scores/change.py",
         f"{_TRITON}/availability.py",
+        f"{_TRITON}/changes/softcap.py",
         f"{_TRITON}/device.py",
         f"{_TRITON}/launcher.py",
         f"{_TRITON}/portable/softmax.py",
