@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import warnings
 from typing import Any, Literal, overload
@@ -15,7 +14,7 @@ from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton import call_cache
 from sparseflash.blockmask import BlockMask
 from sparseflash.dropout import Dropout, seed_tensor, threshold
-from sparseflash.remedies import refuse
+from sparseflash.remedies import refuse, without_others
 from sparseflash.scores.change import Change, Scores, scores_of
 from sparseflash.scores.sink import completed
 from sparseflash.validation import check_mask, check_tensors, checked_scale, prepared_scores
@@ -152,11 +151,7 @@ def attention(
     return out, lse if sink is None else completed(lse, sink.logits)
 
 
-# `**others` catches the keywords of other attentions, to refuse them with advice; it is not part of the signature.
-_signature = inspect.signature(attention)
-attention.__signature__ = _signature.replace(  # type: ignore[attr-defined]
-    parameters=[p for p in _signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-)
+without_others(attention)
 
 
 def attend(

@@ -15,6 +15,7 @@ from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import checked_integers, checked_mask, dense_tensor, integer
 from sparseflash.blockmask.cache import BoundedDict
 from sparseflash.limits import check_tokens
+from sparseflash.remedies import refuse, without_others
 from sparseflash.scores.change import Change, Scores, Sizes, scores_of
 from sparseflash.scores.grids import Grid
 from sparseflash.scores.relative import Codes
@@ -68,6 +69,7 @@ def attention_with_cache(
     return_lse: bool = False,
     splits: int | None = None,
     backend: Backend | None = None,
+    **others: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention of a few new tokens over the keys and values of a cache, causal, for inference.
 
@@ -137,6 +139,8 @@ def attention_with_cache(
     heads of a group are rows of one tile, so keys are read once for all of them. There is no backward and no dropout;
     for these, and for other score modifications, use `attention` with a mask.
     """
+    if others:
+        refuse(others, "attention_with_cache", _REMEDIES)
     tensors, numbers = (q, k_cache, v_cache, lengths, starts, block_table), (window, sinks, page, splits)
     # The layout of a call does not show whether a choice has been made before or a mask has changed.
     key = _key(tensors, numbers, scale, backend) if mask is None and pages is None else None
@@ -176,6 +180,16 @@ def attention_with_cache(
             _calls[key] = call
     out, lse = call(q, k_cache, v_cache, of.lengths, of.starts, of.block_table, of.pages, of.changes)
     return (out, lse) if return_lse else out
+
+
+_REMEDIES = {
+    "dropout_p": "it is for inference. To train, use attention with a mask",
+    "alibi_slopes": "pass scores=scores.alibi(alibi_slopes)",
+    "softcap": "pass scores=scores.softcap(softcap)",
+    "cache_seqlens": "pass lengths=, which count the new tokens, too",
+    "window_size": "pass window=, the number of keys that a query sees, itself included",
+}
+without_others(attention_with_cache)
 
 
 def _prepared(changes: Scores, q: Tensor, room: int) -> Scores | None:

@@ -19,6 +19,7 @@ from sparseflash.masks.causal import causal
 from sparseflash.masks.dense import dense
 from sparseflash.masks.documents import documents
 from sparseflash.pattern import Pattern, check_pattern, mask_of_lengths
+from sparseflash.remedies import refuse, without_others
 from sparseflash.scores.change import Change, Scores, scores_of
 from sparseflash.scores.packed import packed
 
@@ -59,6 +60,7 @@ def attention_varlen(
     seed: int | Tensor | None = None,
     scores: Scores | Change | None = None,
     backend: Backend | None = None,
+    **others: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention within each of several packed sequences, over the live scores of each sequence's mask.
 
@@ -115,6 +117,8 @@ def attention_varlen(
     compiled code it breaks the graph. In `torch.export` (`strict=False`) and under `FakeTensorMode` the mask is a
     constant, so the lengths must be a list or a tensor from outside.
     """
+    if others:
+        refuse(others, "attention_varlen", _REMEDIES)
     if any(isinstance(x, Tensor) and x.is_nested for x in (q, k, v)):
         if cu_seqlens_q is not None or cu_seqlens_k is not None:
             raise TypeError("cu_seqlens must not be given with nested tensors, which hold them; got both.")
@@ -135,6 +139,23 @@ def attention_varlen(
     )  # fmt: skip
     out = out[0].transpose(0, 1)
     return (out, lse[0]) if return_lse else out
+
+
+_REMEDIES = {
+    "mask": (
+        "pass the pattern of a sequence, a function of its length or a rule for positions. For a mask of all packed "
+        "tokens use attention(q.transpose(0, 1)[None], ...)"
+    ),
+    "lengths": "cu_seqlens has the lengths of the sequences; pass a pattern with_lengths for tokens past them",
+    "causal": "pass pattern=masks.causal",
+    "window_size": "pass pattern=functools.partial(masks.local, left=left, right=right)",
+    "alibi_slopes": "pass scores=scores.alibi(alibi_slopes)",
+    "softcap": "pass scores=scores.softcap(softcap)",
+    "max_seqlen_q": "it follows from cu_seqlens_q",
+    "max_seqlen_k": "it follows from cu_seqlens_k",
+    "softmax_scale": "it is called scale",
+}
+without_others(attention_varlen)
 
 
 def _nested(

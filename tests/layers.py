@@ -78,6 +78,7 @@ MAY_IMPORT = {
         "sparseflash/blockmask/arguments.py",
         "sparseflash/validation.py",
         "masks/block_index.py",
+        "sparseflash/remedies.py",
     ),
     "sparseflash/pattern.py": ("sparseflash/blockmask",),
     "sparseflash/merge.py": (f"{_TRITON}/device.py", f"{_TRITON}/merge.py", "sparseflash/scores"),
@@ -89,6 +90,7 @@ MAY_IMPORT = {
         "masks/causal.py",
         "masks/dense.py",
         "masks/documents.py",
+        "sparseflash/remedies.py",
     ),
     "sparseflash/scaled_dot_product.py": (
         "sparseflash/attention.py",
@@ -96,6 +98,7 @@ MAY_IMPORT = {
         "sparseflash/interop",
         "sparseflash/scores",
         "masks/causal.py",
+        "sparseflash/remedies.py",
     ),
     "sparseflash/nn": (
         "sparseflash/attention.py",
@@ -106,6 +109,7 @@ MAY_IMPORT = {
         "sparseflash/scores",
         "sparseflash/validation.py",
         "masks/causal.py",
+        "sparseflash/remedies.py",
     ),
     "sparseflash/decode.py": (
         "sparseflash/blockmask",
@@ -115,6 +119,7 @@ MAY_IMPORT = {
         f"{_BACKENDS}/cached.py",
         f"{_BACKENDS}/direct.py",
         f"{_TRITON}/decode",
+        "sparseflash/remedies.py",
     ),
     "sparseflash/blockmask": ("sparseflash/blockmask/mask.py", "sparseflash/cuda_driver.py", _LIMITS),
     "sparseflash/blockmask/mask.py": ("sparseflash/blockmask", "sparseflash/draw", "masks/block_index.py"),
