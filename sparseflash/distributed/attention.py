@@ -115,6 +115,11 @@ def attention(
     Raises:
         TypeError, ValueError: tensors, plan and mask do not fit together, or the ranks differ.
     """
+    if torch.compiler.is_exporting():
+        raise NotImplementedError(
+            "distributed.attention must not be exported, because its exchanges are those of one plan and rank. Export "
+            "the model with sparseflash.attention and the whole mask in its place."
+        )
     check_tensors(q, k, v)
     if not isinstance(plan, ShardPlan):
         raise TypeError(f"plan must be a ShardPlan, made by distributed.shard(mask, group); got {type(plan).__name__}.")

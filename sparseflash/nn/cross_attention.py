@@ -13,7 +13,7 @@ from sparseflash.blockmask.arguments import check_at_least_one, flag
 from sparseflash.nn.heads import REMEDIES, Heads, check_features, check_input, padded, plain_weight
 from sparseflash.nn.layer_mask import Mask
 from sparseflash.nn.multihead import check_plain, copy_projections
-from sparseflash.remedies import refuse
+from sparseflash.remedies import refuse, without_others
 from sparseflash.scores.change import Change, Scores
 
 
@@ -117,3 +117,5 @@ class SparseCrossAttention(Heads):
         own = padded(own, q_len, k_len, device, q_lengths=lengths, k_lengths=context_lengths)
         out: Tensor = self.out(self.attend(q, k, v, own, scores))
         return out
+
+    without_others(forward)

@@ -17,7 +17,7 @@ from sparseflash.nn.kv_cache import KVCache
 from sparseflash.nn.layer_mask import Mask
 from sparseflash.nn.multihead import check_plain, copy_projections
 from sparseflash.nn.rotary import Rotary, Rotary2D, rotate
-from sparseflash.remedies import refuse
+from sparseflash.remedies import refuse, without_others
 from sparseflash.scores.change import Change, Scores
 
 
@@ -173,6 +173,8 @@ class SparseSelfAttention(Heads):
         own = padded(own, x.shape[1], x.shape[1], x.device, lengths=lengths)
         out: Tensor = self.out(self.attend(q, k, v, own, scores))
         return out
+
+    without_others(forward)
 
     def _with_cache(
         self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, scores: Scores | Change | None
