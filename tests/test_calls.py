@@ -17,7 +17,7 @@ from sparseflash.grouped import selected_attention
 from sparseflash.huggingface.layer import Attention
 from sparseflash.huggingface.model_mask import mask_of_forward
 from sparseflash.nn import MultiheadAttention, SparseSelfAttention
-from waiting import assert_replays_as_called
+from tests.watched.waiting import assert_replays_as_called
 
 BATCH, HEADS, TOKENS, DIM, BLOCK = 2, 4, 20, 16, 16
 DROPPED = 0.25

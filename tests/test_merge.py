@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from sparseflash import BlockMask, attention, merge, merge_attention, scores
 from sparseflash.backends.triton import merge as fused_merge
 from sparseflash.testing import compare_results
-from strategies import SEEDS, problems
+from tests.drawn.masks import SEEDS
+from tests.drawn.problems import problems
 
 
 def parts_of(count, shape, dtype, seed, heads_inside):

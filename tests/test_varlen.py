@@ -16,8 +16,8 @@ from sparseflash import BlockMask, attention, attention_varlen, masks, scores, t
 from sparseflash.blockmask.ops.place import place
 from sparseflash.scores.change import scores_of
 from sparseflash.varlen import varlen_mask
-from strategies import SEEDS, blocks
-from waiting import waiting_raises
+from tests.drawn.masks import SEEDS, blocks
+from tests.watched.waiting import waiting_raises
 
 
 def window_rule(q, k):

@@ -16,7 +16,6 @@ import torch
 from scipy import sparse
 from typer.testing import CliRunner
 
-from forked import python
 from sparseflash import BlockMask, __version__, analysis, masks
 from sparseflash import cli as command_line
 from sparseflash.cli import bench, certificate, check, convert, expression, info
@@ -26,7 +25,8 @@ from sparseflash.cli.inputs import drawn
 from sparseflash.cli.options import pattern_names, patterns_beginning_with
 from sparseflash.cli.sources import module_of
 from sparseflash.explain import Explanation
-from threads import threads
+from tests.processes.forked import python
+from tests.processes.threads import threads
 
 CPU = ("--device", "cpu")
 OWN = """
