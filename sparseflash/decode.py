@@ -165,12 +165,13 @@ def attention_with_cache(
         raise TypeError("q must be fp16, bf16 or fp32 for the triton backend; got fp64: use backend='reference'.")
     from sparseflash.backends.triton.decode import api  # imported late: the library must work without Triton
 
-    if of.changes is not None:
-        if (divided := of.changes.find("temperature")) is not None:
-            q, of, key = divided.applied_to(q), replace(of, changes=of.changes.without("temperature")), None
-        layout = [(x.shape, x.stride(), x.dtype) for x in of.changes.tensors()]
-        key = None if key is None else (*key, of.changes.described(), *layout)
-        call = None if key is None else _calls.get(key)
+    changes = of.changes
+    if changes is not None and (divided := changes.find("temperature")) is not None:
+        q, changes, key = divided.applied_to(q), changes.without("temperature"), None
+        of = replace(of, changes=changes if changes.changes else None)
+    elif changes is not None and key is not None:
+        key = *key, changes.described(), *((x.shape, x.stride(), x.dtype) for x in changes.tensors())
+        call = _calls.get(key)
     q = q if q.stride(-1) == 1 else q.contiguous()
     if call is None:
         if scale < 0:

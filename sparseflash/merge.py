@@ -56,14 +56,21 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     return merged_out, merged_lse
 
 
-def _checked(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    for name, given in (("outs", outs), ("lses", lses)):
-        if not isinstance(given, Sequence | Tensor) or (isinstance(given, Tensor) and given.ndim == 0):
-            raise TypeError(f"{name} must be a sequence of tensors, one for each part; got {type(given).__name__}.")
-        for x in given:
+def _checked(*given_: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    lists: list[list[Tensor]] = []
+    for name, given in zip(("outs", "lses"), given_, strict=True):
+        try:
+            parts = list(given)
+        except TypeError:
+            raise TypeError(
+                f"{name} must be a sequence of tensors, one for each part; got {type(given).__name__}."
+            ) from None
+        for x in parts:
             if not isinstance(x, Tensor) or x.dtype not in FLOATING:
                 what = str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
                 raise TypeError(f"{name} must be tensors of a floating dtype; got {what}.")
+        lists.append(parts)
+    outs, lses = lists
     if not len(outs) or len(outs) != len(lses):
         raise ValueError(f"outs and lses must be of equally many parts, at least one; got {len(outs)} and {len(lses)}.")
     first = outs[0]
@@ -81,7 +88,7 @@ def _checked(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[list[Tenso
         if out.device != first.device or lse.device != first.device:
             raise ValueError(f"outs and lses must be on one device; got {first.device}, {out.device} and {lse.device}.")
     dtype = torch.promote_types(first.dtype, torch.float32)
-    return list(outs), [lse.to(dtype) for lse in lses]
+    return outs, [lse.to(dtype) for lse in lses]
 
 
 def with_sink(out: Tensor, lse: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:

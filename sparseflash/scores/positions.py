@@ -123,7 +123,8 @@ def _of_places(distance: Distance | None, function: Function | None, shift: int,
         def changed(
             score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, queries: Tensor, keys: Tensor, *tensors: Tensor
         ) -> Tensor:
-            query, key, further = queries[q], keys[k], shift
+            query, key = queries[q], keys[k]
+            further: int | Tensor = shift
             if is_packed:
                 numbers, shifts, *tensors = tensors  # type: ignore[assignment]
                 b, further = numbers[q], further + shifts[q]

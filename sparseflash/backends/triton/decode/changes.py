@@ -55,10 +55,10 @@ class Changes(NamedTuple):
         cap, distance, codes, bias, sink = map(
             changes.find, ("softcap", "distance", "relative", "key_bias", "sink")
         )  # fmt: skip
-        strides = (0, 0, 0)
+        strides = [0, 0, 0]
         if bias is not None:
             values = bias.values
-            strides = tuple(stride if n > 1 else 0 for n, stride in zip(values.shape, values.stride(), strict=True))
+            strides = [stride if n > 1 else 0 for n, stride in zip(values.shape, values.stride(), strict=True)]
         tensors = (
             None if distance is None else distance.slopes.contiguous(),
             *((None, None) if codes is None else (codes.table.contiguous(), codes.buckets)),
