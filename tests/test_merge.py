@@ -153,3 +153,31 @@ def test_a_sink_of_a_query_without_keys_makes_nothing_of_nothing(logit):
     wanted = [torch.tensor([share, 0.0]).expand(1, 2, 2), torch.full((2,), 2.0 * (1.0 - share))]
     assert torch.equal(gradients[0], wanted[0].unsqueeze(-1).expand(1, 2, 2, 4))
     assert torch.equal(gradients[1], wanted[0]) and torch.equal(gradients[2], wanted[1])
+
+
+def test_torch_compile_makes_one_graph_of_it():
+    outs, lses, dout, dlse = parts_of(3, (1, 2, 20, 16), torch.float32, 0, False)
+    leaves = [x.requires_grad_() for x in (*outs, *lses)]
+    torch.compiler.reset()
+    compiled = torch.compile(lambda *x: merge_attention(x[:3], x[3:]), backend="aot_eager", fullgraph=True)
+    got, want = (
+        [*found, *torch.autograd.grad(found, leaves, (dout, dlse))]
+        for found in (compiled(*leaves), merge_attention(outs, lses))
+    )
+    for mine, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_the_gpu_merges_exactly(dtype):
+    given_ = parts_of(3, (2, 4, 300, 64), dtype, 0, True)
+
+    def on_gpu(x):
+        return [each.cuda() for each in x] if isinstance(x, list) else x.cuda()
+
+    outs, lses, dout, dlse = given_
+    truth = results([x.double() for x in outs], [x.double() for x in lses], dout.double(), dlse.double())
+    got = results(*map(on_gpu, given_), devices=["cuda"])
+    got = {name: x.cpu() for name, x in got.items()}
+    assert compare_results(got, truth, results(*given_), magnitudes={"lse": 16.0}).exact
