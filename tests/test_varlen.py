@@ -1,5 +1,6 @@
 """Packed sequences: each has the same result as alone."""
 
+import re
 from cProfile import Profile
 from functools import partial
 
@@ -418,6 +419,7 @@ SIZES = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1, 
     pattern=st.sampled_from(["everything", "causal", "rule", "heads"]), same=st.booleans(),
     backend=st.sampled_from(["blockwise", "reference", "triton"]),
 )  # fmt: skip
+@example(["t5"], [(0, 0)], 0, "everything", False, "blockwise")
 @example(["alibi"], [(1, 9), (3, 5)], 0, "everything", False, "triton")
 @example(["alibi"], [(9, 0), (3, 5)], 0, "causal", True, "blockwise")
 @example(["table"], [(9, 2), (3, 5)], 0, "everything", False, "triton")
@@ -486,3 +488,24 @@ def wide_of(changes):
     """The modifications with fp64 tensors, through which gradients flow."""
     changes = scores_of(changes)
     return changes.with_tensors([x.double() for x in changes.tensors()])
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        (scores.function(own, torch.ones(2), torch.ones(2, 2), kernel=object()), ValueError,
+         "scores.function must be given without kernel= for packed sequences, where a kernel would get places among "
+         "all packed tokens; pass the PyTorch function alone."),
+        (scores.relative_2d(torch.zeros(2, 3, 5), 2, 3), ValueError,
+         "every sequence must be one or several whole grids of 6 tokens; got one of 5. Say with cells= where each "
+         "packed token lies."),
+        (scores.key_bias(torch.zeros(2, 1, 12)), ValueError,
+         "key_bias must have shape [B, Hq, Nk], here [1, 2, 12] or 1 instead; got [2, 1, 12]."),
+        (torch.zeros(2), TypeError,
+         "scores must be made by sparseflash.scores, such as scores.alibi(slopes); got Tensor."),
+    ],
+)  # fmt: skip
+def test_changes_of_scores_that_do_not_fit_packed_sequences_are_refused(changes, error, message):
+    q = torch.zeros(12, 2, 16)
+    with pytest.raises(error, match="^" + re.escape(message)):
+        attention_varlen(q, q, q, [0, 5, 12], scores=changes)

@@ -109,7 +109,7 @@ class Relative(Change):
                 f"and {k_len}. Crop the sequence, or use scores.function."
             )
         # The code of query i, at position i + Nk - Nq, minus the code of key j is i - j + Nk - 1.
-        offsets = (k_len - 1) - torch.arange(q_len + k_len - 1, device=device) - (k_len - q_len)
+        offsets = (k_len - 1) - torch.arange(max(0, q_len + k_len - 1), device=device) - (k_len - q_len)
         q_codes = torch.arange(q_len, dtype=torch.int32, device=device) + (k_len - 1)
         is_even = True
         if self.sums is not None:  # scores between sequences are dead: any bucket will do for them
@@ -117,7 +117,7 @@ class Relative(Change):
             is_even = places.is_even
             if not is_even:
                 first = places.first
-                offsets = (k_len - 1) - first - torch.arange(2 * k_len - 1 - first, device=device)
+                offsets = (k_len - 1) - first - torch.arange(max(0, 2 * k_len - 1 - first), device=device)
                 aligned = torch.arange(q_len, device=device) + places.shifts(device)
                 q_codes = (aligned + (k_len - 1) - first).to(torch.int32)
             offsets = offsets.clamp(*places.offsets)
