@@ -13,6 +13,7 @@ torch.Size([1, 2, 300, 16])
 | `masks` | ready-made patterns: windows, butterflies, images, blocks chosen by the model, ... |
 | `scores` | score modifications: ALiBi, soft caps, biases, sinks, your own functions |
 | `explain` | which kernels a call runs, and why |
+| `merge_attention` | results over parts of the keys, merged into the result over all |
 | `sdpa` | the same attention with the arguments of PyTorch's `scaled_dot_product_attention` |
 | `attention_varlen`, `varlen` | packed sequences of different lengths |
 | `decode`, `grouped` | generation with a cache; a list of key blocks for each query |
@@ -23,8 +24,8 @@ torch.Size([1, 2, 300, 16])
 | `clear_caches`, `PerformanceWarning` | empties all caches; the category of warnings about slow kernels |
 """
 
-# It may import `attention`, `blockmask`, `explain`, `performance`, `scaled_dot_product` and `varlen`. The last two need
-# Dynamo, which is slow to import, so they and the other parts of the library are imported on first access.
+# It may import `attention`, `blockmask`, `explain`, `merge`, `performance`, `scaled_dot_product` and `varlen`. The last
+# two need Dynamo, which is slow to import, so they and the other parts of the library are imported on first access.
 
 from typing import TYPE_CHECKING
 
@@ -35,11 +36,15 @@ from sparseflash.explain import explain as explain
 from sparseflash.performance import PerformanceWarning as PerformanceWarning
 
 if TYPE_CHECKING:
+    from sparseflash.merge import merge_attention as merge_attention
     from sparseflash.scaled_dot_product import sdpa as sdpa
     from sparseflash.varlen import attention_varlen as attention_varlen
 
 __version__ = "0.3.0"
-__all__ = ["BlockMask", "PerformanceWarning", "attention", "attention_varlen", "clear_caches", "explain", "sdpa"]
+__all__ = [
+    "BlockMask", "PerformanceWarning", "attention", "attention_varlen", "clear_caches", "explain", "merge_attention",
+    "sdpa",
+]  # fmt: skip
 _MODULES = (
     "analysis",
     "decode",
@@ -54,7 +59,11 @@ _MODULES = (
     "testing",
     "varlen",
 )  # imported on first access
-_FUNCTIONS = {"attention_varlen": "varlen", "sdpa": "scaled_dot_product"}  # their modules, imported on first access
+_FUNCTIONS = {  # their modules, imported on first access
+    "attention_varlen": "varlen",
+    "merge_attention": "merge",
+    "sdpa": "scaled_dot_product",
+}
 
 if not TYPE_CHECKING:
 

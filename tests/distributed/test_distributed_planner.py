@@ -9,7 +9,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from sparseflash import BlockMask, attention, distributed, masks
+from sparseflash import BlockMask, distributed, masks
 from sparseflash.distributed import costs, planner
 from sparseflash.distributed.positions import Positions
 from sparseflash.distributed.shards import Shards
@@ -148,23 +148,6 @@ def test_a_ragged_last_chunk_is_the_last_of_its_rank():
     assert shards.counts == [16 + 16 + 16 + 4, 48]
     assert shards.place_of_block(16).tolist() == [0, 0, 1, 1, 2, 2, 3]
     assert shards.rank_of_block(8).tolist() == [0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 0, 0, 0]
-
-
-def test_merging_parts_gives_the_whole_and_its_gradients():
-    q, k, v = (torch.randn(1, 2, 40, 16, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    mask = masks.local(40, window=9, block=16)
-    parts = []
-    for start, stop in ((0, 16), (16, 32), (32, 40)):
-        some = mask.crop(k=(start, stop))
-        parts.append(attention(q, k[:, :, start:stop], v[:, :, start:stop], some, return_lse=True))
-    merged, whole = distributed.merged(parts), attention(q, k, v, mask, return_lse=True)
-    dout, dlse = torch.randn_like(merged[0]), torch.randn_like(merged[1])
-    for ours, expected in zip(
-        (*merged, *torch.autograd.grad(merged, (q, k, v), (dout, dlse))),
-        (*whole, *torch.autograd.grad(whole, (q, k, v), (dout, dlse))),
-        strict=True,
-    ):
-        torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-10)
 
 
 def test_few_queries_with_remote_keys_attend_apart_from_the_others():

@@ -18,18 +18,19 @@ _GROUPS = {
 }
 
 _LIBRARY = {
-    ".": "attention.py blockmask explain.py scaled_dot_product.py varlen.py",
+    ".": "attention.py blockmask explain.py merge.py scaled_dot_product.py varlen.py",
     "__main__.py": "cli",
     # Each of the functions that users call, and what they share.
     "attention.py": "backends backends:blockwise backends/reference.py backends/triton blockmask scores validation.py",
-    "decode.py": "backends backends/cached.py backends/triton/decode blockmask validation.py",
+    "decode.py": "backends backends/cached.py backends/triton/decode blockmask scores validation.py",
     "explain.py": "attention.py backends backends/triton backends/triton:choosing backends/triton:launching blockmask "
     "scores validation.py",
     "grouped.py": "attention.py blockmask masks/block_index.py validation.py",
+    "merge.py": "backends/triton backends/triton:launching scores",
     "pattern.py": "blockmask",
     "scaled_dot_product.py": "attention.py blockmask interop masks scores",
     "validation.py": "blockmask scores",
-    "varlen.py": "attention.py blockmask blockmask/ops masks pattern.py",
+    "varlen.py": "attention.py blockmask blockmask/ops masks pattern.py scores",
     # Its parts.
     "analysis": "blockmask",
     "blockmask": "blockmask/mask.py",
@@ -37,7 +38,7 @@ _LIBRARY = {
     "blockmask/methods": "blockmask blockmask/ops draw masks/block_index.py",  # when they are called
     "blockmask/ops": "blockmask",
     "cli": ". analysis attention.py draw explain.py interop masks testing",
-    "distributed": "attention.py backends/triton:launching blockmask scores validation.py",
+    "distributed": "attention.py blockmask merge.py scores validation.py",
     "draw": "blockmask",
     "huggingface": "attention.py blockmask decode.py interop scores",
     "interop": "blockmask scores",
@@ -51,7 +52,7 @@ _LIBRARY = {
     # The ways to compute attention.
     "backends": "blockmask scores",
     "backends:blockwise": "backends blockmask scores",
-    "backends/cached.py": "backends/reference.py blockmask blockmask/ops",
+    "backends/cached.py": "backends/reference.py blockmask blockmask/ops scores",
     "backends/reference.py": "blockmask scores",
     "backends/triton": "backends backends/triton:choosing backends/triton:launching backends/triton/hopper "
     "backends/triton/launch backends/triton/portable backends/triton/schedule blockmask scores",
@@ -64,7 +65,8 @@ _LIBRARY = {
     "backends/triton/device_functions": "backends/triton:launching backends/triton/changes backends/triton/schedule "
     "blockmask",
     "backends/triton/launch": "backends/triton:launching backends/triton/device_functions blockmask scores",
-    "backends/triton/decode": "backends/cached.py backends/triton:launching backends/triton/device_functions blockmask",
+    "backends/triton/decode": "backends/cached.py backends/triton:launching backends/triton/changes "
+    "backends/triton/device_functions blockmask scores",
     "backends/triton/hopper": "backends backends/triton:choosing backends/triton:launching backends/triton/changes "
     "backends/triton/device_functions backends/triton/hopper:device backends/triton/launch backends/triton/schedule "
     "blockmask scores",
@@ -80,8 +82,8 @@ _LIBRARY = {
 
 # What experiments import as any user does, which rows of experiments call PUBLIC.
 _PUBLIC = (
-    ". attention.py decode.py grouped.py nn scaled_dot_product.py varlen.py analysis distributed draw interop scores "
-    "testing masks"
+    ". attention.py decode.py grouped.py merge.py nn scaled_dot_product.py varlen.py analysis distributed draw interop "
+    "scores testing masks"
 )
 
 _EXPERIMENTS = {
@@ -161,5 +163,4 @@ KERNELS = (
     "masks/fused/rows.py",
     "masks/fused/runs.py",
     "masks/fused/unused.py",
-    "sparseflash/distributed/fused_merge.py",
 )

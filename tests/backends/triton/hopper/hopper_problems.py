@@ -16,6 +16,7 @@ from sparseflash.backends.triton.hopper import wide_dq as wide_dq_module
 from sparseflash.backends.triton.hopper.configs import HEAD_DIMS, backward_config_for, config_for
 from sparseflash.backends.triton.prepared_call import setting_of
 from sparseflash.blockmask.cache import clear_caches
+from sparseflash.scores.sink import completed
 from sparseflash.testing.comparison import compare_with_draws
 from tests.compared.closeness import Results
 from tests.compared.exactness import plain_draws, results
@@ -103,6 +104,13 @@ def interpreted(
                 gradients, learned = run.with_learned(*given, changes)
                 gradients += tuple(x for x in learned if x is not None)
     assert counter.item() == 0, "the next launch would not begin with the first item"
+    sink = None if changes is None else changes.find("sink")
+    if sink is not None:  # as in `attention`
+        whole = completed(lse, sink.logits)
+        if gradients and dlse is not None and sink.logits.requires_grad:
+            *gradients, of_sink = gradients
+            gradients += [of_sink + torch.autograd.grad(whole, sink.logits, dlse)[0]]
+        lse = whole.detach()
     return (out, lse, *gradients)
 
 
