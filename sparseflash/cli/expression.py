@@ -15,21 +15,12 @@ import torch
 
 from sparseflash import BlockMask, masks
 from sparseflash.cli.convert import read
+from sparseflash.cli.refused import EXPRESSION, Refused
 from sparseflash.cli.sources import Missing, module_of
 
-
-class Refused(ValueError):
-    """The MASK argument does not give a mask."""
-
-
-HELP = (
-    "A Python expression of sparseflash.masks, such as 'local(4096, window=512) | butterfly(4096)', or a file written "
-    "by convert or BlockMask.save."
-)
 _OWN = "For a function of yours: --from FILE.py."
 _MADE_FROM = "BlockMask.from_dense takes boolean tensors, BlockMask.from_function rules on positions"
 _RULE = "A rule on positions becomes a mask by 'BlockMask.from_function(rule, 4096)'."
-EXPRESSION = "<mask>"  # the file name of the expression's code
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
