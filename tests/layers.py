@@ -25,6 +25,7 @@ PUBLIC = (
 )
 _BACKENDS, _TRITON, _BENCHMARKS = "sparseflash/backends", "sparseflash/backends/triton", "experiments/benchmarks"
 _LIMITS = "sparseflash/limits.py"
+_PATTERN_TEXT = "sparseflash/cli/pattern_text.py"  # patterns on the command lines of experiments
 _FLEX, _INTERPRETER = f"{_BENCHMARKS}/speed/peers/flexattention.py", f"{_BENCHMARKS}/interpreter.py"
 _HARNESS = f"{_BENCHMARKS}/harness"
 
@@ -348,7 +349,7 @@ MAY_IMPORT = {
         "experiments/pathfinder",
         "experiments/training",
     ),
-    "experiments/lra/model": ("experiments/lra", "experiments/training", "sparseflash/cli/sources.py", *PUBLIC),
+    "experiments/lra/model": ("experiments/lra", "experiments/training", _PATTERN_TEXT, *PUBLIC),
     "experiments/lra/table": (
         "experiments/lra",
         "experiments/measurements.py",
@@ -364,7 +365,12 @@ MAY_IMPORT = {
         "experiments/pathfinder",
         *PUBLIC,
     ),
-    "experiments/pathx/masks": ("sparseflash/blockmask/bitmask.py", *PUBLIC),
+    "experiments/pathx/masks": (
+        "sparseflash/blockmask/bitmask.py",
+        "sparseflash/cli/expression.py",
+        _PATTERN_TEXT,
+        *PUBLIC,
+    ),
     "experiments/pathx/model": (
         "experiments/pathfinder/cnn/network.py",
         "experiments/pathx/data",
@@ -372,8 +378,8 @@ MAY_IMPORT = {
         "experiments/training/layers",
         "sparseflash/nn",
     ),
-    "experiments/selection": ("experiments/training", *PUBLIC),
-    "experiments/lm": ("experiments/lm", "experiments/training", *PUBLIC),
+    "experiments/selection": ("experiments/training", _PATTERN_TEXT, *PUBLIC),
+    "experiments/lm": ("experiments/lm", "experiments/training", _PATTERN_TEXT, *PUBLIC),
     "experiments/lm/data": ("experiments/training",),
     "experiments/lm/model": ("experiments/lm", "experiments/training", *PUBLIC),
     _BENCHMARKS: (),
