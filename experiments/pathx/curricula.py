@@ -32,7 +32,7 @@ CURRICULA: dict[str, tuple[Stage, ...]] = {
     # A check on a CPU with a small model; README.md has the command.
     "smoke": (_stage(32, 6, tokens=3 * _K, steps=1600, schedule="cosine", lr=2e-3),),
     # The same in two minutes with the start and the validation; see PRESETS.
-    "cpu": (_stage(32, 6, tokens=3 * _K, minutes=1.6, schedule="cosine", lr=2e-3),),
+    "cpu": (_stage(32, 6, tokens=3 * _K, minutes=1.3, schedule="cosine", lr=2e-3),),
     # Path-X: 128 pixels, 14 dashes. A last stage of 14 alone forgets the shorter paths.
     "pathx": (
         *_BEGINNING,

@@ -708,13 +708,13 @@ class BlockMask:
     @overload
     def plot(
         self, ax: None = None, *, heads: int | Iterable[int] | None = None, batch: int | Iterable[int] | None = None,
-        elements: bool | None = None, cells: int = 512, legend: bool = True,
+        elements: bool | None = None, cells: int = 512, legend: bool = True, by_head: bool = False,
     ) -> Figure: ...  # fmt: skip
 
     @overload
     def plot(
         self, ax: Axes, *, heads: int | Iterable[int] | None = None, batch: int | Iterable[int] | None = None,
-        elements: bool | None = None, cells: int = 512, legend: bool = True,
+        elements: bool | None = None, cells: int = 512, legend: bool = True, by_head: bool = False,
     ) -> Axes: ...  # fmt: skip
 
     def plot(
@@ -726,6 +726,7 @@ class BlockMask:
         elements: bool | None = None,
         cells: int = 512,
         legend: bool = True,
+        by_head: bool = False,
     ) -> Figure | Axes:
         """A matplotlib picture: queries down, keys to the right, both in tokens.
 
@@ -738,10 +739,12 @@ class BlockMask:
                 Figure with a panel for each distinct pattern (at most 16); it is not registered with pyplot and opens
                 no window. Save it with `figure.savefig("mask.png")`.
             heads, batch: the selection, by index; by default all.
-            elements: draw every single score instead of tiles: by default up to 256 tokens, on request up to 4096.
+            elements: draw every single score instead of tiles: by default up to 1,024 tokens, on request up to 4,096.
             cells: the largest number of cells on a side. If a side has more tiles, one cell shows a square of 2 x 2,
                 4 x 4, ... tiles, in a tint that shows its exact share of live scores.
             legend: draw the meanings of the colours.
+            by_head: a panel for each head instead, equal ones, too (at most 64); batch elements begin a row of their
+                own.
 
         Full tiles are blue. Partial tiles are orange, paler with fewer live scores. Time is proportional to the live
         tiles.
@@ -751,7 +754,10 @@ class BlockMask:
         """
         from sparseflash.draw.figure import plot
 
-        return plot(self.canonical(), ax, heads=heads, batch=batch, elements=elements, cells=cells, legend=legend)
+        return plot(
+            self.canonical(), ax, heads=heads, batch=batch, elements=elements, cells=cells, legend=legend,
+            by_head=by_head,
+        )  # fmt: skip
 
     def _repr_html_(self) -> str:
         """The summary line and a small drawing, for notebooks: at most 64 KB, without matplotlib."""

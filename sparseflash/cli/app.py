@@ -154,6 +154,15 @@ def show(
         bool, typer.Option("--causal", help="The mask must be causal: future leaks are errors, with exit status 1.")
     ] = False,
     width: Annotated[int, typer.Option(help="Width of the drawing in cells; 0: no drawing.", min=0)] = 32,
+    elements: Annotated[
+        bool | None,
+        typer.Option(
+            "--elements/--tiles", help="Draw single scores, or tiles.", show_default="scores up to 1,024 tokens"
+        ),
+    ] = None,
+    by_head: Annotated[
+        bool, typer.Option("--by-head", help="A panel for each head in the picture, equal ones, too.")
+    ] = False,
     picture: Annotated[Path | None, typer.Option(help=f"Write a picture to this file: {', '.join(PICTURES)}.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page to this file, to zoom into in a browser.")] = None,
     save: Annotated[Path | None, typer.Option(help="Save the mask to this file, for BlockMask.load and MASK.")] = None,
@@ -174,21 +183,22 @@ def show(
         check_folder(html, "--html")
         check_folder(save, "--save")
     found = asked(mask, sources)
+    sizes: dict[str, Any] = {"head_dim": head_dim, "heads": heads, "dtype": DTYPES[dtype], "causal": causal}
     with short_errors():
         if not as_json:
             say(found.to_string(width) if width else repr(found))
-            say_table(words.facts(found, head_dim=head_dim, heads=heads, dtype=DTYPES[dtype], causal=causal))
+            say_table(words.facts(found, **sizes))
         findings = analysis.lint(found, causal=causal)
         if as_json:
-            figures = words.figures(found, head_dim=head_dim, heads=heads, dtype=DTYPES[dtype], causal=causal)
-            say_json({**figures, "findings": [asdict(each) for each in findings]})
+            say_json({**words.figures(found, **sizes), "findings": [asdict(each) for each in findings]})
         else:
             say(*map(str, findings))
         written = {"Picture": picture, "Page": html, "Mask": save}
         if picture is not None:
-            found.plot().savefig(picture)
+            found.plot(elements=elements, by_head=by_head).savefig(picture)
         if html is not None:
-            html.write_text(to_page(found, mask), encoding="utf-8")
+            page = to_page(found, mask, costs=words.facts(found, **sizes))
+            html.write_text(page, encoding="utf-8")
         if save is not None:
             found.save(save)
         if not as_json:

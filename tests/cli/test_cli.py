@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from scipy import sparse
 from typer.testing import CliRunner
 
@@ -874,6 +875,21 @@ def test_only_help_of_the_command_is_help(command, arguments, is_help):
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(options, words, monkeypatch):
     monkeypatch.setattr(expression, "mask_of", lambda *_: pytest.fail("the mask was made"))
     assert words in run("show", "causal(100)", *options, code=2)
+
+
+def test_a_picture_may_show_scores_or_tiles_and_every_head(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(BlockMask, "plot", lambda mask, **options: asked.append(options) or Figure())
+    for options in ((), ("--elements",), ("--tiles", "--by-head")):
+        run("show", "causal(100)", "--picture", str(tmp_path / "m.png"), *options)
+    assert [(each["elements"], each["by_head"]) for each in asked] == [(None, False), (True, False), (False, True)]
+
+
+def test_the_page_has_the_costs_beside_the_picture(tmp_path):
+    said = run("show", "causal(100)", "--html", str(tmp_path / "m.html"))
+    page = (tmp_path / "m.html").read_text()
+    rows = dict(re.findall(r"<tr><th>(.*?)</th><td>(.*?)</td></tr>", page))
+    assert {"scores", "forward", "backward", "reach"} <= set(rows) and rows["reach"] in unwrapped(said)
 
 
 def test_a_picture_without_matplotlib_is_refused_before_the_work(monkeypatch, tmp_path):
