@@ -5,7 +5,7 @@ Triton decides between its interpreter and its compiler when it is imported, so 
     pytest           the interpreter, on the CPU; tests marked `gpu` are skipped
     pytest -m gpu    the compiler, on a CUDA device; only tests marked `gpu` run
 
-    pytest -m gpu --compile-ahead    the compiler alone, on any machine: see compile_ahead.py
+    pytest -m gpu --compile-ahead    the compiler alone, on any machine: see compiling/ahead.py
 """
 
 import gc
@@ -76,7 +76,7 @@ def pytest_sessionfinish():
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    from frame_stack import in_one_piece
+    from tests.processes.frame_stack import in_one_piece
 
     item.runtest = partial(in_one_piece, item.runtest)
     return (yield)
@@ -105,11 +105,11 @@ def kernels_run_as_on_a_gpu(request):
     if asks_for_gpu(request.config):
         yield
         return
-    from bounds import watch_addresses
-    from interpreted_dot import summed_alike_in_either_order
-    from interpreted_index import index_by_scalars
-    from interpreter_types import derive_types_once
-    from patched_once import patch_once_a_launch
+    from tests.interpreting.bounds import watch_addresses
+    from tests.interpreting.indices import index_by_scalars
+    from tests.interpreting.patched_once import patch_once_a_launch
+    from tests.interpreting.products import summed_alike_in_either_order
+    from tests.interpreting.value_types import derive_types_once
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         watch_addresses(monkeypatch)
@@ -123,7 +123,7 @@ def kernels_run_as_on_a_gpu(request):
 @pytest.fixture(scope="session", autouse=True)
 def kernels_are_compiled_ahead(request):
     if request.config.getoption("compile_ahead"):
-        from compile_ahead import compiling
+        from tests.compiling.ahead import compiling
 
         yield from compiling({item.module for item in request.session.items})
     else:
@@ -168,7 +168,7 @@ def pytest_collection_modifyitems(config, items):
 
     items.sort(key=place)
     if config.getoption("compile_ahead"):
-        from compile_ahead import is_compiled
+        from tests.compiling.ahead import is_compiled
 
         kept = [item for item in items if is_compiled(item)]
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])

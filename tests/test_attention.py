@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import scaled_dot_product_attention
 
-from forked import python
 from sparseflash import BlockMask, attention, explain, masks, sdpa
-from strategies import SEEDS, Problem, dense_masks, problems
+from tests.drawn.masks import SEEDS, dense_masks
+from tests.drawn.problems import Problem, problems
+from tests.processes.forked import python
 
 BACKENDS = ["reference", "blockwise", "triton"]
 # The interpreter takes about a hundred times as long as the others.

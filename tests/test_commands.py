@@ -7,7 +7,7 @@ from importlib import import_module
 import pytest
 import typer.main
 
-from pages import PAGES, text
+from tests.docs.pages import PAGES, text
 
 # Pages of results give commands as they were run; these programs have moved since.
 MOVED = ("speed", "io", "tune", "blocks", "compile", "exactness", "patterns")

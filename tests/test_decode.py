@@ -11,9 +11,9 @@ from sparseflash import BlockMask, clear_caches, masks, testing
 from sparseflash.backends.cached import rows_of
 from sparseflash.backends.triton.decode import api
 from sparseflash.decode import attention_with_cache, choose_pages
-from strategies import SEEDS
-from uninterpreted import python
-from waiting import NoWaiting, assert_replays_as_called
+from tests.compiling.uninterpreted import python
+from tests.drawn.masks import SEEDS
+from tests.watched.waiting import NoWaiting, assert_replays_as_called
 
 BACKENDS = ("triton", "reference")
 

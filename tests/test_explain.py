@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import sparseflash
-from plans import kernels_of, plans_of
 from sparseflash import attention, clear_caches, explain, masks, scores
 from sparseflash.backends.triton.hopper import support
 from sparseflash.backends.triton.overrides import always_split, override
 from sparseflash.blockmask.streams import ReadyEvent
+from tests.backends.triton.plans import kernels_of, plans_of
 
 HOPPER = {"capability": (9, 0)}  # Triton's interpreter stands for it
 

@@ -10,8 +10,8 @@ from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton.schedule.plan import plan_of
 from sparseflash.grouped import selected_attention
 from sparseflash.masks.block_index import mask_of_queries
-from strategies import SEEDS
-from waiting import NoWaiting, assert_replays_as_called
+from tests.drawn.masks import SEEDS
+from tests.watched.waiting import NoWaiting, assert_replays_as_called
 
 
 def generator(seed):

@@ -14,12 +14,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import sparseflash
-from forked import python
 from sparseflash import BlockMask, huggingface, masks
 from sparseflash.huggingface import layer, model_mask
 from sparseflash.huggingface.model_mask import ModelMask
 from sparseflash.huggingface.rules import fingerprint, unpacked
-from strategies import block_masks
+from tests.drawn.masks import block_masks
+from tests.processes.forked import python
 
 transformers = pytest.importorskip("transformers", minversion="5.17")
 rules = pytest.importorskip("transformers.masking_utils")

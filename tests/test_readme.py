@@ -8,8 +8,8 @@ from importlib import import_module
 
 import pytest
 
-from pages import PAGES, ROOT, WITH_EXAMPLES, cannot_run_here, examples, inline_code, outputs, without_blocks
 from sparseflash import masks
+from tests.docs.pages import PAGES, ROOT, WITH_EXAMPLES, cannot_run_here, examples, inline_code, outputs, without_blocks
 
 
 def links():

@@ -14,8 +14,8 @@ import sparseflash
 from sparseflash import BlockMask, attention_varlen, masks, testing, varlen
 from sparseflash.blockmask.ops.place import place
 from sparseflash.varlen import varlen_mask
-from strategies import SEEDS, blocks
-from waiting import waiting_raises
+from tests.drawn.masks import SEEDS, blocks
+from tests.watched.waiting import waiting_raises
 
 
 def window_rule(q, k):

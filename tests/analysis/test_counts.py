@@ -5,12 +5,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from portions import assert_same_in_portions
 from sparseflash import BlockMask, masks
 from sparseflash.analysis import balance, bytes_moved, coarsening, density, flops, lint, reach
 from sparseflash.analysis.order import live_tiles_in_order
 from sparseflash.blockmask.stats import live_tokens
-from strategies import block_masks, blocks
+from tests.compared.portions import assert_same_in_portions
+from tests.drawn.masks import block_masks, blocks
 
 MASKS = st.tuples(st.integers(1, 3), st.integers(1, 3)).flatmap(lambda sizes: block_masks(160, (16, 32, 64), *sizes))
 

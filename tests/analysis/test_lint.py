@@ -12,7 +12,7 @@ from sparseflash.analysis.layers import elements
 from sparseflash.analysis.order import live_tiles_in_order
 from sparseflash.analysis.tokens import blind_queries, future_scores, see_previous, unseen_keys
 from sparseflash.analysis.walks import walks
-from strategies import block_masks, blocks, dense_masks, lengths
+from tests.drawn.masks import block_masks, blocks, dense_masks, lengths
 
 MASKS = st.tuples(st.integers(1, 2), st.integers(1, 2)).flatmap(lambda sizes: block_masks(160, (16, 32, 64), *sizes))
 

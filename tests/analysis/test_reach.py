@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sparseflash import BlockMask, masks
 from sparseflash.analysis import bitrows, composition, diameter, layers_to_full_reach, reach, relation
-from strategies import blocks, dense_masks, lengths
+from tests.drawn.masks import blocks, dense_masks, lengths
 
 MODULE = import_module("sparseflash.analysis.reach")  # the package has a function of this name
 MOST = 100

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from exactness import HALF
 from sparseflash import attention, scores
+from tests.compared.exactness import HALF
 
 
 @pytest.mark.parametrize(("device", "dtype"), [

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-import compile_ahead
-import forked
-from uninterpreted import python
+from tests.compiling import ahead as compile_ahead
+from tests.compiling.uninterpreted import python
+from tests.processes import forked
 
 
 @cache

@@ -7,12 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from cutting import chunks_of
-from retiling import WAYS, tilings_taken_by
 from sparseflash import BlockMask, attention, dropout, masks, scores
 from sparseflash.attention import attend
 from sparseflash.backends.problem import Problem
 from sparseflash.blockmask.cache import mask_cache
+from tests.backends.triton.plans import WAYS, chunks_of, tilings_taken_by
 
 BACKENDS = ["blockwise", "triton", "reference"]
 

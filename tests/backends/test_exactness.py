@@ -13,8 +13,14 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cutting import chunks_of
-from exactness import (
+from experiments.benchmarks.speed.precision import products_in_tf32
+from sparseflash import attention, masks
+from sparseflash.backends import blockwise_tiles
+from sparseflash.backends.triton.configs import Config
+from sparseflash.backends.triton.overrides import override
+from sparseflash.testing import error_of, plain_errors
+from tests.backends.triton.plans import chunks_of, tilings_taken_by
+from tests.compared.exactness import (
     FP32_SIZES,
     HALF,
     HALF_SIZES,
@@ -30,15 +36,9 @@ from exactness import (
     spread_out,
     time_for_examples,
 )
-from experiments.benchmarks.speed.precision import products_in_tf32
-from retiling import tilings_taken_by
-from sparseflash import attention, masks
-from sparseflash.backends import blockwise_tiles
-from sparseflash.backends.triton.configs import Config
-from sparseflash.backends.triton.overrides import override
-from sparseflash.testing import error_of, plain_errors
-from strategies import Problem, Recipe, problems
-from tensor_cores import summed_as_by_tensor_cores
+from tests.drawn.masks import Recipe
+from tests.drawn.problems import Problem, problems
+from tests.interpreting.products import summed_as_by_tensor_cores
 
 
 @given(problems(most_tokens=300, head_dims=(1, 8, 16, 40), value_dims=(1, 16, 24), blocks=(16, 32, 64, 128),

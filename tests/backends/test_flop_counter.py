@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from forked import python
 from sparseflash import BlockMask, analysis, attention, masks
 from sparseflash.backends.flop_counter import scores
 from sparseflash.backends.problem import Problem
-from strategies import block_masks
+from tests.drawn.masks import block_masks
+from tests.processes.forked import python
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TRITON = pytest.param("triton", marks=pytest.mark.skipif(not INTERPRETED, reason="the kernel runs in the interpreter"))

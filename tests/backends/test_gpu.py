@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from experiments.benchmarks.speed import patterns
-from plans import kernels_of
 from sparseflash import BlockMask, attention, masks
-from waiting import waiting_raises
+from tests.backends.triton.plans import kernels_of
+from tests.watched.waiting import waiting_raises
 
 pytestmark = pytest.mark.gpu
 

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cutting import chunks_of
-from exactness import HALF
-from minus_inf import KINDS, Case
 from sparseflash import BlockMask, attention, scores
 from sparseflash.backends.triton.overrides import override
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.interop import from_score_mod
+from tests.backends.triton.plans import chunks_of
+from tests.compared.exactness import HALF
+from tests.compared.minus_inf import KINDS, Case
 
 CPU = [
     ("reference", torch.float64), ("reference", torch.float32), ("reference", torch.float16),

@@ -8,9 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cutting import chunks_of
-from exactness import HALF, loads, new_memory_is_nan, plain
-from scored import FUNCTIONS, KINDS, Scored, check, results, scored
 from sparseflash import BlockMask, attention, masks, scores, testing
 from sparseflash.backends import problem as backends_problem
 from sparseflash.backends.triton import api
@@ -19,8 +16,12 @@ from sparseflash.backends.triton.overrides import override
 from sparseflash.backends.triton.portable.learned import sums_of_groups
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.scores.change import Scores, Sizes
-from strategies import Problem, Recipe
-from waiting import NoWaiting
+from tests.backends.triton.plans import chunks_of
+from tests.compared.exactness import HALF, loads, new_memory_is_nan, plain
+from tests.compared.scored import FUNCTIONS, KINDS, Scored, check, results, scored
+from tests.drawn.masks import Recipe
+from tests.drawn.problems import Problem
+from tests.watched.waiting import NoWaiting
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparseflash.blockmask import bitmask
-from strategies import SEEDS, blocks
+from tests.drawn.masks import SEEDS, blocks
 
 ALL_BLOCKS = (16, 32, 64, 128, 256)
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from hypothesis import given
 
-from largest_tensor import LargestTensor
-from mask_values import ARRAYS, MANY, MOST, assert_same, dense_with_block, window
 from sparseflash import BlockMask, masks
 from sparseflash.blockmask import bitmask, csr, stats
-from strategies import block_masks
+from tests.blockmask.mask_values import ARRAYS, MANY, MOST, assert_same, dense_with_block, window
+from tests.drawn.masks import block_masks
+from tests.watched.largest_tensor import LargestTensor
 
 # ---------------------------------------------------------------------- density, columns
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from forked import interpreting, python
-from plans import plan
 from sparseflash import BlockMask, attention, clear_caches, masks, scores
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.blockmask.cache import BoundedDict, is_countable, mask_cache, once
 from sparseflash.blockmask.numbering import tile_numbers
 from sparseflash.masks.block_index import mask_of_queries
+from tests.backends.triton.plans import plan
+from tests.processes.forked import interpreting, python
 
 N = 64
 BACKENDS = ["blockwise", "triton"]

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mask_values import MANY, MOST, assert_same, dense_with_block, sizes
 from sparseflash import BlockMask
 from sparseflash.blockmask import bitmask
-from strategies import RULES, SEEDS, block_masks, lengths, rule
+from tests.blockmask.mask_values import MANY, MOST, assert_same, dense_with_block, sizes
+from tests.drawn.masks import RULES, SEEDS, block_masks, lengths, rule
 
 # ---------------------------------------------------------------------- from_dense, to_dense
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from mask_values import ARRAYS, assert_same, int32, two_patterns, window
 from sparseflash import BlockMask, masks
+from tests.blockmask.mask_values import ARRAYS, assert_same, int32, two_patterns, window
 
 
 @pytest.mark.parametrize("name", ARRAYS)

@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._pytree import tree_flatten
 
-from dynamic_masks import dynamic_problems, made_dynamic
-from exactness import check
-from plans import plan
 from sparseflash import BlockMask, analysis, attention, interop, masks
 from sparseflash.blockmask import bitmask
 from sparseflash.blockmask.csr import row_of_entry
-from strategies import SEEDS, block_masks
-from waiting import NoWaiting
+from tests.backends.triton.plans import plan
+from tests.compared.exactness import check
+from tests.drawn.dynamic_masks import dynamic_problems, made_dynamic
+from tests.drawn.masks import SEEDS, block_masks
+from tests.watched.waiting import NoWaiting
 
 MOST = 120
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from hypothesis import given
 
-from largest_tensor import LargestTensor
-from mask_values import assert_same, sizes
 from sparseflash import BlockMask, masks
 from sparseflash.blockmask import rules
-from strategies import SEEDS, rule
+from tests.blockmask.mask_values import assert_same, sizes
+from tests.drawn.masks import SEEDS, rule
+from tests.watched.largest_tensor import LargestTensor
 
 
 def test_a_predicate_may_depend_on_queries_or_keys_alone_or_on_nothing():

@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask
 
-from algebra_checks import assert_is, peak_of
-from dynamic_masks import made_dynamic
-from largest_tensor import LargestTensor
 from sparseflash import BlockMask, masks
 from sparseflash.blockmask import bitmask
 from sparseflash.blockmask.ops import boolean
-from strategies import SEEDS, block_masks, blocks, dense_masks, lengths
+from tests.compared.algebra import assert_is, peak_of
+from tests.drawn.dynamic_masks import made_dynamic
+from tests.drawn.masks import SEEDS, block_masks, blocks, dense_masks, lengths
+from tests.watched.largest_tensor import LargestTensor
 
 MOST = 130
 BINARY = {

@@ -6,13 +6,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from algebra_checks import assert_is, peak_of
 from sparseflash import BlockMask, attention, masks
 from sparseflash.blockmask import bitmask
 from sparseflash.blockmask.arguments import BLOCKS
 from sparseflash.blockmask.ops import crop as crop_module
 from sparseflash.blockmask.ops import permute as permute_module
-from strategies import block_masks, blocks, lengths
+from tests.compared.algebra import assert_is, peak_of
+from tests.drawn.masks import block_masks, blocks, lengths
 
 MOST = 150
 MANY = 1_048_576

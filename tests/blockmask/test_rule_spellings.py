@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rule_spellings import BATCH, HEADS, Data, by_numbers, data_rules, python_rules, spelled
 from sparseflash import BlockMask
 from sparseflash.blockmask.number import Number
+from tests.drawn.rule_spellings import BATCH, HEADS, Data, by_numbers, data_rules, python_rules, spelled
 
 LENGTH = 20
 DATA = Data(0, LENGTH)

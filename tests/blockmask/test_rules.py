@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import and_masks, create_mask, noop_mask, or_masks
 
-from largest_tensor import LargestTensor
 from sparseflash import BlockMask, masks
-from strategies import blocks, lengths
+from tests.drawn.masks import blocks, lengths
+from tests.watched.largest_tensor import LargestTensor
 
 DOCUMENTS = torch.arange(300) // torch.tensor([[7], [50], [7], [1000]])
 SLOPES = torch.tensor([30, 3, 30, 300, 3])

@@ -14,10 +14,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forked import python
 from sparseflash import BlockMask, masks
 from sparseflash.blockmask import serialization
-from strategies import block_masks
+from tests.drawn.masks import block_masks
+from tests.processes.forked import python
 
 ARRAYS = ("indptr", "indices", "tile", "bits", "pattern", "lengths")
 

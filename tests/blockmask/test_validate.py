@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
-from mask_values import int32, two_patterns, window
 from sparseflash import BlockMask
+from tests.blockmask.mask_values import int32, two_patterns, window
 
 
 def changed(array, place, value):

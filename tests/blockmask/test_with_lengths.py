@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mask_values import ARRAYS, MANY, MOST, assert_same, window
 from sparseflash import BlockMask
-from strategies import block_masks
+from tests.blockmask.mask_values import ARRAYS, MANY, MOST, assert_same, window
+from tests.drawn.masks import block_masks
 
 
 @MANY

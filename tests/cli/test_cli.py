@@ -19,7 +19,6 @@ from scipy import sparse
 from typer.testing import CliRunner
 
 import sparseflash
-from forked import ROOT, python
 from sparseflash import BlockMask, __version__, analysis, masks
 from sparseflash import cli as command_line
 from sparseflash.cli import bench, certificate, check, convert, expression, info, output
@@ -30,7 +29,8 @@ from sparseflash.cli.options import pattern_names, patterns_beginning_with
 from sparseflash.cli.refused import Refused
 from sparseflash.cli.sources import module_of
 from sparseflash.explain import Explanation
-from threads import threads
+from tests.processes.forked import ROOT, python
+from tests.processes.threads import threads
 
 CPU = ("--device", "cpu")
 OWN = """

@@ -9,16 +9,16 @@ import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-import sharded_attention
-from process_pool import Failed, Processes
-from scored import ALMOST_ALL_WEIGHT_ON_ONE_KEY, FUNCTIONS, SHARDED, scored
-from sharded_attention import check_dropping, check_scored, check_transports, joined, sharded
-from shared_files import copies_of_files
 from sparseflash import BlockMask, attention, distributed, dropout, masks, scores, testing
 from sparseflash.distributed import symmetric_memory
 from sparseflash.distributed.collectives import Collectives
 from sparseflash.distributed.peer_copies import PeerCopies
-from strategies import problems
+from tests.compared.scored import ALMOST_ALL_WEIGHT_ON_ONE_KEY, FUNCTIONS, SHARDED, scored
+from tests.distributed import sharded_attention
+from tests.distributed.sharded_attention import check_dropping, check_scored, check_transports, joined, sharded
+from tests.distributed.shared_files import copies_of_files
+from tests.drawn.problems import problems
+from tests.processes.pool import Failed, Processes
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 

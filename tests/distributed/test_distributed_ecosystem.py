@@ -9,9 +9,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-from forked import ROOT, execute, ranks
-from process_pool import Processes
 from sparseflash import attention, distributed, masks
+from tests.processes.forked import ROOT, execute, ranks
+from tests.processes.pool import Processes
 
 
 @pytest.fixture(scope="module")

@@ -5,13 +5,13 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-import sharded_attention
-from process_pool import Processes
-from scored import FUNCTIONS, SHARDED, scored
-from sharded_attention import check_dropping, check_scored, check_transports, sharded
 from sparseflash import attention, distributed, dropout, masks, testing
 from sparseflash.backends.triton.changes.own_source import MOST_ENTRIES
-from strategies import problems
+from tests.compared.scored import FUNCTIONS, SHARDED, scored
+from tests.distributed import sharded_attention
+from tests.distributed.sharded_attention import check_dropping, check_scored, check_transports, sharded
+from tests.drawn.problems import problems
+from tests.processes.pool import Processes
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,7 @@ from sparseflash import BlockMask, attention, distributed, masks
 from sparseflash.distributed import costs, planner
 from sparseflash.distributed.positions import Positions
 from sparseflash.distributed.shards import Shards
-from strategies import block_masks
+from tests.drawn.masks import block_masks
 
 
 def blocks_of(mask):

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from pages import ROOT
+from tests.docs.pages import ROOT
 
 DOCS = ROOT / "docs"
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from pages import ROOT
+from tests.docs.pages import ROOT
 
 nbformat = pytest.importorskip("nbformat", reason="notebooks need the extra docs")
 nbclient = pytest.importorskip("nbclient", reason="notebooks need the extra docs")

@@ -8,10 +8,10 @@ import pytest
 
 from docs.figures import versions as said
 from docs.figures.store import stored
-from pages import ROOT
 from sparseflash.backends.triton import versions
 from sparseflash.backends.triton.launcher import DIRECT_VERSIONS
 from sparseflash.backends.triton.versions import MEASURED, is_measured, named, triton_version
+from tests.docs.pages import ROOT
 
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
 

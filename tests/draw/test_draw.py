@@ -12,14 +12,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamic_masks import made_dynamic
-from forked import python
 from sparseflash import BlockMask, masks
 from sparseflash.blockmask.stats import live_tokens
 from sparseflash.draw import MEANINGS, kinds, panels, shares, to_html
 from sparseflash.draw.colours import EMPTY, FULL, PARTIAL, colours
 from sparseflash.draw.text import levels
-from strategies import SEEDS, block_masks
+from tests.drawn.dynamic_masks import made_dynamic
+from tests.drawn.masks import SEEDS, block_masks
+from tests.processes.forked import python
 
 CELLS = st.integers(1, 12)
 

@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import create_mask
 from sparseflash import BlockMask, masks
 from sparseflash.interop import BlockSparseTensors, from_fa4, to_fa4
 from sparseflash.interop.lookup import mask_mod
-from strategies import block_masks
+from tests.drawn.masks import block_masks
 
 fa4_masks = block_masks(most_tokens=400, blocks=(128,), batch=2, heads=2)
 

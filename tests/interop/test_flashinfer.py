@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sparseflash import BlockMask, masks
 from sparseflash.interop import FlashInferBSR, from_flashinfer, scores, to_flashinfer
-from strategies import blocks, dense_masks
+from tests.drawn.masks import blocks, dense_masks
 
 
 def dense_of(bsr):

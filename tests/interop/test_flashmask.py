@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rule_spellings import Data, by_numbers
 from sparseflash import BlockMask, masks
 from sparseflash.interop import from_flashmask, to_flashmask
-from strategies import block_masks, blocks, lengths
+from tests.drawn.masks import block_masks, blocks, lengths
+from tests.drawn.rule_spellings import Data, by_numbers
 
 
 def dense_of(indices, causal, q_len):

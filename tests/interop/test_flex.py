@@ -16,10 +16,10 @@ from torch.nn.attention.flex_attention import (
     or_masks,
 )
 
-from rule_spellings import Data, by_numbers, data_rules
 from sparseflash import BlockMask, attention, masks
 from sparseflash.interop import from_flex, to_flex
-from strategies import RULES, block_masks, lengths, rule
+from tests.drawn.masks import RULES, block_masks, lengths, rule
+from tests.drawn.rule_spellings import Data, by_numbers, data_rules
 
 # FlexAttention warns at every call in eager mode on the CPU, which these tests need.
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from forked import python
-from portions import assert_same_in_portions
 from sparseflash import BlockMask, interop, masks
 from sparseflash.interop.dead_runs import dead_runs
+from tests.compared.portions import assert_same_in_portions
+from tests.processes.forked import python
 
 
 def test_every_function_is_public_and_documented():

@@ -11,7 +11,7 @@ from scipy import sparse
 
 from sparseflash import BlockMask, masks
 from sparseflash.interop import from_scipy, to_scipy
-from strategies import block_masks, blocks, dense_masks, lengths
+from tests.drawn.masks import block_masks, blocks, dense_masks, lengths
 
 
 def canonical(mask, *, like=None):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sparseflash import BlockMask, attention
 from sparseflash.interop import from_sdpa, to_sdpa
-from strategies import block_masks
+from tests.drawn.masks import block_masks
 
 
 @given(mask=block_masks(batch=2, heads=3), additive=st.booleans())

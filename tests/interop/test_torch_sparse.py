@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sparseflash import BlockMask, masks
 from sparseflash.interop import from_torch_sparse, to_torch_sparse
-from strategies import block_masks, blocks, dense_masks, lengths
+from tests.drawn.masks import block_masks, blocks, dense_masks, lengths
 
 
 @given(mask=block_masks(batch=2, heads=3), data=st.data())

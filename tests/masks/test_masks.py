@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mask_rules import BLOCKS, assert_keeps, grid
 from sparseflash import BlockMask, masks
 from sparseflash.masks.tiling.band import band
-from strategies import blocks, lengths
+from tests.drawn.masks import blocks, lengths
+from tests.masks.mask_rules import BLOCKS, assert_keeps, grid
 
 MOST = 200
 SEVERAL = pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from chosen_blocks import INTEGERS, MOST, antidiagonal, blocks_of, generator, sizes
 from sparseflash import masks
-from strategies import SEEDS
+from tests.drawn.masks import SEEDS
+from tests.masks.chosen_blocks import INTEGERS, MOST, antidiagonal, blocks_of, generator, sizes
 
 # ---------------------------------------------------------------------- pooled scores
 

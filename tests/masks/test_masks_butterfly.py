@@ -7,10 +7,10 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mask_rules import assert_keeps
-from sequence_sizes import reached, square
 from sparseflash import masks
-from strategies import blocks
+from tests.drawn.masks import blocks
+from tests.masks.mask_rules import assert_keeps
+from tests.masks.sequence_sizes import reached, square
 
 
 def digits(x, radix):

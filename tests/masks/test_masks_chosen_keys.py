@@ -7,7 +7,10 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from chosen_blocks import (
+from sparseflash import masks
+from sparseflash.masks import chosen_keys
+from tests.drawn.masks import SEEDS
+from tests.masks.chosen_blocks import (
     INTEGERS,
     WAYS,
     as_four,
@@ -21,9 +24,6 @@ from chosen_blocks import (
     sizes,
     tokens_of,
 )
-from sparseflash import masks
-from sparseflash.masks import chosen_keys
-from strategies import SEEDS
 
 
 @st.composite

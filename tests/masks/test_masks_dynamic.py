@@ -8,7 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chosen_blocks import (
+from sparseflash import masks
+from sparseflash.masks import fused
+from tests.drawn.masks import SEEDS
+from tests.masks.chosen_blocks import (
     SCORES,
     WAYS,
     as_four,
@@ -23,9 +26,6 @@ from chosen_blocks import (
     tiles_with,
     tokens_of,
 )
-from sparseflash import masks
-from sparseflash.masks import fused
-from strategies import SEEDS
 
 
 def forced_tiles(q_len, k_len, block, causal, sink, local):

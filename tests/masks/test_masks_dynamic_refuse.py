@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from chosen_blocks import BUILD, SCORES
 from sparseflash import masks
+from tests.masks.chosen_blocks import BUILD, SCORES
 
 INDICES = torch.zeros(64, 2, dtype=torch.int64)
 

@@ -6,11 +6,11 @@ from unittest import mock
 import pytest
 import torch
 
-from chosen_blocks import BUILD, coarse, distinct, generator
 from sparseflash import attention, masks
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton.schedule.plan import plan_of
-from waiting import NoWaiting, waiting_raises
+from tests.masks.chosen_blocks import BUILD, coarse, distinct, generator
+from tests.watched.waiting import NoWaiting, waiting_raises
 
 N = 50
 

@@ -8,15 +8,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from algebra_checks import peak_of
-from exactness import check
 from sparseflash import BlockMask, attention, clear_caches, masks
 from sparseflash.backends.problem import Problem as Planned
 from sparseflash.backends.triton.schedule.plan import plan_of
 from sparseflash.masks import block_index, fused
 from sparseflash.masks.tiling.chosen import row_frame
-from strategies import SEEDS, Problem, blocks, lengths, problems
-from waiting import NoWaiting, assert_replays_as_called
+from tests.compared.algebra import peak_of
+from tests.compared.exactness import check
+from tests.drawn.masks import SEEDS, blocks, lengths
+from tests.drawn.problems import Problem, problems
+from tests.watched.waiting import NoWaiting, assert_replays_as_called
 
 WAYS = ("operations", "kernels")
 

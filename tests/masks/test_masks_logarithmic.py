@@ -5,10 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mask_rules import assert_keeps
-from sequence_sizes import MOST, assert_heads, reached, sizes, square
 from sparseflash import masks
-from strategies import lengths
+from tests.drawn.masks import lengths
+from tests.masks.mask_rules import assert_keeps
+from tests.masks.sequence_sizes import MOST, assert_heads, reached, sizes, square
 
 # ---------------------------------------------------------------------- Sparse Transformer, DeepSpeed
 

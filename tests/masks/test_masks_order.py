@@ -9,10 +9,10 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from grids import orders, shapes
 from sparseflash import attention, masks
 from sparseflash.masks import order
-from strategies import SEEDS
+from tests.drawn.masks import SEEDS
+from tests.masks.grids import orders, shapes
 
 GRIDS = [(1,), (9,), (4, 4), (3, 5), (1, 7), (6, 6), (2, 3, 4), (4, 4, 4), (2, 2, 2, 3)]
 CURVES = pytest.mark.parametrize("curve", [order.row_major, order.morton, order.hilbert], ids=lambda c: c.__name__)

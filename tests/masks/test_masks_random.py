@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from sparseflash import BlockMask, masks
 from sparseflash.masks.tiling.draws import generator, subsets
-from strategies import SEEDS, lengths
+from tests.drawn.masks import SEEDS, lengths
 
 MOST_BLOCKS = 14
 RANDOM = pytest.mark.parametrize(

@@ -6,10 +6,10 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from mask_rules import BLOCKS, assert_keeps, grid
-from sequence_sizes import MOST, assert_heads, sizes, square
 from sparseflash import masks
-from strategies import SEEDS, blocks, lengths
+from tests.drawn.masks import SEEDS, blocks, lengths
+from tests.masks.mask_rules import BLOCKS, assert_keeps, grid
+from tests.masks.sequence_sizes import MOST, assert_heads, sizes, square
 
 # ---------------------------------------------------------------------- dense, causal, prefix
 

@@ -9,14 +9,14 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from grids import all_axes, in_order, orders, shapes
-from mask_rules import assert_keeps
 from sparseflash import BlockMask, masks
 from sparseflash.masks import order
 from sparseflash.masks.tiling import ranges
 from sparseflash.masks.tiling.grid import coordinates
 from sparseflash.masks.tiling.ranges import _box_side
-from strategies import blocks
+from tests.drawn.masks import blocks
+from tests.masks.grids import all_axes, in_order, orders, shapes
+from tests.masks.mask_rules import assert_keeps
 
 BLOCKS = (16, 32, 64)
 GRID_PATTERNS = pytest.mark.parametrize(

@@ -6,14 +6,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mask_rules import BLOCKS, assert_keeps, grid
-from portions import assert_same_in_portions
-from sequence_sizes import MOST, sizes, square
 from sparseflash import BlockMask, masks
 from sparseflash.masks.tiling.diagonals import diagonals
 from sparseflash.masks.tiling.kinds import by_kind
 from sparseflash.masks.tiling.spans import spans
-from strategies import SEEDS, blocks, lengths
+from tests.compared.portions import assert_same_in_portions
+from tests.drawn.masks import SEEDS, blocks, lengths
+from tests.masks.mask_rules import BLOCKS, assert_keeps, grid
+from tests.masks.sequence_sizes import MOST, sizes, square
 
 
 @given(lengths(MOST), lengths(MOST), blocks(BLOCKS), SEEDS)

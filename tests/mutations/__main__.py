@@ -1,9 +1,10 @@
-"""`python tests/mutations`: see mutation_runner.py."""
+"""`python -m tests.mutations`: see mutation_runner.py."""
 
 import sys
 from pathlib import Path
 
-from mutation_list import MUTATIONS
-from mutation_runner import main
+from tests.mutations.mutation_list import MUTATIONS
+from tests.mutations.mutation_runner import main
 
-sys.exit(main(MUTATIONS, Path(__file__).resolve().parents[2]))
+if __name__ == "__main__":
+    sys.exit(main(MUTATIONS, Path(__file__).resolve().parents[2]))

@@ -18,7 +18,7 @@ OUTCOMES = {0: "SURVIVED", 1: "killed"}  # by pytest's exit code; by any other t
 
 
 def main(listed, root, arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], prog="python tests/mutations")
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], prog="python -m tests.mutations")
     parser.add_argument("--list", action="store_true", help="print the changes and make none")
     parser.add_argument("-k", metavar="TEXT", default="", help="only those with this text in their names or files")
     asked = parser.parse_args(arguments)

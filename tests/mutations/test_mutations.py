@@ -2,9 +2,10 @@
 
 from pathlib import Path
 
-import mutation_runner
 import pytest
-from mutation_list import MUTATIONS, Mutation
+
+from tests.mutations import mutation_runner
+from tests.mutations.mutation_list import MUTATIONS, Mutation
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rule_spellings import spelled
 from sparseflash import attention, clear_caches, scores
 from sparseflash.interop import from_score_mod
+from tests.drawn.rule_spellings import spelled
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.searchsorted:UserWarning")
 

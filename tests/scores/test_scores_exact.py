@@ -5,10 +5,10 @@ import torch
 from hypothesis import example, given, settings
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from scored import ALMOST_ALL_WEIGHT_ON_ONE_KEY, KINDS, Scored, check, results, scored
 from sparseflash import BlockMask, attention, masks, scores
 from sparseflash.backends import problem as backends_problem
-from strategies import Problem
+from tests.compared.scored import ALMOST_ALL_WEIGHT_ON_ONE_KEY, KINDS, Scored, check, results, scored
+from tests.drawn.problems import Problem
 
 HALF = (torch.float16, torch.bfloat16)
 

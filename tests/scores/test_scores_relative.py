@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from cutting import chunks_of
-from retiling import tilings_taken_by
 from sparseflash import BlockMask, attention, scores
 from sparseflash.scores.change import Sizes
 from sparseflash.scores.relative import Relative
+from tests.backends.triton.plans import chunks_of, tilings_taken_by
 
 
 @pytest.mark.parametrize(

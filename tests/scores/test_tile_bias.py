@@ -14,7 +14,7 @@ from sparseflash.backends.triton.changes import tile_bias
 from sparseflash.backends.triton.overrides import override
 from sparseflash.backends.triton.schedule.tile_places import TilePlaces
 from sparseflash.blockmask.numbering import number_of_tile, tile_numbers
-from strategies import problems
+from tests.drawn.problems import problems
 
 LOCAL = masks.local(70, window=20, block=16)
 # Two patterns, each of two heads, of two block rows, and a word of block columns and two more: with rows that are

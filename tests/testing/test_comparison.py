@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from exactness import plain
-from scored import FUNCTIONS, KINDS, Scored, results
 from sparseflash import BlockMask, attention, masks, scores, testing
 from sparseflash.testing import comparison, definition
-from strategies import SEEDS, Problem, Recipe, block_masks
+from tests.compared.exactness import plain
+from tests.compared.scored import FUNCTIONS, KINDS, Scored, results
+from tests.drawn.masks import SEEDS, Recipe, block_masks
+from tests.drawn.problems import Problem
 
 NAMES = ["out", "lse", "dq", "dk", "dv"]
 RAGGED = masks.per_head([masks.local(200, window=60, block=32), masks.causal(200, block=32)])

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from closeness import Results, assert_exact
 from sparseflash.backends import reference
 from sparseflash.testing import Error, draws_for, error_of, largest_error, plain_dtype, plain_errors
+from tests.compared.closeness import Results, assert_exact
 
 TRUTH = torch.tensor([1.0, -2.0, 4.0], dtype=torch.float64)
 EPS = torch.finfo(torch.float32).eps

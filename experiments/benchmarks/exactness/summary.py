@@ -1,10 +1,10 @@
 """Reads the records of an exactness run and condenses them.
 
-With `SPARSEFLASH_EXACTNESS=FOLDER` set, every case that `tests/exactness.py` checks appends a line of JSON to a file in
-FOLDER: the drawn case, and the errors of out, lse, dq, dk and dv in units of the allowed error (see
-`tests/closeness.py`): twice the error of a plain implementation in the same dtype on the same inputs, plus one unit in
-the last place of the largest value. Draws of the inputs, at most 16, stop once the error of a case is at most half the
-allowed one, so only figures above 0.5 cover all draws.
+With `SPARSEFLASH_EXACTNESS=FOLDER` set, every case that `tests/compared/exactness.py` checks appends a line of JSON to
+a file in FOLDER: the drawn case, and the errors of out, lse, dq, dk and dv in units of the allowed error (see
+`tests/compared/closeness.py`): twice the error of a plain implementation in the same dtype on the same inputs, plus one
+unit in the last place of the largest value. Draws of the inputs, at most 16, stop once the error of a case is at most
+half the allowed one, so only figures above 0.5 cover all draws.
 """
 
 from __future__ import annotations

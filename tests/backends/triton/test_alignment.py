@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from sparseflash import attention, masks
 from sparseflash.backends.triton import call_cache, launcher
 from sparseflash.backends.triton.alignment import is_aligned, readable
-from strategies import LAYOUTS, laid_out
+from tests.drawn.problems import LAYOUTS, laid_out
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 

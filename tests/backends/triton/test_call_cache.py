@@ -13,7 +13,7 @@ from sparseflash import attention, attention_varlen, clear_caches, masks
 from sparseflash.backends import blockwise
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton import api, call_cache
-from strategies import SEEDS
+from tests.drawn.masks import SEEDS
 
 TOKENS = 40
 

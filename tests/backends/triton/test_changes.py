@@ -7,7 +7,7 @@ from sparseflash import scores
 from sparseflash.backends.triton.changes.kind import WHOLE_NUMBERS, Changes, Functions, Request
 from sparseflash.backends.triton.changes.kinds import KINDS, Changed
 from sparseflash.scores.change import ORDER, Scores, Sizes
-from uninterpreted import python
+from tests.compiling.uninterpreted import python
 
 REQUEST = Request(1, 2, 40, 40, torch.float16, torch.device("cpu"), (16, 16))
 CHANGES = {

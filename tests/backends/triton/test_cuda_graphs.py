@@ -5,12 +5,12 @@ from unittest import mock
 import pytest
 import torch
 
-from dynamic_masks import made_dynamic
-from plans import plans_of
 from sparseflash import attention, clear_caches, masks
 from sparseflash.backends.triton.schedule import plan as planning
 from sparseflash.blockmask import streams
 from sparseflash.blockmask.cache import mask_cache
+from tests.backends.triton.plans import plans_of
+from tests.drawn.dynamic_masks import made_dynamic
 
 
 def tensors(tokens=20, batch=1, dtype=torch.float16, requires_grad=False):

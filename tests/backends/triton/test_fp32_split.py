@@ -26,7 +26,7 @@ from sparseflash.backends.triton.portable.fp32_split import (
     six_products,
 )
 from sparseflash.blockmask import streams
-from tensor_cores import summed_as_by_tensor_cores
+from tests.interpreting.products import summed_as_by_tensor_cores
 
 
 @given(

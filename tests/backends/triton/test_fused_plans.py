@@ -9,10 +9,6 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from closeness import NAMES
-from dynamic_masks import dynamic_problems, made_dynamic
-from exactness import check, results
-from plans import plan
 from sparseflash import BlockMask, attention, clear_caches, masks
 from sparseflash.backends.triton.launcher import Launch
 from sparseflash.backends.triton.schedule import fused, launch_order
@@ -21,9 +17,13 @@ from sparseflash.backends.triton.schedule.launch_order import start_order
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.backends.triton.schedule.worklists import full_first
 from sparseflash.blockmask import csr, streams
-from strategies import SEEDS, block_masks
-from uninterpreted import python
-from waiting import NoWaiting
+from tests.backends.triton.plans import plan
+from tests.compared.closeness import NAMES
+from tests.compared.exactness import check, results
+from tests.compiling.uninterpreted import python
+from tests.drawn.dynamic_masks import dynamic_problems, made_dynamic
+from tests.drawn.masks import SEEDS, block_masks
+from tests.watched.waiting import NoWaiting
 
 HEADS = 4
 

@@ -23,7 +23,7 @@ from sparseflash.backends.triton.family import Request
 from sparseflash.backends.triton.hopper import support
 from sparseflash.cli import info
 from sparseflash.scores.change import Sizes
-from uninterpreted import python
+from tests.compiling.uninterpreted import python
 
 GPU = torch.device("cuda", 0)
 HALF = Request(

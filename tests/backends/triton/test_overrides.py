@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from plans import kernels_of
 from sparseflash import attention, masks, scores
 from sparseflash.backends.triton.configs import Config
 from sparseflash.backends.triton.overrides import Overrides, always_split, override, overrides
 from sparseflash.backends.triton.schedule.tilings import Tiling
+from tests.backends.triton.plans import kernels_of
 
 
 def prepared(mask, dtype=torch.float16, dim=16, changes=None):

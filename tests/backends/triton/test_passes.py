@@ -6,14 +6,14 @@ import pytest
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from exactness import loads
-from plans import kernels_of, plans_of
 from sparseflash import attention, masks, scores
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton import api
 from sparseflash.backends.triton.alignment import can_describe
 from sparseflash.backends.triton.overrides import override
 from sparseflash.backends.triton.portable import forward_pass, launches, pass_layout
+from tests.backends.triton.plans import kernels_of, plans_of
+from tests.compared.exactness import loads
 
 CLOSE = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.float16: {"rtol": 2e-2, "atol": 2e-2}}
 

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experiments.benchmarks.speed import patterns
-from plans import plan
 from sparseflash import BlockMask, masks
 from sparseflash.backends.triton.overrides import NEVER_SPLIT, override
 from sparseflash.backends.triton.portable.fitting import config_for
@@ -18,7 +17,8 @@ from sparseflash.backends.triton.schedule import worklists
 from sparseflash.backends.triton.schedule.launch_order import start_order
 from sparseflash.backends.triton.schedule.plan import dense_plan
 from sparseflash.blockmask.cache import mask_cache
-from strategies import block_masks
+from tests.backends.triton.plans import plan
+from tests.drawn.masks import block_masks
 
 
 def walked(side, heads, count):

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparseflash import attention, clear_caches, masks, scores
 from sparseflash.backends.triton import api, call_cache
-from strategies import SEEDS
+from tests.drawn.masks import SEEDS
 
 HEADS, TOKENS = 2, 24
 

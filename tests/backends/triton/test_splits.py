@@ -10,18 +10,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cutting import chunks_of
-from dynamic_masks import made_dynamic
-from exactness import FP32_SIZES, check, spread_out
 from experiments.benchmarks.speed import patterns
-from plans import kernels_of, plan
 from sparseflash import BlockMask, attention, masks
 from sparseflash.backends.triton import launcher
 from sparseflash.backends.triton.schedule import splits
 from sparseflash.backends.triton.schedule.costs import SPLITS
 from sparseflash.backends.triton.schedule.plan import dense_plan
-from strategies import SEEDS, block_masks
-from waiting import NoWaiting
+from tests.backends.triton.plans import chunks_of, kernels_of, plan
+from tests.compared.exactness import FP32_SIZES, check, spread_out
+from tests.drawn.dynamic_masks import made_dynamic
+from tests.drawn.masks import SEEDS, block_masks
+from tests.watched.waiting import NoWaiting
 
 
 def fresh(mask):

@@ -8,20 +8,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cutting import chunks_of
-from dynamic_masks import made_dynamic
-from exactness import check, loads
 from experiments.benchmarks.speed import patterns
 from experiments.benchmarks.speed.precision import products_in_tf32
-from plans import plan
-from retiling import WAYS, tilings_of, tilings_taken_by
 from sparseflash import BlockMask, attention, masks
 from sparseflash.backends.triton.schedule import plan as planning
 from sparseflash.backends.triton.schedule.retiling import Retiling
 from sparseflash.backends.triton.schedule.tilings import FP32, HALF, Cost, Tiling, candidates, choose, step_of
 from sparseflash.blockmask import bitmask
-from strategies import Problem, Recipe, block_masks, problems
-from waiting import NoWaiting, waiting_raises
+from tests.backends.triton.plans import WAYS, chunks_of, plan, tilings_of, tilings_taken_by
+from tests.compared.exactness import check, loads
+from tests.drawn.dynamic_masks import made_dynamic
+from tests.drawn.masks import Recipe, block_masks
+from tests.drawn.problems import Problem, problems
+from tests.watched.waiting import NoWaiting, waiting_raises
 
 LARGEST = (128, 128)
 

@@ -12,7 +12,7 @@ from experiments.lm.bench_plot import lines
 from experiments.lm.bench_report import over_sdpa, table, write
 from experiments.lm.cases import DEFAULT, Case, parsed
 from experiments.lm.cli import app
-from host_graphs import use_host_graphs
+from tests.experiments.training.host_graphs import use_host_graphs
 
 SMALL = {"micro_tokens": 128, "vocabulary": 256, "block": 16, "window": 32}
 

@@ -13,7 +13,7 @@ from experiments.lm.cases import Case
 from experiments.lm.cli import app
 from experiments.lm.show import Finished, read
 from experiments.training import run_folder
-from lm_models import TINY, tokens
+from tests.experiments.lm.models import TINY, tokens
 
 CASES = ["cpu:64:dense:sdpa,sparseflash", "cpu:64:local|butterfly:sparseflash"]
 NAMES = ["cpu-64-dense-sdpa", "cpu-64-dense-sparseflash", "cpu-64-local-or-butterfly-sparseflash"]

@@ -11,9 +11,9 @@ from experiments.lm.cli import app
 from experiments.lm.config import HELP, configure, resumed
 from experiments.lm.sample import continued, opened
 from experiments.lm.train import Run
-from forked import ranks
-from lm_models import TINY, tiny, tokens
-from lm_rank_runs import KINDS, command, first_gradients, sharing_sequences
+from tests.experiments.lm.models import TINY, tiny, tokens
+from tests.experiments.lm.rank_runs import KINDS, command, first_gradients, sharing_sequences
+from tests.processes.forked import ranks
 
 
 @pytest.fixture(scope="module")

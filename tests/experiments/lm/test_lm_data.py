@@ -10,8 +10,8 @@ from experiments.lm.data.packing import Packing
 from experiments.lm.data.store import Part, check_replaceable, make, opened, tokens_of
 from experiments.lm.document_masks import DocumentMasks
 from experiments.lm.model.attention import attention_over
-from lm_models import texts, tokens
 from sparseflash import masks
+from tests.experiments.lm.models import texts, tokens
 
 
 def documents_of(part, kind):

@@ -17,9 +17,9 @@ from experiments.lm.model import transformer
 from experiments.lm.model.attention import attention_over, is_dense_causal
 from experiments.lm.model.fused_loss import fused_loss_and_gradient
 from experiments.lm.model.transformer import LanguageModel, Sizes
-from lm_models import gradients, model_of, tiny
 from sparseflash import masks
 from sparseflash.cli.pattern_text import groups
+from tests.experiments.lm.models import gradients, model_of, tiny
 
 IDS = torch.randint(300, (3, 65), generator=torch.Generator().manual_seed(1))
 

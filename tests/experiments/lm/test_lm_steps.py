@@ -13,9 +13,9 @@ from experiments.lm.steps import AccumulatingSteps, Batch, check_recordable
 from experiments.lm.train import Run
 from experiments.training.cuda_graphs import GraphSteps
 from experiments.training.optimizer import adamw, apply_gradients
-from host_graphs import use_host_graphs
-from lm_models import model_of, tiny, tokens
-from waiting import NoWaiting, waiting_raises
+from tests.experiments.lm.models import model_of, tiny, tokens
+from tests.experiments.training.host_graphs import use_host_graphs
+from tests.watched.waiting import NoWaiting, waiting_raises
 
 CPU = torch.device("cpu")
 LR = 1e-2

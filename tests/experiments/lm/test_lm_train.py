@@ -19,9 +19,9 @@ from experiments.lm.sample import opened as opened_model
 from experiments.lm.train import Run, saved_run
 from experiments.training import tensor_files
 from experiments.training.fingerprint import sha256
-from forked import interpreting, python, ranks, started
-from lm_models import TINY, tiny, tokens
-from lm_rank_runs import whole_and_divided
+from tests.experiments.lm.models import TINY, tiny, tokens
+from tests.experiments.lm.rank_runs import whole_and_divided
+from tests.processes.forked import interpreting, python, ranks, started
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,8 @@ from experiments.lra.presets import PRESETS
 from experiments.training import steps
 from experiments.training.signals import stop_caught
 from experiments.training.steps import compute_gradients
-from lra_commands import OPTIONS, WINDOW, call
-from lra_runs import DATA, TINY
+from tests.experiments.lra.commands import OPTIONS, WINDOW, call
+from tests.experiments.lra.runs import DATA, TINY
 
 
 @pytest.fixture(scope="module")

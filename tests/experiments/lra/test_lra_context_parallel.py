@@ -15,9 +15,9 @@ from experiments.pathfinder.generate import Settings
 from experiments.pathfinder.generate import generate as generate_images
 from experiments.pathfinder.parameters import lra
 from experiments.training.distributed import Ranks, process_group
-from forked import execute, ranks
-from lra_rank_runs import KINDS, SHARED, data_of, first_gradients, sharing_sequences
-from lra_runs import DATA, same_bits, weights
+from tests.experiments.lra.rank_runs import KINDS, SHARED, data_of, first_gradients, sharing_sequences
+from tests.experiments.lra.runs import DATA, same_bits, weights
+from tests.processes.forked import execute, ranks
 
 
 @pytest.fixture(scope="module")

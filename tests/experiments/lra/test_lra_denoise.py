@@ -22,8 +22,8 @@ from experiments.lra.train import Run
 from experiments.training import tensor_files
 from experiments.training.fingerprint import sha256
 from experiments.training.run_folder import check_replaceable
-from lra_models import SMALL, fake_batch, training_step
 from sparseflash import masks
+from tests.experiments.lra.models import SMALL, fake_batch, training_step
 
 DENOISE = replace(SMALL, objective="denoise", hidden=0.25)
 SHORT = replace(

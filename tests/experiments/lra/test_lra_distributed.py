@@ -9,10 +9,10 @@ from experiments.lra.data.listops.generator import generate
 from experiments.lra.tasks import load
 from experiments.lra.train import Run
 from experiments.training.distributed import Ranks, find_device, require_single_process, world_size
-from forked import ranks
-from lra_rank_runs import TINY, sharing_batches
-from lra_runs import DATA, same_bits, weights
-from torchrun import torchrun
+from tests.experiments.lra.rank_runs import TINY, sharing_batches
+from tests.experiments.lra.runs import DATA, same_bits, weights
+from tests.processes.forked import ranks
+from tests.processes.torchrun import torchrun
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,8 @@ from experiments.pathfinder.generate import Settings as Images
 from experiments.pathfinder.generate import generate as generate_images
 from experiments.pathfinder.parameters import lra
 from experiments.pathfinder.vectors import load as load_vectors
-from lra_runs import DATA, TINY
-from lra_runs import TINY_IMAGES as CONFIG
+from tests.experiments.lra.runs import DATA, TINY
+from tests.experiments.lra.runs import TINY_IMAGES as CONFIG
 
 
 @pytest.fixture(scope="module")

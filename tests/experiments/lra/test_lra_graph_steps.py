@@ -20,7 +20,7 @@ from experiments.lra.scoring import score
 from experiments.lra.tasks import TASKS
 from experiments.training.cuda_graphs import GraphSteps, move_gradients
 from experiments.training.steps import NO_LABEL, Steps
-from waiting import waiting_raises
+from tests.watched.waiting import waiting_raises
 
 CPU = torch.device("cpu")
 CONFIG = Config(

@@ -27,9 +27,9 @@ from experiments.pathfinder.release import export
 from experiments.pathfinder.render import render
 from experiments.pathfinder.vectors import load as load_vectors
 from experiments.training.steps import NO_LABEL
-from lra_models import training_step
-from lra_runs import TINY_IMAGES as CONFIG
 from sparseflash import masks
+from tests.experiments.lra.models import training_step
+from tests.experiments.lra.runs import TINY_IMAGES as CONFIG
 
 CPU = torch.device("cpu")
 COUNT = 60

@@ -18,10 +18,10 @@ from experiments.lra.tasks import load
 from experiments.lra.train import Run, saved_run
 from experiments.training import checkpoint, steps
 from experiments.training.run_log import read
-from fake_clock import FakeClock
-from forked import interpreting
-from lra_runs import DATA, TINY, same_bits, weights
-from threads import threads
+from tests.experiments.lra.runs import DATA, TINY, same_bits, weights
+from tests.experiments.training.fake_clock import FakeClock
+from tests.processes.forked import interpreting
+from tests.processes.threads import threads
 
 
 @pytest.fixture(scope="module")

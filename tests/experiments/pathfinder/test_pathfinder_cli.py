@@ -12,7 +12,7 @@ from experiments.pathfinder.draw import draw
 from experiments.pathfinder.parameters import lra
 from experiments.pathfinder.picture import picture, strip
 from experiments.pathfinder.vectors import collect, load
-from pathfinder_parameters import OTHER
+from tests.experiments.pathfinder.parameters import OTHER
 
 
 def call(*words):

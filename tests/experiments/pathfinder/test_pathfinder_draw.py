@@ -15,8 +15,8 @@ from experiments.pathfinder.parameters import FOLDS, LRA, Parameters, lra
 from experiments.pathfinder.render import render
 from experiments.pathfinder.tables import tables
 from experiments.pathfinder.vectors import collect
-from pathfinder_oracle import Oracle
-from pathfinder_parameters import OTHER
+from tests.experiments.pathfinder.oracle import Oracle
+from tests.experiments.pathfinder.parameters import OTHER
 
 CELLS = [(size, contour) for size in LRA for contour in FOLDS]
 

@@ -14,7 +14,7 @@ from experiments.pathfinder.parameters import lra
 from experiments.pathfinder.release import export
 from experiments.pathfinder.render import render
 from experiments.pathfinder.vectors import collect
-from pathfinder_parameters import OTHER
+from tests.experiments.pathfinder.parameters import OTHER
 
 
 @pytest.fixture(scope="module")

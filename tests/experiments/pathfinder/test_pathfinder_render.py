@@ -14,7 +14,7 @@ from experiments.pathfinder.parameters import lra
 from experiments.pathfinder.render import render
 from experiments.pathfinder.render_device import DeviceRenderer
 from experiments.pathfinder.vectors import Vectors, collect
-from pathfinder_parameters import OTHER
+from tests.experiments.pathfinder.parameters import OTHER
 
 CASES = {"32-6": lra(32, 6), "64-6": lra(64, 6), "128-9": lra(128, 9), "256-6": lra(256, 6), "other": OTHER}
 CASES["large"] = replace(OTHER, size=300)

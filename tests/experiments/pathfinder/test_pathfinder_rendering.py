@@ -23,8 +23,8 @@ from experiments.pathfinder.rendering import (
     rendered,
 )
 from experiments.pathfinder.vectors import collect
-from pathfinder_oracle import Oracle
-from pathfinder_parameters import OTHER
+from tests.experiments.pathfinder.oracle import Oracle
+from tests.experiments.pathfinder.parameters import OTHER
 
 CASES = {"32": lra(32, 6), "64": lra(64, 6), "128": lra(128, 9), "256": lra(256, 6), "other": OTHER}
 QUIET = {name: each for name, each in RENDERINGS.items() if not each.noise}

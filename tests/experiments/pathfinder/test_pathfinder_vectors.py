@@ -10,7 +10,7 @@ from experiments.pathfinder import vectors as vectors_module
 from experiments.pathfinder.draw import draw
 from experiments.pathfinder.parameters import lra
 from experiments.pathfinder.vectors import KIND, array_types, collect, join, load, save
-from pathfinder_parameters import OTHER
+from tests.experiments.pathfinder.parameters import OTHER
 
 P = lra(128, 6)
 

@@ -8,7 +8,7 @@ import pytest
 from experiments.pathfinder.seeds import MOST_IMAGES
 from experiments.pathx.config import Config, as_dict, curriculum_from, from_dict, resumed, stretched
 from experiments.pathx.curricula import CURRICULA, curriculum
-from pathx_runs import STAGES, TINY
+from tests.experiments.pathx.runs import STAGES, TINY
 
 
 def test_settings_survive_their_file():

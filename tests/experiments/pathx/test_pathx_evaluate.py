@@ -16,7 +16,7 @@ from experiments.pathx.config import Config
 from experiments.pathx.curricula import CURRICULA
 from experiments.pathx.data.stream import Stream
 from experiments.pathx.train import Run
-from pathx_runs import TINY, UNET
+from tests.experiments.pathx.runs import TINY, UNET
 
 
 @pytest.fixture(scope="module")

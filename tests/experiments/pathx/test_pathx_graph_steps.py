@@ -19,9 +19,9 @@ from experiments.pathx.model.classifier import PathModel
 from experiments.training.cuda_graphs import GraphSteps
 from experiments.training.optimizer import adamw
 from experiments.training.steps import NO_LABEL, Steps
-from pathx_images import image
-from pathx_steps import compute_gradients
-from waiting import waiting_raises
+from tests.experiments.pathx.images import image
+from tests.experiments.pathx.steps import compute_gradients
+from tests.watched.waiting import waiting_raises
 
 CPU = torch.device("cpu")
 LAYERS = parse_layers("near:4,rows:1,columns:1,tiles:3,dense")

@@ -13,10 +13,10 @@ from experiments.pathx.losses import forward
 from experiments.pathx.masks.relations import parse_layers
 from experiments.pathx.model.classifier import PathModel
 from experiments.training.optimizer import adamw
-from pathx_images import image
-from pathx_steps import training_step
 from sparseflash import attention
-from waiting import waiting_raises
+from tests.experiments.pathx.images import image
+from tests.experiments.pathx.steps import training_step
+from tests.watched.waiting import waiting_raises
 
 LAYERS = parse_layers("near:4,rows:1,columns:1,tiles:3,dense")
 IMAGES = [image(0), image(1, lit=0.15), image(2, lit=0.7)]

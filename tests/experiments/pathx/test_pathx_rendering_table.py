@@ -18,7 +18,7 @@ from experiments.pathx.data.batches import recipe_of
 from experiments.pathx.data.stream import Stream
 from experiments.pathx.evaluate import Evaluation
 from experiments.training import progress_bar
-from pathx_runs import TINY
+from tests.experiments.pathx.runs import TINY
 
 IMAGES = 6
 

@@ -23,10 +23,10 @@ from experiments.pathx.train import Run, saved_run
 from experiments.training import checkpoint, steps
 from experiments.training.run_log import read
 from experiments.training.steps import compute_gradients
-from fake_clock import FakeClock
-from forked import execute_in_threads, interpreting
-from lra_runs import same_bits
-from pathx_runs import STAGES, TINY, options, tensors
+from tests.experiments.lra.runs import same_bits
+from tests.experiments.pathx.runs import STAGES, TINY, options, tensors
+from tests.experiments.training.fake_clock import FakeClock
+from tests.processes.forked import execute_in_threads, interpreting
 
 
 @pytest.fixture(scope="module")

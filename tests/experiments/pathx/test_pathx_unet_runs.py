@@ -16,8 +16,8 @@ from experiments.pathx.curricula import CURRICULA
 from experiments.pathx.data.batches import make, recipe_of
 from experiments.pathx.train import Run
 from experiments.training.steps import Steps
-from lra_runs import same_bits
-from pathx_runs import STAGES, TINY, UNET, tensors
+from tests.experiments.lra.runs import same_bits
+from tests.experiments.pathx.runs import STAGES, TINY, UNET, tensors
 
 CPU = torch.device("cpu")
 

@@ -12,8 +12,8 @@ from experiments.lra.model.build import build_model, build_optimizer
 from experiments.lra.tasks import TASKS
 from experiments.training.layers.attention import IMPLEMENTATIONS, ElementMask, row_multiple, standard_attention
 from experiments.training.layers.transformer import SelfAttention
-from lra_models import SMALL, examples, fake_batch, training_step
 from sparseflash import BlockMask, masks
+from tests.experiments.lra.models import SMALL, examples, fake_batch, training_step
 
 MASKS = {
     "dense": BlockMask.dense(48, block=16),

@@ -12,7 +12,7 @@ from experiments.lra.tasks import load
 from experiments.lra.train import Run
 from experiments.training import checkpoint
 from experiments.training.tensor_files import split
-from lra_runs import DATA, TINY, same_bits, weights
+from tests.experiments.lra.runs import DATA, TINY, same_bits, weights
 
 
 @pytest.fixture(scope="module")

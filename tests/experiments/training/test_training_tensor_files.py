@@ -26,7 +26,7 @@ from experiments.pathx import weights
 from experiments.pathx.config import Config, Stage, as_dict
 from experiments.training import checkpoint, tensor_files
 from experiments.training.fingerprint import sha256
-from lra_runs import TINY
+from tests.experiments.lra.runs import TINY
 
 CPU = torch.device("cpu")
 PATHX = Config(
@@ -256,7 +256,7 @@ def test_vectors_of_other_descriptions_are_refused_in_one_sentence(about, tmp_pa
 
 
 def test_parameters_whose_tables_would_fill_the_memory_are_refused():
-    from pathfinder_parameters import OTHER
+    from tests.experiments.pathfinder.parameters import OTHER
 
     with pytest.raises(ValueError, match="dash_length, margin, marker_radius and thickness must be at most 128 pixels"):
         replace(OTHER, size=65_536, dash_length=16_000, seed_distance=16_300)

@@ -8,8 +8,8 @@ import pytest
 
 from experiments.lra.data.listops.generator import generate
 from experiments.training.tensorboard import TensorBoardLog
-from lra_commands import OPTIONS, call
-from lra_runs import DATA
+from tests.experiments.lra.commands import OPTIONS, call
+from tests.experiments.lra.runs import DATA
 
 
 @pytest.fixture(scope="module")

@@ -244,7 +244,7 @@ def precision_of(arithmetic: str, capability: tuple[int, int], *, in_pieces: boo
 
 PIECES_DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
 # The average share of a sum that two truncation steps cut off. Fitted for the least error of sums of random terms in
-# the model of tests/tensor_cores.py, and tested on an H100 and an H200.
+# the model of tests/interpreting/products.py, and tested on an H100 and an H200.
 _CUT_OFF = tl.constexpr(0.36 * 2.0**-24)
 _FITTED = (9, 0)
 _SMALL = tl.constexpr(16384.0)  # a sum of other numbers is rarely whole below this

@@ -5,10 +5,7 @@ from dataclasses import replace
 from unittest import mock
 
 import torch
-from gluon_interpreter import Interpreted
 
-from closeness import Results
-from exactness import plain_draws, results
 from sparseflash.backends.problem import Problem as Asked
 from sparseflash.backends.saved import Saved
 from sparseflash.backends.triton import api
@@ -19,7 +16,11 @@ from sparseflash.backends.triton.hopper import wide_backward as wide_backward_mo
 from sparseflash.backends.triton.hopper.configs import HEAD_DIMS, backward_config_for, config_for
 from sparseflash.blockmask.cache import clear_caches
 from sparseflash.testing.comparison import compare_with_draws
-from strategies import Problem, Recipe, problems
+from tests.compared.closeness import Results
+from tests.compared.exactness import plain_draws, results
+from tests.drawn.masks import Recipe
+from tests.drawn.problems import Problem, problems
+from tests.interpreting.gluon import Interpreted
 
 HALF = (torch.float16, torch.bfloat16)
 CUT = plan.Rule(far=0.0, chunk=1, worth=1.0)  # every row of more than a tile, into its tiles

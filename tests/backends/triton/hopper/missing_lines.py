@@ -4,7 +4,8 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from gluon_interpreter import Deadlock
+
+from tests.interpreting.gluon import Deadlock
 
 SYNCHRONISES = (
     "mbarrier.wait(",

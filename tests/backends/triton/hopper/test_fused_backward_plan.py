@@ -6,12 +6,9 @@ from unittest import mock
 import pytest
 import torch
 import triton.language as tl
-from hopper_layouts import LAYOUTS, mask_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dynamic_masks import made_dynamic
-from plans import plan
 from sparseflash import BlockMask, masks
 from sparseflash.backends.triton.hopper import backward_pass, backward_plan, cuts, fused_plan, timeline
 from sparseflash.backends.triton.hopper.configs import BLOCK
@@ -20,9 +17,12 @@ from sparseflash.backends.triton.schedule.plan import dense_plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.backends.triton.schedule.worklists import full_first
 from sparseflash.blockmask import csr
-from strategies import SEEDS, block_masks
-from uninterpreted import python
-from waiting import NoWaiting, waiting_raises
+from tests.backends.triton.hopper.hopper_layouts import LAYOUTS, mask_of
+from tests.backends.triton.plans import plan
+from tests.compiling.uninterpreted import python
+from tests.drawn.dynamic_masks import made_dynamic
+from tests.drawn.masks import SEEDS, block_masks
+from tests.watched.waiting import NoWaiting, waiting_raises
 
 ARRAYS = ("start", "work", "entries", "chain", "words", "merged")
 AT_ONCE = 16  # in place of 64: lists of 40 entries are longer than twice that, too

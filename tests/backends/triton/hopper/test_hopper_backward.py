@@ -8,20 +8,21 @@ from unittest import mock
 
 import pytest
 import torch
-from hopper_problems import PARTS, assert_exact, drawn, interpreted, run, some_problem
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from missing_lines import assert_noticed, synchronising_lines, without
 
-from dynamic_masks import Loosened
-from exactness import LARGE_SCORES, check_weights_of_one
 from sparseflash import scores
 from sparseflash.backends.triton.hopper import backward as backward_module
 from sparseflash.backends.triton.hopper import backward_plan, cuts
 from sparseflash.backends.triton.hopper import wide_backward as wide_backward_module
 from sparseflash.backends.triton.launcher import Launch
 from sparseflash.scores.change import Scores
-from strategies import Problem, Recipe
+from tests.backends.triton.hopper.hopper_problems import PARTS, assert_exact, drawn, interpreted, run, some_problem
+from tests.backends.triton.hopper.missing_lines import assert_noticed, synchronising_lines, without
+from tests.compared.exactness import LARGE_SCORES, check_weights_of_one
+from tests.drawn.dynamic_masks import Loosened
+from tests.drawn.masks import Recipe
+from tests.drawn.problems import Problem
 
 SEEDS = st.integers(0, 2**16)
 RULES = st.sampled_from([cuts.RULE, PARTS, PARTS._replace(shortest=3)])

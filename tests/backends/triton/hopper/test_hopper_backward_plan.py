@@ -9,7 +9,6 @@ from unittest import mock
 
 import pytest
 import torch
-from hopper_layouts import LAYOUTS, mask_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +17,8 @@ from sparseflash.backends.triton.hopper import cuts
 from sparseflash.backends.triton.hopper.backward_plan import backward_plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.backends.triton.schedule.worklists import full_first
-from strategies import block_masks
+from tests.backends.triton.hopper.hopper_layouts import LAYOUTS, mask_of
+from tests.drawn.masks import block_masks
 
 CUT = cuts.Rule(far=0, worth=0, parts=1 << 10, shortest=1)  # every item of more than an entry
 RULES = [cuts.RULE, CUT, CUT._replace(shortest=3)]

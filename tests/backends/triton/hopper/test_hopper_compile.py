@@ -17,7 +17,7 @@ from sparseflash.backends.triton.hopper.configs import (
     tile_for,
     wide_config_for,
 )
-from uninterpreted import python
+from tests.compiling.uninterpreted import python
 
 # Each with "learned" is a backward of its own; a sink and lengths take registers, too.
 TABLES = [["table"], ["table", "learned", "parts"], ["table", "sink", "learned", "lengths"]]

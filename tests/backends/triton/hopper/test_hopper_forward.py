@@ -5,21 +5,29 @@ from dataclasses import replace
 from functools import partial
 from unittest import mock
 
-import hopper_problems
 import pytest
 import torch
-from hopper_problems import CUT, assert_exact, drawn, inputs, interpreted, run, some_problem
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from missing_lines import assert_noticed, synchronising_lines, without
 
-from dynamic_masks import Loosened
 from sparseflash import BlockMask, scores
 from sparseflash.backends import reference
 from sparseflash.backends.triton.hopper import forward as forward_module
 from sparseflash.backends.triton.hopper import plan
 from sparseflash.scores.change import Scores
-from strategies import Recipe
+from tests.backends.triton.hopper import hopper_problems
+from tests.backends.triton.hopper.hopper_problems import (
+    CUT,
+    assert_exact,
+    drawn,
+    inputs,
+    interpreted,
+    run,
+    some_problem,
+)
+from tests.backends.triton.hopper.missing_lines import assert_noticed, synchronising_lines, without
+from tests.drawn.dynamic_masks import Loosened
+from tests.drawn.masks import Recipe
 
 SEEDS = st.integers(0, 2**16)
 RULES = st.sampled_from([plan.RULE, CUT, CUT._replace(chunk=2), CUT._replace(chunk=3)])

@@ -6,21 +6,21 @@ from functools import partial
 
 import pytest
 import torch
-from hopper_problems import fixed_among, wide
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exactness import LARGE_SCORES, check, check_weights_of_one, gradients_by, time_for_examples
-from plans import plan
-from scored import Scored
-from scored import check as check_changed
 from sparseflash import BlockMask, attention, masks, scores, testing
 from sparseflash.backends.triton.hopper import backward_pass
 from sparseflash.backends.triton.hopper.configs import BLOCK, HEAD_DIMS
 from sparseflash.backends.triton.hopper.plan import programs_of
 from sparseflash.scores.change import Scores
-from strategies import problems
-from waiting import assert_replays_as_called
+from tests.backends.triton.hopper.hopper_problems import fixed_among, wide
+from tests.backends.triton.plans import plan
+from tests.compared.exactness import LARGE_SCORES, check, check_weights_of_one, gradients_by, time_for_examples
+from tests.compared.scored import Scored
+from tests.compared.scored import check as check_changed
+from tests.drawn.problems import problems
+from tests.watched.waiting import assert_replays_as_called
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(120, method="thread")]
 drawn_for_long = pytest.mark.timeout(time_for_examples(120), method="thread")

@@ -5,10 +5,10 @@ from functools import partial
 
 import pytest
 import torch
-from hopper_problems import CUT, HALF, PARTS, interpreted
 
-from minus_inf import Case
 from sparseflash.backends.triton.hopper.configs import HEAD_DIMS
+from tests.backends.triton.hopper.hopper_problems import CUT, HALF, PARTS, interpreted
+from tests.compared.minus_inf import Case
 
 # The kernels take biases of pairs of q's dtype, in aligned rows, and without gradients if they are shared.
 CASES = {

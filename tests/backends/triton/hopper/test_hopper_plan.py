@@ -5,12 +5,9 @@ from unittest import mock
 
 import pytest
 import torch
-from hopper_layouts import LAYOUTS, mask_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dynamic_masks import made_dynamic
-from plans import plan as plan_for
 from sparseflash import BlockMask, masks
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton import api
@@ -21,8 +18,11 @@ from sparseflash.backends.triton.schedule import plan as planning
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.backends.triton.schedule.worklists import full_first
 from sparseflash.blockmask.cache import clear_caches
-from strategies import SEEDS, block_masks
-from uninterpreted import python
+from tests.backends.triton.hopper.hopper_layouts import LAYOUTS, mask_of
+from tests.backends.triton.plans import plan as plan_for
+from tests.compiling.uninterpreted import python
+from tests.drawn.dynamic_masks import made_dynamic
+from tests.drawn.masks import SEEDS, block_masks
 
 CUT = plan.Rule(far=0.0, chunk=2, worth=1.0)
 

@@ -6,12 +6,9 @@ from unittest import mock
 
 import pytest
 import torch
-from hopper_problems import CUT, PARTS, as_it_is, drawn, fixed_among, inputs, interpreted, scale_of, some_problem, wide
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exactness import new_memory_is_nan
-from scored import Scored, check_results
 from sparseflash import BlockMask, attention, clear_caches, explain, masks, scores
 from sparseflash.backends.triton import api
 from sparseflash.backends.triton import device as gpu
@@ -19,7 +16,21 @@ from sparseflash.backends.triton.hopper import cuts, passes, plan, support
 from sparseflash.backends.triton.hopper.configs import BLOCK
 from sparseflash.scores.change import Scores, Sizes
 from sparseflash.scores.relative import Codes
-from strategies import Recipe
+from tests.backends.triton.hopper.hopper_problems import (
+    CUT,
+    PARTS,
+    as_it_is,
+    drawn,
+    fixed_among,
+    inputs,
+    interpreted,
+    scale_of,
+    some_problem,
+    wide,
+)
+from tests.compared.exactness import new_memory_is_nan
+from tests.compared.scored import Scored, check_results
+from tests.drawn.masks import Recipe
 
 KINDS = ("softcap", "alibi", "log_decay", "sink")
 TABLES = ("t5", "clipped")

@@ -9,7 +9,7 @@ import pytest
 from experiments.benchmarks.compile.cases import CHANGES, FACTORS, covering
 from experiments.benchmarks.compile.fits import read
 from experiments.benchmarks.compile.pairs import pairwise
-from uninterpreted import python
+from tests.compiling.uninterpreted import python
 
 STORED = sorted((Path(__file__).parents[4] / "experiments/results/compile").glob("fits-triton-*.csv"))
 # The kernel of each exceeded shared memory with the stages that were chosen for the tiles alone.

@@ -12,7 +12,7 @@ from rich.console import Console
 from experiments.benchmarks.compile import hopper, versions
 from experiments.benchmarks.compile.shipped import Kernel, groups, read, write
 from sparseflash.backends.triton.launcher import BoundLaunch
-from uninterpreted import python
+from tests.compiling.uninterpreted import python
 
 FORWARD = Kernel(90, "hopper", "forward", "bfloat16", 64, "")
 NUMBERS = {"instructions": 2568, "registers": 168, "spilled": 0, "shared": 180952, "serialised": 0}

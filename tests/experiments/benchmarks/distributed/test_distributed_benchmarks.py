@@ -10,8 +10,8 @@ from experiments.benchmarks.distributed.__main__ import app
 from experiments.benchmarks.distributed.simulate import PATTERNS, SHAPE
 from experiments.benchmarks.distributed.ways import PEER, WAYS
 from experiments.measurements import read
-from forked import execute, ranks
 from sparseflash import distributed
+from tests.processes.forked import execute, ranks
 
 
 def test_a_simulation_records_every_plan(tmp_path):

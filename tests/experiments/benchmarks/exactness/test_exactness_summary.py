@@ -6,12 +6,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from closeness import NAMES, assert_exact
 from experiments.benchmarks.exactness.__main__ import app
 from experiments.benchmarks.exactness.summary import RESULTS, condense, read
 from experiments.benchmarks.harness import Bench
 from experiments.measurements import Run
 from experiments.measurements import read as measured
+from tests.compared.closeness import NAMES, assert_exact
 
 
 def record(dtype="float16", dim=64, worst=0.5, **changes):

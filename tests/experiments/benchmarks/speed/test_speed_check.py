@@ -16,7 +16,7 @@ from experiments.benchmarks.speed.peers import ours
 from experiments.benchmarks.speed.peers.runner import Inputs, Runner
 from experiments.benchmarks.speed.rows import DIFFERS, FAILED, OK, OURS, SKIPPED, WRONG, Row
 from experiments.benchmarks.speed.run import run_case
-from threads import threads
+from tests.processes.threads import threads
 
 CASE = Case("small", "butterfly", 1, 3, 128, 16, dtype=torch.float32, block=16)
 OPTIONS = Options(torch.device("cpu"), rounds=1, round_ms=0.0, calls=2, heads=2)

@@ -23,7 +23,7 @@ from experiments.benchmarks.speed.precision import products_in_tf32
 from experiments.benchmarks.speed.rows import FAILED, NOT_RUN, OK, OURS, SKIPPED
 from experiments.benchmarks.speed.run import run_case, run_cases
 from experiments.measurements import Measurement, read
-from threads import threads
+from tests.processes.threads import threads
 
 CPU = torch.device("cpu")
 

@@ -17,7 +17,7 @@ from experiments.measurements import Run
 from sparseflash.backends.triton import configs
 from sparseflash.backends.triton.configs import Config
 from sparseflash.backends.triton.portable.forward_pass import Forward
-from uninterpreted import python
+from tests.compiling.uninterpreted import python
 
 TABLES = {
     (8, 0): "_AMPERE",

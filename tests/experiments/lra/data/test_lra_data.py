@@ -25,7 +25,7 @@ from experiments.lra.data.listops.generator import Settings, generate
 from experiments.lra.data.order import Order
 from experiments.lra.tasks import TASKS, load
 from experiments.lra.tasks.listops import open_file
-from lra_models import examples
+from tests.experiments.lra.models import examples
 
 RELEASED = (
     b"Source\tTarget\r\n"

@@ -18,9 +18,9 @@ from experiments.lra.scoring import score
 from experiments.lra.tasks import TASKS
 from experiments.training import lr_schedule
 from experiments.training.layers.rotary import RotaryPositions
-from lra_models import CPU, SMALL, fake_batch, training_step
 from sparseflash import BlockMask, masks
 from sparseflash.nn.rotary import rotate
+from tests.experiments.lra.models import CPU, SMALL, fake_batch, training_step
 
 
 def model_with(mask: BlockMask, **changes) -> Classifier:

@@ -19,8 +19,8 @@ from experiments.pathx.masks.relations import parse_layers
 from experiments.pathx.supervision import described, of_model, of_run
 from experiments.pathx.train import Run
 from experiments.training.optimizer import adamw
-from pathx_images import image
-from pathx_steps import training_step
+from tests.experiments.pathx.images import image
+from tests.experiments.pathx.steps import training_step
 
 LAYERS = parse_layers("near:4,dense")
 IMAGES = [image(0), image(1, lit=0.15), image(2, lit=0.7)]

@@ -27,8 +27,8 @@ from experiments.pathx.data.released import folder_of_fold, image_of, samples_of
 from experiments.pathx.data.stream import Stream
 from experiments.pathx.evaluate import Evaluation, stage_for
 from experiments.pathx.train import Run
-from pathfinder_tracer import connected
-from pathx_runs import STAGES, TINY
+from tests.experiments.pathfinder.tracer import connected
+from tests.experiments.pathx.runs import STAGES, TINY
 
 ROOT = Path(experiments.__file__).parents[1]
 RELEASED = ROOT / "tests" / "fixtures" / "pathfinder"

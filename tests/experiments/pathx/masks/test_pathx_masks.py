@@ -12,10 +12,12 @@ from experiments.pathx.masks.live_tiles import TokenBlocks, live_tiles
 from experiments.pathx.masks.orders import pixels_in
 from experiments.pathx.masks.relations import parse, parse_layers
 from experiments.pathx.model.gather import GatherGroups, Permute, inverse_permutation, places_in_groups
-from pathx_images import SIDE, expected, image, in_stored_order
+from tests.experiments.pathx.images import SIDE, expected, image, in_stored_order
 
 CPU = torch.device("cpu")
-OF_PIXELS = "dense,near:3,rows:1,columns:2,axial:0,axial:2,butterfly:2,factor:4:2,pathx_images:knights"
+OF_PIXELS = (
+    "dense,near:3,rows:1,columns:2,axial:0,axial:2,butterfly:2,factor:4:2,tests.experiments.pathx.images:knights"
+)
 IMAGES = [image(0), image(1, lit=0.1), image(2, lit=0.9)]
 LABELS = [1, 0, 1]
 

@@ -16,8 +16,8 @@ from experiments.pathx.model.classifier import PathModel
 from experiments.pathx.scoring import score
 from experiments.training.layers.attention import ElementMask
 from experiments.training.optimizer import adamw
-from pathx_images import image
-from pathx_steps import training_step
+from tests.experiments.pathx.images import image
+from tests.experiments.pathx.steps import training_step
 
 CPU = torch.device("cpu")
 LAYERS = parse_layers("near:4,rows:1,columns:1,axial:0,butterfly:4,dense")

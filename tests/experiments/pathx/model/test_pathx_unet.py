@@ -12,8 +12,8 @@ from experiments.pathx.data.static_packing import StaticPacking
 from experiments.pathx.losses import forward
 from experiments.pathx.model.unet import UNet, images_of
 from experiments.training.optimizer import adamw
-from pathx_images import image
-from pathx_steps import compute_gradients, training_step
+from tests.experiments.pathx.images import image
+from tests.experiments.pathx.steps import compute_gradients, training_step
 
 CPU = torch.device("cpu")
 IMAGES = [image(0, side=32), image(1, side=32, lit=0.05), np.zeros((32, 32), np.uint8), image(2, side=32, lit=1.0)]

@@ -1,0 +1,52 @@
+"""The plans of masks: what was prepared for them, and settings that let small problems run as long ones do."""
+
+from sparseflash.backends.problem import Problem
+from sparseflash.backends.triton.overrides import NEVER_SPLIT, always_split, override
+from sparseflash.backends.triton.schedule.plan import plan_of
+from sparseflash.blockmask.cache import mask_cache
+
+# The candidate that a kernel takes: the mask's own tiles, the largest, the gathered ones that hold most and fewest.
+WAYS = {
+    "own": lambda tilings: tilings[0],
+    "united": lambda tilings: max((t for t in tilings if not t.gathered), key=lambda t: (t.held, t.streamed)),
+    "gathered": lambda tilings: max(tilings, key=lambda t: (t.gathered > 0, t.held)),
+    "gathered, few held": lambda tilings: min(tilings, key=lambda t: (t.gathered == 0, t.held)),
+}
+
+
+def plan(mask, batch=1, heads=1, kv_heads=None):
+    problem = Problem.of(mask._padded(None), scale=1.0)  # plans know no lengths
+    return plan_of(problem, (batch, heads), heads if kv_heads is None else kv_heads, (mask.q_len, mask.k_len))
+
+
+def plans_of(mask):
+    return list(mask_cache(mask.indices).get("plans", {}).values())
+
+
+def kernels_of(mask):
+    """`{kernel: Bound}` of all passes that have been prepared for the plans of a mask."""
+    found = {}
+    for each in plans_of(mask):
+        for run in each.launches.values():
+            if hasattr(run, "kernel"):
+                found["forward"] = run.kernel
+            else:
+                found |= {"dq": run.queries, "dk_dv": run.keys}
+                if run.means is not None:
+                    found["means"] = run.means
+    return found
+
+
+def tilings_taken_by(way):
+    """Every kernel takes one of WAYS, in place of the mask's own tiles; None: the cheapest."""
+    return override(products_for_tilings=0) if way is None else override(tiling=WAYS[way])
+
+
+def tilings_of(mask):
+    """`{kernel: Tiling}` of all kernels that the plans of a mask have prepared."""
+    return {name: kernel.choice.tiling for name, kernel in kernels_of(mask).items()}
+
+
+def chunks_of(tokens):
+    """Longer lists are cut into chunks of at most `tokens`, at least a tile; None: no list is cut."""
+    return override(splits=NEVER_SPLIT if tokens is None else always_split(tokens))

@@ -1,0 +1,1 @@
+"""Hypothesis strategies: each drawn value is a recipe whose repr builds it again."""

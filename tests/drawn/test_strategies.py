@@ -1,0 +1,404 @@
+"""The strategies draw valid things, and the interesting cases really occur."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+from sparseflash import BlockMask, masks
+from tests.drawn.masks import (
+    BUILDERS,
+    HOLES,
+    RULES,
+    TILES,
+    Recipe,
+    block_masks,
+    blocks,
+    dense_mask,
+    dense_masks,
+    lengths,
+    recipes,
+    rule,
+)
+from tests.drawn.problems import LAYOUTS, Problem, laid_out, problems
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+DRAWS = 50  # of a run
+PROBLEMS = problems(128, (16, 40), (16, 24), (16, 32), DTYPES)
+
+
+def draws(strategy, number):
+    drawn = []
+
+    @seed(number)
+    @settings(max_examples=DRAWS, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @given(strategy)
+    def look(value):
+        drawn.append(value)
+
+    look()
+    return drawn
+
+
+def assert_occur(strategy, names, wanted, *, count=4000):
+    """Each of the wanted names is among `names(drawn)` in one of at most `count` draws.
+
+    Hypothesis repeats parts of earlier draws, so one long run may miss a common case that several short runs find. The
+    draws depend on what has been imported: rare names need room in `count`.
+    """
+    never = set(wanted)
+    for number in range(count // DRAWS):
+        for drawn in draws(strategy, number):
+            never -= set(names(drawn))
+        if not never:
+            return
+    raise AssertionError(f"in {count} draws not once: {[name for name in wanted if name in never]}")
+
+
+# ---------------------------------------------------------------------- sizes
+
+
+@given(blocks((16, 64, 256)))
+def test_blocks_are_pairs_of_the_values(block):
+    assert len(block) == 2 and set(block) <= {16, 64, 256}
+
+
+def test_blocks_are_square_and_rectangular_both_ways():
+    assert_occur(
+        blocks(), lambda b: [(b[0] > b[1]) - (b[0] < b[1]), b], [0, 1, -1, *((b, b) for b in (16, 32, 64))], count=100
+    )
+
+
+@given(st.data(), st.integers(1, 300), st.sampled_from([16, 64]))
+def test_lengths_are_bounded(data, most, block):
+    assert 1 <= data.draw(lengths(most, block)) <= most
+
+
+def test_awkward_lengths_are_likely():
+    awkward = (1, 31, 32, 33, 63, 64, 65, 95, 96, 97, 100)
+    assert_occur(lengths(100, 32), lambda n: [n], awkward, count=400)
+
+
+# ---------------------------------------------------------------------- dense masks
+
+
+@st.composite
+def dense_arguments(draw):
+    block = draw(blocks((16, 32)))
+    q_len, k_len = draw(lengths(100, block[0])), draw(lengths(100, block[1]))
+    return q_len, k_len, draw(st.integers(1, 2)), draw(st.integers(1, 4)), block
+
+
+@given(dense_arguments(), st.data())
+def test_dense_masks_have_the_shape_asked_for(arguments, data):
+    q_len, k_len, batch, heads, _ = arguments
+    dense = data.draw(dense_masks(*arguments))
+    assert dense.dtype == torch.bool
+    assert dense.shape[2:] == (q_len, k_len)
+    assert dense.shape[0] in (1, batch) and dense.shape[1] in (1, heads)
+
+
+def features_of_dense(dense):
+    pattern = BlockMask.from_dense(dense, block=32).pattern
+    yield f"batch {dense.shape[0]}"
+    yield f"heads {dense.shape[1]}"
+    yield "all live" if dense.all() else "some dead"
+    yield "some live" if dense.any() else "all dead"
+    distinct = len(pattern.unique())
+    if distinct < pattern.numel():
+        yield "shared pattern"
+    if distinct > 1:
+        yield "several patterns"
+    if 1 < distinct < pattern.numel():
+        yield "several patterns, one of them shared"
+    if dense.any():
+        for name, dim in (("row", -1), ("column", -2)):
+            if not dense.any(dim).all():
+                yield f"empty {name}"
+            if dense.any(dim).all():
+                yield f"no empty {name}"
+
+
+def test_every_structure_of_dense_masks_occurs():
+    wanted = [
+        "batch 1", "batch 2", "heads 1", "heads 3", "all live", "all dead", "some live", "some dead", "shared pattern",
+        "several patterns", "several patterns, one of them shared", "empty row", "empty column", "no empty row",
+        "no empty column",
+    ]  # fmt: skip
+    assert_occur(dense_masks(70, 90, 2, 3, (32, 32)), features_of_dense, wanted)
+
+
+def tile_of(kind):
+    dense = dense_mask(q_len=96, k_len=96, block=(32, 32), patterns=[[kind]], heads=[[0]], holes="none", seed=5)
+    return dense[0, 0].view(3, 32, 3, 32).transpose(1, 2).reshape(9, 32, 32)
+
+
+@pytest.mark.parametrize("kind", TILES)
+def test_only_random_tiles_differ_from_each_other(kind):
+    made = tile_of(kind)
+    assert len(made.unique(dim=0)) == (9 if kind == "random" else 1)
+
+
+def test_kinds_of_tile_are_what_they_are_called():
+    every = torch.ones(32, 32, dtype=torch.bool)
+    assert tile_of("full").all() and not tile_of("dead").any()
+    assert torch.equal(tile_of("lower")[0], every.tril())
+    assert torch.equal(tile_of("upper")[0], every.triu(1))
+    assert tile_of("single")[0].sum() == 1
+    for kind in ("repeated", "random"):
+        assert tile_of(kind)[0].any() and not tile_of(kind)[0].all()
+
+
+@pytest.mark.parametrize("holes", HOLES)
+def test_holes_empty_rows_and_columns(holes):
+    for number in range(20):
+        dense = dense_mask(
+            q_len=70, k_len=100, block=(16, 16), patterns=[["full"]], heads=[[0]], holes=holes, seed=number
+        )[0, 0]
+        rows, columns = ~dense.any(1), ~dense.any(0)
+        assert rows.any() == (holes in ("rows", "both")) or not dense.any()
+        assert columns.any() == (holes in ("columns", "both")) or not dense.any()
+        assert torch.equal(dense, ~(rows[:, None] | columns[None, :]))
+
+
+def test_heads_use_the_pattern_of_their_number():
+    dense = dense_mask(
+        q_len=20, k_len=30, block=(16, 16), patterns=[["full"], ["dead"]], heads=[[0, 1, 0], [1, 1, 0]],
+        holes="none", seed=0,
+    )  # fmt: skip
+    assert dense.shape == (2, 3, 20, 30)
+    assert dense.any(-1).any(-1).tolist() == [[True, False, True], [False, False, True]]
+
+
+def test_the_same_seed_gives_the_same_mask():
+    made = [
+        dense_mask(q_len=50, k_len=50, block=(16, 16), patterns=[["random"]], heads=[[0]], holes="both", seed=number)
+        for number in (1, 1, 2)
+    ]
+    assert torch.equal(made[0], made[1]) and not torch.equal(made[0], made[2])
+
+
+# ---------------------------------------------------------------------- block masks
+
+
+@given(st.integers(1, 3), st.integers(1, 4), st.data())
+def test_drawn_masks_are_valid_and_fit_the_attention_asked_for(batch, heads, data):
+    mask = data.draw(block_masks(100, (16, 32), batch, heads))
+    mask.validate()
+    assert 1 <= mask.q_len <= 100 and 1 <= mask.k_len <= 100
+    assert {mask.block_q, mask.block_k} <= {16, 32}
+    assert mask.pattern.shape[0] in (1, batch) and mask.pattern.shape[1] in (1, heads)
+    assert mask.lengths is None or mask.lengths.shape == (2, batch)
+
+
+def arguments_of(recipe):
+    yield recipe.builder
+    for name, value in recipe.arguments.items():
+        if name in ("causal", "rule_name", "holes"):
+            yield f"{name} {value}"
+        if name == "factors":
+            yield "all factors" if value is None else "some factors"
+
+
+def test_every_builder_and_argument_occurs():
+    wanted = [
+        *BUILDERS, *(f"rule_name {name}" for name in RULES), *(f"holes {name}" for name in HOLES),
+        "causal True", "causal False", "all factors", "some factors",
+    ]  # fmt: skip
+    assert_occur(recipes(128, (16, 32, 64), 2, 3), arguments_of, wanted)
+
+
+def features_of_mask(recipe):
+    mask = recipe.mask()
+    dense = mask.to_dense()
+    yield "full tile" if (mask.tile == 0).any() else "no full tile"
+    yield "partial tile" if (mask.tile > 0).any() else "no partial tile"
+    if 0 < len(mask.bits) < int((mask.tile > 0).sum()):
+        yield "repeated partial tile"
+    yield "no tile" if len(mask.tile) == 0 else "some tile"
+    for name, length, block in (("queries", mask.q_len, mask.block_q), ("keys", mask.k_len, mask.block_k)):
+        yield f"ragged {name}" if length % block else f"whole blocks of {name}"
+        if length < block:
+            yield f"less than a block of {name}"
+        if length == 1:
+            yield f"one of {name}"
+    yield "square" if mask.q_len == mask.k_len else f"more {'queries' if mask.q_len > mask.k_len else 'keys'}"
+    yield "square blocks" if mask.block_q == mask.block_k else "rectangular blocks"
+    distinct = len(mask.pattern.unique())
+    yield "several patterns" if distinct > 1 else "one pattern"
+    if distinct < mask.pattern.numel():
+        yield "shared pattern"
+    if dense.any(-1).any() and not dense.any(-1).all():
+        yield "empty row"
+    if dense.any() and not dense.any(-2).all():
+        yield "empty column"
+    yield "no lengths" if recipe.lengths is None else "lengths"
+    longest = max(mask.q_len, mask.k_len)
+    given = recipe.lengths or ()
+    if given and isinstance(given[0], tuple):
+        yield "lengths of queries and keys"
+        given = (*given[0], *given[1])
+    for length in given:
+        yield (
+            "length 0" if length == 0
+            else "length beyond" if length > longest
+            else "length whole" if length == longest
+            else "length ragged" if length % mask.block_q and length % mask.block_k
+            else "length other"
+        )  # fmt: skip
+
+
+def test_every_kind_of_mask_occurs():
+    wanted = [
+        "full tile", "no full tile", "partial tile", "no partial tile", "repeated partial tile", "no tile", "some tile",
+        "square", "more queries", "more keys", "square blocks", "rectangular blocks",
+        *(f"{what} {of}" for what in ("ragged", "whole blocks of", "less than a block of", "one of")
+          for of in ("queries", "keys")),
+        "several patterns", "one pattern", "shared pattern", "empty row", "empty column",
+        "no lengths", "lengths", "lengths of queries and keys", "length 0", "length beyond", "length whole",
+        "length ragged",
+    ]  # fmt: skip
+    assert_occur(recipes(128, (16, 32, 64), 2, 3), features_of_mask, wanted)
+
+
+@given(recipes(100, (16, 32), 2, 3))
+def test_a_recipe_can_be_pasted_from_its_repr(recipe):
+    again = eval(repr(recipe))
+    assert again == recipe
+    assert again.mask() == recipe.mask()
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_rules_differ_from_each_other(name):
+    def dense(name):
+        live = rule(name, 7)(torch.arange(40)[:, None], torch.arange(40)[None, :])
+        return live.expand(40, 40)
+
+    assert all(not torch.equal(dense(name), dense(other)) for other in RULES if other != name)
+
+
+# ---------------------------------------------------------------------- problems
+
+
+@given(PROBLEMS)
+def test_problems_fit_together(problem):
+    assert problem.heads % problem.kv_heads == 0
+    assert 1 <= problem.heads <= 4 and 1 <= problem.batch <= 2
+    assert 1 <= problem.q_len <= 128 and 1 <= problem.k_len <= 128
+    assert problem.dim in (16, 40) and problem.v_dim in (16, 24) and problem.dtype in DTYPES
+    if problem.recipe is None:
+        assert problem.mask is None
+    else:
+        problem.mask.validate()
+        assert problem.mask is problem.mask
+        assert (problem.mask.q_len, problem.mask.k_len) == (problem.q_len, problem.k_len)
+        assert problem.mask.shape[0] in (1, problem.batch) and problem.mask.shape[1] in (1, problem.heads)
+        assert problem.mask.lengths is None or problem.mask.lengths.shape == (2, problem.batch)
+
+
+@given(PROBLEMS)
+def test_tensors_of_a_problem_have_its_shapes_and_can_be_differentiated(problem):
+    q, k, v, dout, dlse = problem.tensors()
+    assert q.shape == (problem.batch, problem.heads, problem.q_len, problem.dim)
+    assert k.shape == (problem.batch, problem.kv_heads, problem.k_len, problem.dim)
+    assert v.shape == (problem.batch, problem.kv_heads, problem.k_len, problem.v_dim)
+    assert dout.shape == (problem.batch, problem.heads, problem.q_len, problem.v_dim)
+    assert dlse.shape == q.shape[:3]
+    assert {x.dtype for x in (q, k, v, dout)} == {problem.dtype}
+    assert dlse.dtype == (torch.float64 if problem.dtype == torch.float64 else torch.float32)
+    for x in (q, k, v):
+        assert x.is_leaf and x.requires_grad and x.stride(-1) == 1
+        (gradient,) = torch.autograd.grad((2 * x).sum(), x)
+        assert (gradient == 2).all()
+    assert not dout.requires_grad and not dlse.requires_grad
+    assert all(x.isfinite().all() for x in (q, k, v, dout, dlse))
+
+
+@given(PROBLEMS)
+def test_values_are_the_same_every_time_in_every_layout_and_dtype(problem):
+    tensors = problem.tensors()
+    assert all(torch.equal(x, y) for x, y in zip(tensors, problem.tensors()))
+    for layout in LAYOUTS:
+        other = dataclasses.replace(problem, layout=layout).tensors()
+        assert all(torch.equal(x, y) for x, y in zip(tensors, other))
+    exact = dataclasses.replace(problem, dtype=torch.float64).tensors()
+    assert all(torch.equal(x, y.to(x.dtype)) for x, y in zip(tensors, exact))
+
+
+def test_values_are_normal_and_go_with_the_seed():
+    problem = Problem(None, 2, 4, 2, 100, 90, 40, 24, torch.float64, None, "contiguous", seed=1)
+    tensors = problem.tensors()
+    for x in tensors:
+        assert abs(x.mean()) < 0.1 and abs(x.std() - 1) < 0.1
+    other = dataclasses.replace(problem, seed=2).tensors()
+    assert all(not torch.equal(x, y) for x, y in zip(tensors, other))
+
+
+def test_values_go_to_the_device_asked_for():
+    problem = Problem(None, 1, 1, 1, 20, 20, 16, 16, torch.float32, None, "sliced", seed=1)
+    assert {x.device.type for x in problem.tensors("meta")} == {"meta"}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_layouts_are_what_they_are_called(dtype):
+    x = torch.randn(2, 3, 5, 16).to(dtype)
+    plain, tokens_first, sliced = (laid_out(x, layout) for layout in LAYOUTS)
+    assert all(torch.equal(y, x) and y.stride(-1) == 1 for y in (plain, tokens_first, sliced))
+    assert plain.is_contiguous()
+    assert tokens_first.transpose(1, 2).is_contiguous() and not tokens_first.is_contiguous()
+    assert sliced.stride() == (3 * 5 * 19, 5 * 19, 19, 1)
+    assert sliced.storage_offset() == 1 and sliced.data_ptr() % 16 != 0
+    around = torch.as_strided(sliced, (2 * 3 * 5, 19), (19, 1), 0)
+    assert around[:, 0].isnan().all() and around[:, -2:].isnan().all() and not around[:, 1:-2].isnan().any()
+
+
+@given(PROBLEMS)
+def test_a_problem_can_be_pasted_from_its_repr(problem):
+    text = repr(problem)
+    assert len(text) < 1000
+    again = eval(text)
+    assert again == problem
+    assert again.mask == problem.mask
+    assert all(torch.equal(x, y) for x, y in zip(again.tensors(), problem.tensors()))
+
+
+def features_of_problem(problem):
+    yield problem.layout
+    yield problem.dtype
+    yield f"dim {problem.dim}"
+    yield f"v_dim {problem.v_dim}"
+    yield "no mask" if problem.recipe is None else "mask"
+    if problem.kv_heads == problem.heads > 1:
+        yield "a key head each"
+    if 1 == problem.kv_heads < problem.heads:
+        yield "one key head"
+    if 1 < problem.kv_heads < problem.heads:
+        yield "grouped heads"
+    if problem.scale is None:
+        yield "scale by default"
+    else:
+        yield "scale 0" if problem.scale == 0 else "scale > 0" if problem.scale > 0 else "scale < 0"
+    if problem.mask is not None:
+        if problem.mask.pattern.shape == (problem.batch, problem.heads) and problem.batch > 1 and problem.heads > 1:
+            yield "a mask for each batch element and head"
+        if problem.batch > 1 and problem.mask.shape[0] == 1:
+            yield "one mask for the batch"
+        if problem.mask.lengths is not None:
+            yield "lengths"
+
+
+def test_every_kind_of_problem_occurs():
+    wanted = [
+        *LAYOUTS, *DTYPES, "dim 16", "dim 40", "v_dim 16", "v_dim 24", "no mask", "mask", "a key head each",
+        "one key head", "grouped heads", "scale by default", "scale 0", "scale > 0", "scale < 0",
+        "a mask for each batch element and head", "one mask for the batch", "lengths",
+    ]  # fmt: skip
+    assert_occur(PROBLEMS, features_of_problem, wanted)
+
+
+def test_recipes_name_constructors_and_patterns_of_the_library():
+    assert Recipe("local", {"q_len": 50, "window": 7, "block": (16, 32)}, lengths=(20,)).mask() == masks.local(
+        50, window=7, block=(16, 32)
+    ).with_lengths(torch.tensor([20]))

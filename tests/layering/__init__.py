@@ -1,0 +1,1 @@
+"""The imports between the folders of the repository."""

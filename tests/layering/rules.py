@@ -1,0 +1,160 @@
+"""Which part of the repository may import which.
+
+A part is a folder without its subfolders, a file that stands for itself, or a group of files of one folder. It may
+import itself and what its row names. A module that imports nothing of the repository needs no mention: all that lies
+below its folder may import it, so every module of `sparseflash` may import `limits`. Imports inside functions and for
+types count, too.
+"""
+
+# Groups of files, as "folder:group". The ways to compute attention do not import one another. Everything that starts
+# kernels needs `triton:launching`; what chooses tiles for attention needs `triton:choosing`.
+_GROUPS = {
+    "sparseflash/backends:blockwise": "blockwise blockwise_tiles",
+    "sparseflash/backends/triton:launching": "availability cuda_graphs device direct_start launcher",
+    "sparseflash/backends/triton:choosing": "alignment configs family overrides",
+    # Whole functions of other libraries, above `attention`; the rest of `interop` is below it.
+    "sparseflash/interop:functions": "alibi fastvideo flash_attn flash_attn_cache flex_attention natten tokens_first "
+    "xformers",
+    "experiments/benchmarks:timing": "fresh_process interpreter timing",
+}
+
+_LIBRARY = {
+    ".": "attention.py blockmask explain.py scaled_dot_product.py varlen.py",
+    "__main__.py": "cli",
+    # Each of the functions that users call, and what they share.
+    "attention.py": "backends backends:blockwise backends/reference.py backends/triton blockmask scores validation.py",
+    "decode.py": "backends backends/cached.py backends/triton/decode blockmask validation.py",
+    "explain.py": "attention.py backends backends/triton backends/triton:choosing backends/triton:launching blockmask "
+    "scores validation.py",
+    "grouped.py": "attention.py blockmask masks/block_index.py validation.py",
+    "pattern.py": "blockmask",
+    "scaled_dot_product.py": "attention.py blockmask interop masks scores",
+    "validation.py": "blockmask scores",
+    "varlen.py": "attention.py blockmask blockmask/ops masks pattern.py",
+    # Its parts.
+    "analysis": "blockmask",
+    "blockmask": "blockmask/mask.py",
+    "blockmask/mask.py": "blockmask blockmask/ops draw masks/block_index.py",  # of the methods, when they are called
+    "blockmask/ops": "blockmask",
+    "cli": ". analysis attention.py draw explain.py interop masks testing",
+    "distributed": "attention.py backends/triton:launching blockmask scores validation.py",
+    "draw": "blockmask",
+    "huggingface": "attention.py blockmask decode.py interop scores",
+    "interop": "blockmask scores",
+    "interop:functions": "attention.py blockmask blockmask/ops decode.py interop masks masks/tiling pattern.py "
+    "scaled_dot_product.py scores varlen.py",
+    "masks": "blockmask blockmask/ops masks/fused masks/tiling",
+    "masks/block_index.py": "blockmask masks/fused masks/tiling",
+    "masks/fused": "backends/triton:launching blockmask masks/tiling",
+    "masks/tiling": "blockmask",
+    "nn": "attention.py blockmask decode.py masks pattern.py scaled_dot_product.py scores validation.py",
+    "scores": "blockmask",
+    "testing": "backends/reference.py blockmask scores validation.py",
+    # The ways to compute attention.
+    "backends": "blockmask scores",
+    "backends:blockwise": "backends blockmask scores",
+    "backends/cached.py": "backends/reference.py blockmask blockmask/ops",
+    "backends/reference.py": "blockmask scores",
+    "backends/triton": "backends backends/triton:choosing backends/triton:launching backends/triton/hopper "
+    "backends/triton/portable backends/triton/schedule blockmask scores",
+    "backends/triton:choosing": "backends/triton:launching backends/triton/schedule blockmask scores",
+    "backends/triton:launching": "blockmask",
+    "backends/triton/changes": "backends/triton:choosing backends/triton:launching backends/triton/portable "
+    "backends/triton/schedule blockmask scores",
+    "backends/triton/decode": "backends/cached.py backends/triton:launching backends/triton/portable blockmask",
+    "backends/triton/hopper": "backends backends/triton:choosing backends/triton:launching backends/triton/changes "
+    "backends/triton/portable backends/triton/schedule blockmask scores",
+    # Run on its own, not imported: it tries the kernels as a user of the library would.
+    "backends/triton/kernel_check.py": "attention.py backends/triton backends/triton/hopper blockmask scores testing",
+    "backends/triton/portable": "backends backends/triton:choosing backends/triton:launching backends/triton/changes "
+    "backends/triton/schedule blockmask scores",
+    "backends/triton/schedule": "backends backends/triton:choosing backends/triton:launching blockmask blockmask/ops",
+}
+
+# What experiments import as any user does, which rows of experiments call PUBLIC.
+_PUBLIC = (
+    ". attention.py decode.py grouped.py nn scaled_dot_product.py varlen.py analysis distributed draw interop scores "
+    "testing masks"
+)
+
+_EXPERIMENTS = {
+    ".": "",
+    "measurements.py": "training sparseflash",
+    "training": "PUBLIC",
+    "training/layers": "PUBLIC",
+    "pathfinder": "pathfinder/cnn training",
+    "pathfinder/cnn": "pathfinder training",
+    "lra": "lra/data lra/data/listops lra/model lra/table lra/tasks training training/layers PUBLIC",
+    "lra/data": "lra/tasks training",
+    "lra/data/listops": "training",
+    "lra/model": "lra lra/tasks training training/layers sparseflash/cli PUBLIC",
+    "lra/table": "benchmarks:timing measurements.py lra lra/data lra/model lra/tasks training",
+    "lra/tasks": "lra/data lra/data/listops lra/model pathfinder pathfinder/cnn training",
+    "pathx": "pathfinder pathfinder/cnn pathx/data pathx/masks pathx/model training PUBLIC",
+    "pathx/data": "pathfinder pathx pathx/masks pathx/model training PUBLIC",
+    "pathx/masks": "sparseflash/blockmask sparseflash/cli PUBLIC",
+    "pathx/model": "pathfinder/cnn pathx/data pathx/masks training/layers sparseflash/nn",
+    "selection": "training sparseflash/cli PUBLIC",
+    "lm": "lm/data lm/model training sparseflash/cli PUBLIC",
+    "lm/data": "training",
+    "lm/model": "lm training training/layers PUBLIC",
+    "benchmarks": "",
+    "benchmarks:timing": "training",
+    "benchmarks/__main__.py": "benchmarks/harness measurements.py",
+    "benchmarks/harness": "benchmarks:timing measurements.py training",
+    "benchmarks/blocks": "benchmarks/harness benchmarks/speed benchmarks/tune measurements.py training BACKENDS PUBLIC",
+    "benchmarks/calls": "benchmarks/harness benchmarks:timing sparseflash/backends/triton:launching PUBLIC",
+    "benchmarks/compile": "benchmarks/harness training BACKENDS sparseflash/blockmask PUBLIC",
+    "benchmarks/decode.py": "benchmarks/harness benchmarks/speed/peers PUBLIC",
+    "benchmarks/distributed": "benchmarks/harness training PUBLIC",
+    "benchmarks/exactness": "benchmarks/harness benchmarks:timing measurements.py training "
+    "sparseflash/backends/reference.py PUBLIC",
+    "benchmarks/huggingface": "benchmarks/harness benchmarks:timing measurements.py training "
+    "sparseflash/huggingface PUBLIC",
+    "benchmarks/io": "benchmarks/harness training/layers PUBLIC",
+    "benchmarks/layer.py": "benchmarks/harness benchmarks/speed benchmarks/speed/peers",
+    "benchmarks/patterns": "benchmarks/harness benchmarks/patterns/entries training sparseflash/blockmask PUBLIC",
+    "benchmarks/patterns/entries": "PUBLIC",
+    "benchmarks/scores": "benchmarks/harness benchmarks:timing benchmarks/speed/peers measurements.py PUBLIC",
+    "benchmarks/selection.py": "benchmarks/harness benchmarks:timing benchmarks/speed/peers PUBLIC",
+    "benchmarks/speed": "benchmarks/harness benchmarks:timing benchmarks/speed/peers measurements.py "
+    "sparseflash/blockmask PUBLIC",
+    "benchmarks/speed/peers": "benchmarks/harness benchmarks/speed PUBLIC",
+    "benchmarks/tune": "benchmarks/compile benchmarks/harness benchmarks:timing benchmarks/speed "
+    "benchmarks/speed/peers measurements.py training BACKENDS PUBLIC",
+}
+
+
+def _path(name, top):
+    """`masks` is installed as a part of the library."""
+    here = name.partition("/")[0]
+    return top if name == "." else name if here in ("masks", "sparseflash") else f"{top}/{name}"
+
+
+GROUPS = {
+    group: tuple(f"{group.partition(':')[0]}/{name}.py" for name in names.split()) for group, names in _GROUPS.items()
+}
+PUBLIC = tuple(_path(name, "sparseflash") for name in _PUBLIC.split())
+MAY_IMPORT = {
+    _path(row, "sparseflash"): {_path(name, "sparseflash") for name in names.split()} for row, names in _LIBRARY.items()
+}
+# Benchmarks of single kernels call any part of the backends.
+BACKENDS = tuple(row for row in MAY_IMPORT if row.startswith("sparseflash/backends"))
+for _row, _names in _EXPERIMENTS.items():
+    _found = {_path(name, "experiments") for name in _names.split() if name not in ("BACKENDS", "PUBLIC")}
+    MAY_IMPORT[_path(_row, "experiments")] = _found.union(
+        BACKENDS if "BACKENDS" in _names.split() else (), PUBLIC if "PUBLIC" in _names.split() else ()
+    )
+
+# The one deliberate circle: `BlockMask` has the operations on masks as methods, and these import it.
+FACADE = "sparseflash.blockmask.mask"
+
+# Modules that need Triton when they are imported; other modules import them inside functions.
+KERNELS = (
+    "sparseflash/backends/triton",
+    "masks/fused/index.py",
+    "masks/fused/rows.py",
+    "masks/fused/runs.py",
+    "masks/fused/unused.py",
+    "sparseflash/distributed/fused_merge.py",
+)

@@ -1,0 +1,1 @@
+"""Other processes for tests, and the threads and frames of this one."""
