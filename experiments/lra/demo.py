@@ -70,7 +70,7 @@ def next_steps(out: Path) -> list[str]:
     """Commands that go on from here, with what they do."""
     python = shlex.quote(sys.executable if not sys.executable.startswith(str(Path.cwd())) else
                          str(Path(sys.executable).relative_to(Path.cwd())))  # fmt: skip
-    train = f"{python} -m experiments.lra train --preset demo --overwrite --out {shlex.quote(str(out))}"
+    train = f"{python} -m experiments.lra train --preset demo --out {shlex.quote(str(out))}"
     mine = "experiments/lra/custom_mask.py"
     return [
         "",
