@@ -13,6 +13,7 @@ from sparseflash.attention import Backend, attention
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import Block, block_pair, dense_tensor
 from sparseflash.blockmask.cache import bounded_tensors
+from sparseflash.blockmask.compiling import constant_when_compiled
 from sparseflash.blockmask.ops.place import place
 from sparseflash.interop.tokens_first import refuse_unless
 from sparseflash.masks import order as orders
@@ -142,6 +143,7 @@ def _neighborhood(
     return (out, _ordered(lse.transpose(1, 2), back, order).unflatten(1, grid)) if return_lse else out
 
 
+@constant_when_compiled
 def _made(
     grid: tuple[int, ...], window: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...],
     causal: tuple[bool, ...], more: int, block: Block, device: torch.device,

@@ -205,6 +205,17 @@ def test_other_results():
     assert torch.equal(full, as_number)
 
 
+def test_it_compiles_without_a_graph_break():
+    (q,) = drawn((1, 40, 2, 16))
+
+    def layer(q):
+        return flash_attn_func(q, q, q, causal=True, window_size=(9, 0), softcap=3.0, block=16).square().sum()
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    (want,), (got,) = (torch.autograd.grad(each(q), q) for each in (layer, compiled))
+    torch.testing.assert_close(got, want)
+
+
 Q = torch.zeros(1, 8, 2, 16)
 
 

@@ -144,6 +144,23 @@ def test_masks_are_made_once_and_defaults_are_those_of_natten():
     assert torch.equal(out, na2d(q, q, q, (3, 3), 1, 1, False))
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by PyTorch's compiler
+@pytest.mark.parametrize("options", [{}, {"dilation": 2}, {"additional_keys": True}], ids=str)
+def test_it_compiles_without_a_graph_break(options):
+    x = torch.randn(1, 24, 24, 2, 16, dtype=torch.float64, requires_grad=True)
+    if options.pop("additional_keys", False):
+        options = {
+            name: torch.randn(1, 9, 2, 16, dtype=torch.float64) for name in ("additional_keys", "additional_values")
+        }
+
+    def layer(x):
+        return na2d(x, x, x, 7, block=64, **options).square().sum()
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    (want,), (got,) = (torch.autograd.grad(each(x), x) for each in (layer, compiled))
+    torch.testing.assert_close(got, want)
+
+
 Q = torch.zeros(1, 8, 8, 2, 16)
 
 
