@@ -5,6 +5,7 @@ PEERS = {
     "sdpa": "PyTorch's SDPA, dense",
     "sdpa-mask": "PyTorch's SDPA, mask in memory",
     "flex": "FlexAttention, mask as bits",
+    "fa4": "FlashAttention-4",
 }
 SUFFIXES = {".mask": "mask", ".npz": "scipy", ".npy": "dense"}  # formats with files of their own
 # Formats that are stored as tensors by name, in a file of torch.save.

@@ -63,7 +63,9 @@ ITEM_PART = place(ForwardItem, "part")
 ITEM_UNUSED = place(ForwardItem, "unused")
 
 
-def forward_plan(lists: TileLists, pattern: Tensor, q_len: int, k_len: int, *, programs: int) -> Worklist:
+def forward_plan(
+    lists: TileLists, pattern: Tensor, q_len: int, k_len: int, *, programs: int, may_cut: bool = True
+) -> Worklist:
     """The plan for `pattern [B, Hq]`, with items `[W, ITEM]`.
 
     A row without tiles has one dead tile, number -1.
@@ -80,7 +82,7 @@ def forward_plan(lists: TileLists, pattern: Tensor, q_len: int, k_len: int, *, p
     start = lists.start[row]
     items = Items(number, start, lists.full[row], lists.count[row], torch.zeros_like(start))
     parts, merged = 0, None
-    if -(-k_len // lists.tiling.streamed) > RULE.worth * RULE.chunk:
+    if may_cut and -(-k_len // lists.tiling.streamed) > RULE.worth * RULE.chunk:
         chunks = _chunks(lists.count, rows)[row.view(-1)]
         total, cut = torch.stack([chunks.sum(), (chunks > 1).sum()]).tolist()
         if cut:
