@@ -27,13 +27,31 @@ torch.Size([1, 2, 300, 16])
 # It may import `attention`, `blockmask`, `explain`, `merge`, `performance`, `scaled_dot_product` and `varlen`. The last
 # two need Dynamo, which is slow to import, so they and the other parts of the library are imported on first access.
 
+import os
+import sys
 from typing import TYPE_CHECKING
 
-from sparseflash.attention import attention as attention
-from sparseflash.blockmask import BlockMask as BlockMask
-from sparseflash.blockmask.cache import clear_caches as clear_caches
-from sparseflash.explain import explain as explain
-from sparseflash.performance import PerformanceWarning as PerformanceWarning
+
+def _is_help(command: list[str], arguments: int) -> bool:
+    """Whether a process, by its command line and number of arguments, prints the help or version of the command line.
+
+    >>> _is_help(["python", "-m", "sparseflash", "show", "--help"], 2), _is_help(["python", "train.py", "--help"], 1)
+    (True, False)
+    """
+    program, asked = command[: len(command) - arguments], command[len(command) - arguments :]
+    if not program or os.path.splitext(os.path.basename(program[-1]))[0] != "sparseflash":
+        return False
+    until = asked.index("--") if "--" in asked else len(asked)
+    return not asked or not {"--help", "--version"}.isdisjoint(asked[:until])
+
+
+# Help should appear at once, and PyTorch takes seconds to import.
+if not _is_help(sys.orig_argv, len(sys.argv) - 1):
+    from sparseflash.attention import attention as attention
+    from sparseflash.blockmask import BlockMask as BlockMask
+    from sparseflash.blockmask.cache import clear_caches as clear_caches
+    from sparseflash.explain import explain as explain
+    from sparseflash.performance import PerformanceWarning as PerformanceWarning
 
 if TYPE_CHECKING:
     from sparseflash.merge import merge_attention as merge_attention

@@ -14,6 +14,9 @@ _GROUPS = {
     "launcher",
     "sparseflash/backends/triton:choosing": "alignment family overrides",
     "sparseflash/backends/triton/hopper:device": "configs gluon_api record scores",
+    # Whole functions of other libraries, above `attention`; the rest of `interop` is below it.
+    "sparseflash/interop:functions": "alibi fastvideo flash_attn flash_attn_cache flex_attention natten tokens_first "
+    "xformers",
     "experiments/benchmarks:timing": "fresh_process interpreter timing",
 }
 
@@ -42,6 +45,8 @@ _LIBRARY = {
     "draw": "blockmask",
     "huggingface": "attention.py blockmask decode.py interop scores",
     "interop": "blockmask scores",
+    "interop:functions": "attention.py blockmask blockmask/ops decode.py interop masks masks/tiling pattern.py "
+    "scaled_dot_product.py scores varlen.py",
     "masks": "blockmask blockmask/ops masks/fused masks/tiling",
     "masks/block_index.py": "blockmask masks/fused masks/tiling",
     "masks/fused": "backends/triton:launching blockmask masks/tiling",
@@ -101,10 +106,10 @@ _EXPERIMENTS = {
     "lra/tasks": "lra/data lra/data/listops lra/model pathfinder pathfinder/cnn training",
     "pathx": "measurements.py pathfinder pathfinder/cnn pathx/data pathx/masks pathx/model training PUBLIC",
     "pathx/data": "pathfinder pathx pathx/masks pathx/model training PUBLIC",
-    "pathx/masks": "sparseflash/blockmask PUBLIC",
+    "pathx/masks": "sparseflash/blockmask sparseflash/cli PUBLIC",
     "pathx/model": "pathfinder/cnn pathx/data pathx/masks training/layers sparseflash/nn",
-    "selection": "measurements.py training PUBLIC",
-    "lm": "measurements.py lm/data lm/model training PUBLIC",
+    "selection": "measurements.py training sparseflash/cli PUBLIC",
+    "lm": "measurements.py lm/data lm/model training sparseflash/cli PUBLIC",
     "lm/data": "training",
     "lm/model": "lm training training/layers PUBLIC",
     "benchmarks": "",

@@ -59,6 +59,7 @@ def plot(
     mask: BlockMask, ax: None = None, *, heads: int | Iterable[int] | None = None,
     batch: int | Iterable[int] | None = None,
     elements: bool | None = None, cells: int = 512, legend: bool = True,
+    by_head: bool = False,
 ) -> Figure: ...  # fmt: skip
 
 
@@ -67,6 +68,7 @@ def plot(
     mask: BlockMask, ax: Axes, *, heads: int | Iterable[int] | None = None,
     batch: int | Iterable[int] | None = None,
     elements: bool | None = None, cells: int = 512, legend: bool = True,
+    by_head: bool = False,
 ) -> Axes: ...  # fmt: skip
 
 
@@ -80,6 +82,7 @@ def plot(
     elements: bool | None = None,
     cells: int = 512,
     legend: bool = True,
+    by_head: bool = False,
 ) -> Figure | Axes:
     """A matplotlib picture: queries down, keys to the right, both in tokens.
 
@@ -92,10 +95,11 @@ def plot(
             Figure with a panel for each distinct pattern (at most 16); it is not registered with pyplot and opens
             no window. Save it with `figure.savefig("mask.png")`.
         heads, batch: the selection, by index; by default all.
-        elements: draw every single score instead of tiles: by default up to 256 tokens, on request up to 4096.
+        elements: draw every single score instead of tiles: by default up to 1,024 tokens, on request up to 4,096.
         cells: the largest number of cells on a side. If a side has more tiles, one cell shows a square of 2 x 2,
             4 x 4, ... tiles, in a tint that shows its exact share of live scores.
         legend: draw the meanings of the colours.
+        by_head: a panel for each head instead, equal ones, too (at most 64); batch elements begin a row of their own.
 
     Full tiles are blue. Partial tiles are orange, paler with fewer live scores. Time is proportional to the live
     tiles.
@@ -105,7 +109,9 @@ def plot(
     """
     from sparseflash.draw import figure
 
-    return figure.plot(mask.canonical(), ax, heads=heads, batch=batch, elements=elements, cells=cells, legend=legend)
+    return figure.plot(
+        mask.canonical(), ax, heads=heads, batch=batch, elements=elements, cells=cells, legend=legend, by_head=by_head
+    )
 
 
 @method
