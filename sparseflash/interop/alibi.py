@@ -1,4 +1,4 @@
-"""ALiBi with slopes for each batch element or packed sequence, as FlashAttention's `alibi_slopes`."""
+"""FlashAttention's arguments that change scores: `alibi_slopes` for batch elements and sequences, `softcap`, sinks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparseflash import scores
 from sparseflash.blockmask.arguments import dense_tensor, integers
-from sparseflash.scores.change import Change
+from sparseflash.scores.change import Change, Scores
 
 # One object each, so that what it records is recorded once.
 _nothing = torch.zeros(0, device="cpu")
@@ -63,3 +63,17 @@ def _precise(q: Tensor) -> torch.dtype:
 def _check_slopes(slopes: Tensor, wanted: tuple[int, int]) -> None:
     if tuple(slopes.shape) != wanted:
         raise ValueError(f"alibi_slopes must have shape [Hq] or {list(wanted)}; got {list(slopes.shape)}.")
+
+
+def score_changes(softcap: float, learnable_sink: Tensor | None) -> Scores:
+    """A soft cap, 0 for none, and a sink, None for none.
+
+    >>> score_changes(30.0, None).kinds
+    ('softcap',)
+    """
+    changes = Scores(())
+    if softcap:
+        changes = changes + scores.softcap(softcap)
+    if learnable_sink is not None:
+        changes = changes + scores.sink(learnable_sink)
+    return changes

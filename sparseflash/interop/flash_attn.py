@@ -14,17 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseflash import scores
 from sparseflash.attention import Backend, attention
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import Block, dense_tensor, flag
 from sparseflash.blockmask.cache import bounded, bounded_tensors
-from sparseflash.interop.alibi import alibi_of_batch, alibi_of_sequences
+from sparseflash.interop.alibi import alibi_of_batch, alibi_of_sequences, score_changes
 from sparseflash.interop.tokens_first import check_window, heads_first, refuse_unless
 from sparseflash.masks.causal import causal as causal_mask
 from sparseflash.masks.local import local
 from sparseflash.pattern import Pattern
-from sparseflash.scores.change import Scores
 from sparseflash.varlen import varlen_mask
 
 Window = tuple[int | None, int | None]
@@ -62,7 +60,7 @@ def flash_attn_func(
     if not (left is right is None) and qh.shape[2] and kh.shape[2]:
         make = _made if torch.compiler.is_compiling() else _kept
         mask = make(qh.shape[2], kh.shape[2], left, right, block, q.device)
-    changes = _changes(softcap, learnable_sink)
+    changes = score_changes(softcap, learnable_sink)
     if alibi_slopes is not None:
         shift = kh.shape[2] - qh.shape[2]
         changes = changes + alibi_of_batch(alibi_slopes, q, qh.shape[0], shift)
@@ -116,7 +114,7 @@ def flash_attn_varlen_func(
             f"cu_seqlens_q and cu_seqlens_k must end with the numbers of tokens, {len(q)} and {len(k)}; got "
             f"{mask.q_len} and {mask.k_len}."
         )
-    changes = _changes(softcap, learnable_sink)
+    changes = score_changes(softcap, learnable_sink)
     if alibi_slopes is not None:
         changes = changes + alibi_of_sequences(alibi_slopes, q, k, cu_seqlens_q, cu_seqlens_k)
     qh, kh, vh = (x.transpose(0, 1)[None] for x in (q, k, v))
@@ -165,15 +163,6 @@ def _made(q_len: int, k_len: int, left: int | None, right: int | None, block: Bl
 
 
 _kept = bounded_tensors(maxsize=32)(_made)
-
-
-def _changes(softcap: float, learnable_sink: Tensor | None) -> Scores:
-    changes = Scores(())
-    if softcap:
-        changes = changes + scores.softcap(softcap)
-    if learnable_sink is not None:
-        changes = changes + scores.sink(learnable_sink)
-    return changes
 
 
 def _returned(out: Tensor, lse: Tensor, return_lse: bool, return_attn_probs: bool, dropout_p: float) -> Any:

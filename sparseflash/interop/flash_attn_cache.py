@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparseflash import scores
 from sparseflash.blockmask.arguments import flag
 from sparseflash.decode import Backend, attention_with_cache
+from sparseflash.interop.alibi import score_changes
 from sparseflash.interop.tokens_first import check_window, heads_first, refuse_unless
 
 
@@ -18,7 +20,7 @@ def flash_attn_with_kvcache(
     cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None, block_table: Tensor | None = None,
     softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int | None, int | None] = (-1, -1),
     softcap: float = 0.0, rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0,
-    return_softmax_lse: bool = False, *, backend: Backend | None = None,
+    return_softmax_lse: bool = False, *, learnable_sink: Tensor | None = None, backend: Backend | None = None,
 ) -> Any:  # fmt: skip
     """`flash_attn.flash_attn_with_kvcache`, computed by `attention_with_cache`.
 
@@ -41,18 +43,15 @@ def flash_attn_with_kvcache(
         block_table: the pages of each sequence, integers `[B, n]`.
         causal, window_size: as for `flash_attn_func`. Several queries need `causal`, a right side of 0, or no window.
         num_splits: 0 for the default, which does not depend on the batch.
+        softcap: 0 for none. alibi_slopes: `[Hq]`. learnable_sink: logits `[Hq]`, as in FlashAttention-4.
         softmax_scale, return_softmax_lse, backend: as `scale`, `return_lse` and `backend` of `attention_with_cache`.
 
-    `rotary_cos`, `softcap` and `alibi_slopes` are refused.
+    `rotary_cos` and `rotary_sin` are refused.
     """
     refuse_unless(
         rotary_cos is None and rotary_sin is None, "rotary_cos and rotary_sin",
         "None; rotate q and k before the call, by their positions from cache_seqlens on", "tensors",
     )  # fmt: skip
-    refuse_unless(not softcap, "softcap", "0 in flash_attn_with_kvcache; flash_attn_func takes it", softcap)
-    refuse_unless(
-        alibi_slopes is None, "alibi_slopes", "None in flash_attn_with_kvcache; flash_attn_func takes them", "a tensor"
-    )
     refuse_unless((k is None) == (v is None), "k and v", "given together", "one of them")
     refuse_unless(cache_batch_idx is None or block_table is None, "cache_batch_idx", "None with a block_table", "both")
     del rotary_interleaved
@@ -80,10 +79,18 @@ def flash_attn_with_kvcache(
         kv_heads = keys.shape[1]
         refuse_unless(heads % kv_heads == 0, "the number of query heads", f"a multiple of {kv_heads}", heads)
         queries = queries.reshape(batch, heads * q_len, 1, dim)
+        refuse_unless(
+            alibi_slopes is None, "alibi_slopes", "None for several queries without causal", "a tensor of slopes"
+        )
+        if learnable_sink is not None:
+            learnable_sink = learnable_sink.repeat_interleave(q_len)
+    changes = score_changes(softcap, learnable_sink)
+    if alibi_slopes is not None:
+        changes = changes + scores.alibi(alibi_slopes)
     out, lse = attention_with_cache(
         queries, keys, values, lengths, block_table=block_table, starts=cache_leftpad,
         window=None if left is None else left + 1, scale=softmax_scale, return_lse=True, splits=num_splits or None,
-        backend=backend,
+        scores=changes if changes.changes else None, backend=backend,
     )  # fmt: skip
     out, lse = out.reshape(batch, heads, q_len, -1).transpose(1, 2), lse.reshape(batch, heads, q_len)
     return (out, lse) if return_softmax_lse else out

@@ -42,8 +42,8 @@ def defined(q, k, v, live, *, scale=None, softcap=0.0, slopes=None, sink=None):
         s = s - slopes.double()[:, None, None] * (i + k.shape[0] - q.shape[0] - j).abs()
     s = s.masked_fill(~live, -torch.inf)
     if sink is not None:
-        s = torch.cat([s, sink[:, None, None].expand(-1, s.shape[1], 1).masked_fill(~live.any(1)[:, None], -9e9)], 2)
-    lse = s.logsumexp(2).masked_fill(~live.any(1), -torch.inf)
+        s = torch.cat([s, sink[:, None, None].expand(-1, s.shape[1], 1)], 2)
+    lse = s.logsumexp(2)  # of a query without keys: the sink's logit, or -inf
     weights = (s[..., : k.shape[0]] - lse[..., None]).exp().nan_to_num(0.0)
     return torch.einsum("hij,jhd->ihd", weights, v), lse
 
@@ -131,11 +131,11 @@ def test_each_packed_sequence_is_a_call_of_its_own(lengths, same, causal, window
 
 @given(
     q_len=st.integers(1, 5), new=st.integers(0, 5), causal=st.booleans(), left=st.integers(-1, 20),
-    way=st.sampled_from(["rows", "chosen rows", "pages"]), seed=st.integers(0, 99),
+    way=st.sampled_from(["rows", "chosen rows", "pages"]), changed=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
-@example(q_len=3, new=0, causal=False, left=-1, way="pages", seed=0)
-@example(q_len=3, new=3, causal=True, left=4, way="chosen rows", seed=1)
-def test_decoding_is_its_definition_and_writes_the_new_keys(q_len, new, causal, left, way, seed):
+@example(q_len=3, new=0, causal=False, left=-1, way="pages", changed=True, seed=0)
+@example(q_len=3, new=3, causal=True, left=4, way="chosen rows", changed=True, seed=1)
+def test_decoding_is_its_definition_and_writes_the_new_keys(q_len, new, causal, left, way, changed, seed):
     room, page = 48, 16
     generator = torch.Generator().manual_seed(seed)
     left = left if causal or q_len == 1 else -1
@@ -156,6 +156,11 @@ def test_decoding_is_its_definition_and_writes_the_new_keys(q_len, new, causal, 
             for x in stored
         ]
     given = {"k": k, "v": v} if new else {}
+    scored = {"softcap": 2.0, "sink": torch.randn(4, generator=generator, dtype=torch.float64)} if changed else {}
+    if changed and (causal or q_len == 1):
+        scored["slopes"] = torch.rand(4, generator=generator)
+    names = {"softcap": "softcap", "sink": "learnable_sink", "slopes": "alibi_slopes"}
+    options |= {names[name]: value for name, value in scored.items()}
     out, lse = flash_attn_with_kvcache(
         q, *stored, **given, cache_seqlens=filled, cache_leftpad=pad, causal=causal, window_size=(left, -1),
         return_softmax_lse=True, **options,
@@ -164,7 +169,7 @@ def test_decoding_is_its_definition_and_writes_the_new_keys(q_len, new, causal, 
         for cache, fresh in ((k_cache, k), (v_cache, v)):
             cache[b, n - new : n] = fresh[b]
         live = live_scores(q_len, n, causal, (left, -1)) & (torch.arange(n) >= pad[b])
-        want, want_lse = defined(q[b], k_cache[b, :n], v_cache[b, :n], live)
+        want, want_lse = defined(q[b], k_cache[b, :n], v_cache[b, :n], live, **scored)
         torch.testing.assert_close(out[b], want)
         torch.testing.assert_close(lse[b], want_lse.to(lse.dtype))
     now = stored
@@ -257,14 +262,9 @@ Q = torch.zeros(1, 8, 2, 16)
             "cache_seqlens on; got 'tensors'.",
         ),
         (
-            lambda: flash_attn_with_kvcache(Q, Q, Q, softcap=2.0),
+            lambda: flash_attn_with_kvcache(Q, Q, Q, alibi_slopes=torch.ones(2)),
             ValueError,
-            "softcap must be 0 in flash_attn_with_kvcache; flash_attn_func takes it; got 2.0.",
-        ),
-        (
-            lambda: flash_attn_with_kvcache(Q, Q, Q, alibi_slopes=Q),
-            ValueError,
-            "alibi_slopes must be None in flash_attn_with_kvcache; flash_attn_func takes them; got 'a tensor'.",
+            "alibi_slopes must be None for several queries without causal; got 'a tensor of slopes'.",
         ),
         (lambda: flash_attn_with_kvcache(Q, Q, Q, Q), ValueError, "k and v must be given together; got 'one of them'."),
         (
