@@ -8,12 +8,13 @@ from typing import Any
 
 from griffe import Extension, Object
 
+OPTION = re.compile(r" *# doctest: .*$", re.MULTILINE)
 DOCTEST = re.compile(r"^( *)>>> .*(?:\n\1(?! *$).+)*", re.MULTILINE)
 
 
 def fenced(docstring: str) -> str:
-    """The docstring with each of its doctests in a block of code; a doctest ends at an empty line."""
-    return DOCTEST.sub(lambda found: f"{found[1]}```pycon\n{found[0]}\n{found[1]}```", docstring)
+    """The docstring with its doctests in blocks of code, without their options; a doctest ends at an empty line."""
+    return DOCTEST.sub(lambda found: f"{found[1]}```pycon\n{OPTION.sub('', found[0])}\n{found[1]}```", docstring)
 
 
 class Doctests(Extension):

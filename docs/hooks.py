@@ -26,6 +26,7 @@ PAGES = "docs/pages"
 ELSEWHERE = {
     "changelog.md": "CHANGELOG.md",
     "contributing.md": "CONTRIBUTING.md",
+    "index.md": "README.md",
     "patterns/catalogue.md": "masks/README.md",
 }
 PICTURES = "pictures"  # the folder of the site into which pictures from elsewhere are copied

@@ -3,6 +3,7 @@
     run = current_run(device, command_line("experiments.benchmarks.calls"))
     write("calls.jsonl", run, [Measurement("calls/prepared/sparseflash", 21.4, 0.03, "us")])
     run, measurements = read("calls.jsonl")
+    add_seed("recall.jsonl", run, [Measurement("recall/256/right-answers/dense", 98.2, None, "%")])
 
 Names are stable: BENCHMARK/CASE.../PASS/WAY, with the implementation as the last part.
 """
@@ -11,9 +12,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -78,15 +81,15 @@ class Measurement:
 
 
 class Ratio(NamedTuple):
-    """A peer's figure over ours, and the relative spread of this ratio."""
+    """A peer's figure over ours, and the relative spread of this ratio; None if one of the spreads is not known."""
 
     value: float
-    spread: float
+    spread: float | None
 
     @property
     def above_noise(self) -> bool:
-        """Whether the ratio is above 1 by more than its spread."""
-        return self.value > 1 + self.spread
+        """Whether the ratio is above 1 by more than its spread; False if the spread is not known."""
+        return self.spread is not None and self.value > 1 + self.spread
 
 
 def current_run(
@@ -99,15 +102,21 @@ def current_run(
     packages: Sequence[str] = (),
 ) -> Run:
     """The run of this process. commit: by default git's. packages: further ones whose versions matter."""
-    import sparseflash
     from experiments.training.environment import environment, installed_version  # readers of a file need no PyTorch
 
-    facts = environment(device, command, commit)
+    further = {name: installed_version(name) for name in packages}
+    return run_of(environment(device, command, commit) | further, seed=seed, helped=helped)
+
+
+def run_of(facts: Mapping[str, str], *, seed: int | None = None, helped: Iterable[str] = ()) -> Run:
+    """The run that `experiments.training.environment.environment` described; further facts are versions."""
+    import sparseflash
+
     versions = {name: fact for name, fact in facts.items() if name not in _OWN}
-    versions |= {"sparseflash": sparseflash.__version__, **{name: installed_version(name) for name in packages}}
+    versions.setdefault("sparseflash", sparseflash.__version__)
     return Run(
         device=facts["device"], driver=facts["driver"], versions=versions, commit=facts["commit"], date=facts["date"],
-        command=command, seed=seed, helped=tuple(helped),
+        command=facts["command"], seed=seed, helped=tuple(helped),
     )  # fmt: skip
 
 
@@ -125,6 +134,64 @@ def write(path: Path | str, run: Run, measurements: Iterable[Measurement]) -> No
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join(lines) + "\n")
+
+
+def add_seed(path: Path | str, run: Run, measurements: Iterable[Measurement]) -> list[Measurement]:
+    """Adds the measurements of one seed to a file, and returns all that it holds now.
+
+    A value becomes the mean over all seeds in the file, and its spread their standard deviation over the mean; the
+    settings `runs` and `run_seeds` keep the single values. Raises ValueError for a seed that is there already, and for
+    another device, commit or version than the file's.
+    """
+    path = Path(path)
+    if run.seed is None:
+        raise ValueError("a run that is added to others must have a seed; got None")
+    found: dict[str, Measurement] = {}
+    first = run
+    if path.exists():
+        first, old = read(path)
+        for what in ("device", "driver", "commit", "versions"):
+            if getattr(first, what) != getattr(run, what):
+                raise ValueError(
+                    f"a run that is added to {path.name} must be of its {what}, {getattr(first, what)}; got "
+                    f"{getattr(run, what)}: write another file"
+                )
+        found = {each.name: each for each in old}
+    for each in measurements:
+        before = found.get(each.name)
+        found[each.name] = _with_seed(each, before, run.seed)
+    seeds = {seed for each in found.values() for seed in each.settings.get("run_seeds", ())}
+    commands = dict.fromkeys([*first.command.split("; "), run.command])
+    joined = replace(first, seed=run.seed if len(seeds) == 1 else None, command="; ".join(commands))
+    every = [replace(each, run=joined) for each in found.values()]
+    write(path, joined, every)
+    return every
+
+
+def _with_seed(new: Measurement, before: Measurement | None, seed: int) -> Measurement:
+    """The mean of a measurement and of the seeds before it."""
+    if new.value is None:
+        raise ValueError(f"{new.name} must have a value to be added to a mean; it failed: {new.failure}")
+    runs, seeds = [new.value], [seed]
+    if before is not None:
+        if seed in before.settings.get("run_seeds", ()):
+            raise ValueError(f"each seed must be added once; {before.name} has seed {seed}: write another file")
+        runs, seeds = [*before.settings["runs"], *runs], [*before.settings["run_seeds"], seed]
+    settings = new.settings | {"runs": runs, "run_seeds": seeds}
+    if len(runs) == 1:
+        return replace(new, settings=settings)
+    value = mean(runs)
+    spread = stdev(runs) / abs(value) if value else None
+    return Measurement(new.name, value, spread, new.unit, settings, spread_of="seeds", seeds=len(runs))
+
+
+def slug(text: str) -> str:
+    """A text as a part of a name: lower case, with hyphens.
+
+    >>> slug("1 x 65,536 tokens, 32:8 heads")
+    '1-x-65536-tokens-32-8-heads'
+    """
+    return re.sub(r"[^a-z0-9.+]+", "-", text.lower().replace(",", "")).strip("-")
 
 
 def read(path: Path | str) -> tuple[Run, list[Measurement]]:
@@ -161,7 +228,8 @@ def ratio(measurements: Iterable[Measurement], peer: str, ours: str) -> Ratio:
     if first.value is None or second.value is None:
         failed = first if first.value is None else second
         raise ValueError(f"a ratio must be of measured values; got {failed.name}, which failed: {failed.failure}")
-    return Ratio(first.value / second.value, (first.spread or 0.0) + (second.spread or 0.0))
+    is_known = first.spread is not None and second.spread is not None
+    return Ratio(first.value / second.value, first.spread + second.spread if is_known else None)  # type: ignore[operator]
 
 
 def _found(by_name: Mapping[str, Sequence[Measurement]], name: str) -> str:

@@ -29,10 +29,9 @@ def bigbird(
     head. Block 1 never draws block nb - 2, nor the reverse, so that every block draws from nb - 5.
 
     Source: BigBird (Zaheer et al., 2020), appendix D, and its code (google-research/bigbird, core/attention.py,
-    `get_single_block_row_attention`; its defaults are 3 random blocks, of 64 tokens). Here every allowed block is
-    equally likely. BigBird's code draws from the first 1024 tokens only at lengths 1024, 3072 and 4096, and at other
-    lengths from the first `2 * random_blocks + 5` blocks, or as the caller's plan says. Hugging Face runs full
-    attention if the sequence has at most that number of blocks. DeepSpeed's variant is `deepspeed_bigbird`.
+    `get_single_block_row_attention`; 3 random blocks of 64 tokens). Here every allowed block is equally likely;
+    BigBird's code draws from the first 1024 tokens at lengths 1024, 3072 and 4096, and at other lengths from the first
+    `2 * random_blocks + 5` blocks. DeepSpeed's variant is `deepspeed_bigbird`.
 
     Args:
         q_len: tokens.
@@ -94,16 +93,13 @@ def deepspeed_bigbird(
 
         |i - j| <= window_blocks // 2  or  i < global_blocks  or  j < global_blocks  or  j in R(i)
 
-    and, if causal, also `k <= q`. The window has 2 * (window_blocks // 2) + 1 blocks, i itself included. R(i) are
-    `random_blocks` distinct blocks, drawn from all blocks, or from the blocks up to i if causal; they may lie in the
-    window or be global. Unlike in BigBird as published (`bigbird`) the last block is not global, random blocks may
-    overlap the rest, and the window and the number of global blocks are parameters.
+    and, if causal, also `k <= q`. R(i) are `random_blocks` distinct blocks, drawn from all blocks, or from the blocks
+    up to i if causal. Unlike in BigBird as published (`bigbird`) the last block is not global, random blocks may lie in
+    the window or be global, and the window and the number of global blocks are parameters.
 
-    Differences from DeepSpeed: its `attention="unidirectional"` is causal by blocks only, and leaves the triangle in
-    the diagonal blocks to another mask; this mask is causal to the token. DeepSpeed fails if a block row has fewer than
-    `random_blocks` blocks to draw from, as the first rows do; here such a row takes all of them. DeepSpeed needs
-    lengths that are multiples of the block. `heads=H` is its `different_layout_per_head`; without it all heads share
-    one layout.
+    Differences from DeepSpeed: its `attention="unidirectional"` is causal in blocks only; this mask is causal to the
+    token. It fails if a block row has fewer than `random_blocks` blocks to draw from; here the row takes all of them.
+    It needs lengths that are multiples of the block. `heads=H` is its `different_layout_per_head`.
 
     Source: DeepSpeed, ops/sparse_attention/sparsity_config.py (0.12 to 0.16). The arguments are its
     `num_random_blocks`, `num_sliding_window_blocks` and `num_global_blocks`, all in blocks; its block is 16.

@@ -34,10 +34,9 @@ def butterfly(
         bidirectional:  i == j  or, for some s, i and j written in base r differ in the digit of s only
         causal:         (i == j and k <= q)  or, for some s, i - j is in {s, 2 s, ..., (r - 1) s}
 
-    Any length is allowed: blocks j past the end do not exist and are left out. After `ceil(log_r nb)` layers every
-    block depends on every block (causal: on every earlier one). The causal form subtracts (`i - j`) instead of the XOR,
-    because the causal half of the XOR form never reaches most of the past: at any depth, block i would depend only on
-    the blocks whose bits are a subset of i's.
+    Any length is allowed: blocks past the end are left out. After `ceil(log_r nb)` layers every block depends on every
+    block (causal: on every earlier one). The causal form subtracts (`i - j`), because the causal half of the XOR form
+    never reaches most of the past at any depth: block i would depend only on the blocks whose bits are a subset of i's.
 
     Args:
         q_len: tokens.
@@ -46,20 +45,19 @@ def butterfly(
         radix: r.
         global_blocks: a number of blocks at the start that see all blocks, and that all blocks see (causal: where
             `k <= q`). They take the place of Pixelated Butterfly's low-rank term.
-        layer: the number of the layer that the mask is for, from 0; the layer then has one stride only, number
-            `layer % len(strides)` in the order given, and a block row has r live tiles. Use one mask a layer:
+        layer: the number of the layer that the mask is for, from 0. It has one stride only, number
+            `layer % len(strides)`, and a block row has r live tiles. Use one mask a layer:
             `[butterfly(n, layer=l) for l in range(depth)]`. `len(strides)` layers connect all blocks if the mask is
-            causal or nb is a power of the radix; otherwise up to twice as many may be needed. By default (None) every
-            layer has all strides.
+            causal or nb is a power of the radix; otherwise up to twice as many. By default (None) every layer has all
+            strides.
         causal: no query sees a key after it.
         block: tokens per side of a tile.
 
-    Source: the union of butterfly factors is Pixelated Butterfly's flat block butterfly (Chen et al., 2021, section
-    3.2), which FlashAttention (Dao et al., 2022, section 3.3) uses for its block-sparse attention. Neither publishes
-    the block size or the number of factors of its attention experiments. Pixelated Butterfly's code defines the pattern
-    for weight matrices: it needs a power of two, lets the tile absorb other lengths, and counts `global_size` in
-    elements. The staged form is a product of factors applied one after the other (Dao et al., 2019, "Learning fast
-    algorithms for linear transforms"), as in the butterfly attention of Dimension Mixer (2023).
+    Source: Pixelated Butterfly's flat block butterfly (Chen et al., 2021, section 3.2), which FlashAttention (Dao et
+    al., 2022, section 3.3) uses for its block-sparse attention; neither publishes the block size or the number of
+    factors. Pixelated Butterfly's code is for weight matrices: it needs a power of two and counts `global_size` in
+    elements. The form with `layer` is a product of factors (Dao et al., 2019, "Learning fast algorithms for linear
+    transforms"), as in the butterfly attention of Dimension Mixer (2023).
 
     Raises ValueError if `factors` is not between 0 and `ceil(log_r nb)`, a stride is not one of those powers of the
     radix, both are given, `radix` is below 2, or `global_blocks` or `layer` is negative.

@@ -36,12 +36,11 @@ def butterfly_2d(
     (1 + log2(width / cell_w)) cell_h cell_w` pixels. If a side is not a power of the radix, partners past the edge are
     dropped.
 
-    In `butterfly(height * width)` with tokens row by row, a link changes the row or the column; here it may
-    change both. This is the 2D form of Pixelated Butterfly's code (HazyResearch/fly, mlp.py: `kron` of two flat
-    butterflies). It has no causal form.
+    In `butterfly(height * width)` a link changes the row or the column; here it may change both. Source: the 2D form of
+    Pixelated Butterfly's code (HazyResearch/fly, mlp.py: `kron` of two flat butterflies). It has no causal form.
 
-    In this order of tokens a tile covers few rows of the image, so most tiles are partial unless a cell is as wide as a
-    block: `cell=(1, block)`. If the tokens are ordered by cells (`permute`), the tiles follow the product.
+    Row by row a tile covers few rows of the image, so most tiles are partial unless a cell is as wide as a block:
+    `cell=(1, block)`. In the order of cells (`permute`) the tiles follow the product.
 
     Args:
         height, width: pixels.

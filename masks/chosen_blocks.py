@@ -87,8 +87,8 @@ def mass_blocks(
     >>> [mass_blocks(p.log(), mass=m, q_len=16, k_len=64, block=16).density for m in (0.4, 0.7, 0.9, 1.0)]
     [0.25, 0.5, 0.75, 1.0]
 
-    With p = softmax of row i over the blocks that may be chosen (if causal, those with a score at or before the
-    diagonal), in descending order, blocks are kept for as long as the blocks before them hold less than `mass`:
+    Let p be the softmax of row i over the blocks that may be chosen (if causal, those with a score at or before the
+    diagonal), in descending order. Blocks are kept until their sum reaches `mass`:
 
         block r of the order is live iff  p_1 + ... + p_(r-1) < mass
 

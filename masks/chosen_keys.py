@@ -35,8 +35,7 @@ def selected_keys(
 
     Args:
         indices: int `[Nq, K]`, `[H, Nq, K]` or `[B, H, Nq, K]`, in any order, with or without repetitions. An index of
-            no key, such as -1, is ignored: use it as padding where a query has fewer than K. (An index that is too
-            large is ignored, too, because a check would wait for the GPU.) No gradient flows through the choice.
+            no key, such as -1, is ignored: use it as padding. No gradient flows through the choice.
         k_len: tokens.
         span: the number of keys that one index stands for, a power of two; 1 for single keys, 64 for NSA's selected
             blocks, the chunk size for MoBA.
@@ -50,9 +49,9 @@ def selected_keys(
     `BlockMask.from_block_index`.
 
     **The kernel still walks tiles**: a tile with one live score costs as much as a full one. Per-query choices save
-    time only where neighbouring queries agree, or if the runs chosen by `block_q` queries fall into few tiles. Compare
-    `mask.density` with the share of live tiles (`repr(mask)` shows both). For lists that a group of 16 heads shares,
-    `grouped.selected_attention` reads only the chosen blocks, query by query.
+    time only where neighbouring queries agree, or choose runs that fall into few tiles: compare `mask.density` with the
+    share of live tiles, which `repr(mask)` shows. For lists that a group of 16 heads shares,
+    `grouped.selected_attention` reads only the chosen blocks.
 
     The mask is dynamic, and the host does not wait for the device. So memory is reserved for the largest possible
     number of tiles: a block row has at most `min(Mk, K * block_q)` of them, of `block_q * block_k / 8` bytes each.

@@ -33,11 +33,11 @@ def deepspeed_fixed(
     `global_patterns`; if the last chunk has fewer than L blocks, they are the g blocks that start at that position or,
     if it lies past the end, the last g blocks of the sequence.
 
-    Source: `FixedSparsityConfig.make_layout` of DeepSpeed (deepspeed/ops/sparse_attention/sparsity_config.py).
-    Differences: lengths need not be multiples of the block. `causal` cuts the diagonal tiles to the triangle; DeepSpeed
-    needs a separate mask, because its `attention="unidirectional"` is causal in blocks only. `causal` also drops global
-    blocks ahead of the query, which DeepSpeed's queries see when `num_global_blocks > 1`. Unlike the Sparse
-    Transformer's `fixed`, the pattern is made of blocks and exists in a bidirectional form.
+    Source: `FixedSparsityConfig.make_layout` of DeepSpeed (deepspeed/ops/sparse_attention/sparsity_config.py). Here
+    lengths need not be multiples of the block. `causal` is causal to the token (DeepSpeed's
+    `attention="unidirectional"` in blocks only) and drops global blocks ahead of the query, which DeepSpeed's queries
+    see when `num_global_blocks > 1`. Unlike the Sparse Transformer's `fixed`, the pattern is made of blocks and has a
+    bidirectional form.
 
     Args:
         q_len: tokens.

@@ -22,16 +22,14 @@ def expander(q_len: int, *, degree: int, heads: int = 1, seed: int = 0, block: i
 
         i == j  or  i and j are neighbours on one of the cycles
 
-    The mask is symmetric, and connected for any degree of 2 or more. A block sees `degree` others. It sees fewer where
-    two cycles share an edge (two edges in expectation for each pair of cycles, at any length), and in a sequence of
-    fewer blocks. The graph is an expander with high probability: the second largest eigenvalue of its adjacency matrix
-    comes close to `2 * sqrt(degree - 1)`, the least that a regular graph can have (Friedman, 2008), so a random walk
-    soon becomes independent of its start, and about `log(blocks) / log(degree - 1)` layers connect all blocks. The
-    spectral gap is not computed here.
+    The mask is symmetric, and connected for any degree of 2 or more. A block sees `degree` others, fewer where two
+    cycles share an edge (two edges in expectation for each pair of cycles) and in a sequence of fewer blocks. With high
+    probability it is an expander: the second largest eigenvalue of its adjacency matrix comes close to
+    `2 * sqrt(degree - 1)`, the least that a regular graph can have (Friedman, 2008), and about
+    `log(blocks) / log(degree - 1)` layers connect all blocks. The spectral gap is not computed.
 
-    Source: Exphormer (Shirzad et al., 2023), section 3.1, there over the nodes of a graph. Its code draws permutations
-    or Hamiltonian cycles, counts `degree` by cycles (half of the degree here), draws again up to 100 times until the
-    spectral gap is within 0.1 of the bound above, and takes the complete graph for 10 nodes or fewer. This function
+    Source: Exphormer (Shirzad et al., 2023), section 3.1, over the nodes of a graph. Its code counts `degree` by cycles
+    (half of the degree here), and draws again until the spectral gap is within 0.1 of the bound above; this function
     draws once.
 
     Args:

@@ -33,11 +33,10 @@ def hierarchical(q_len: int, *, levels: int | None = None, causal: bool = False,
     near by and 3 of each level, so `O(log nb)`; `levels` is the number of the lowest levels that are kept, all by
     default.
 
-    Source: H-Transformer-1D (Zhu & Soricut, 2021, section 4) and Hackbusch's H-matrices have this partition; the far
-    field of a level is the interaction list of the fast multipole method. The difference: H-Transformer-1D averages the
-    keys and values of a far cell, which a mask cannot express; here one of its blocks represents a cell, as a summary
-    represents a chunk in the Sparse Transformer's `fixed`. Over several layers that block can collect information from
-    the cell, also in the causal form, where only the last block sees the whole cell.
+    Source: the partition of H-Transformer-1D (Zhu & Soricut, 2021, section 4) and Hackbusch's H-matrices; the far field
+    of a level is the interaction list of the fast multipole method. H-Transformer-1D averages the keys and values of a
+    far cell, which a mask cannot express; here the last block represents the cell. Over several layers it can collect
+    information from the cell, also in the causal form, where only this block sees the whole cell.
 
     Args:
         q_len: tokens.

@@ -29,13 +29,11 @@ def local(
         bidirectional:  |p - k| <= window // 2        (2 * (window // 2) + 1 keys, the query's own included)
         left, right:    p - left <= k <= p + right    (left + 1 + right keys)
 
-    cropped at the ends of the sequence. A bidirectional window is symmetric, so it has an odd number of keys:
-    `window=254` and `window=255` both give 127 keys to each side and the query's own, and `window=256` gives 257.
-    Conventions differ between systems: Hugging Face, Sparse Transformer and this function count `window` keys in the
-    causal form; FlashAttention's `window_size=(w, 0)`, Splash and attention-gym see `w + 1`. `left` and `right` are
-    FlashAttention's `window_size=(left, right)`; for its -1 (no limit) write `k_len`. With a cache of earlier keys
-    (`k_len > q_len`) the last query has the position of the last key, as in `causal`: `offset` is `k_len - q_len` by
-    default.
+    cropped at the ends of the sequence. A bidirectional window has an odd number of keys: `window=254` and `window=255`
+    both give 127 keys to each side, and `window=256` gives 257. In the causal form Hugging Face, Sparse Transformer and
+    this function count `window` keys; FlashAttention's `window_size=(w, 0)`, Splash and attention-gym see `w + 1`.
+    `left` and `right` are FlashAttention's `window_size=(left, right)`; for its -1 (no limit) write `k_len`. With a
+    cache of earlier keys (`k_len > q_len`) the last query has the position of the last key, as in `causal`.
 
     Source: Longformer (Beltagy et al., 2020), section 3.1; Sparse Transformer (Child et al., 2019).
 

@@ -39,16 +39,15 @@ def neighborhood(
         edges="crop":    c - L <= k <= c + R
         causal:          max(c' - window + 1, 0) <= k <= x  with  c' = min(x // stride * stride + stride - 1, n - 1)
 
-    With `"shift"`, NATTEN's rule, the window moves inwards at an edge, so every query sees exactly `window` keys on
-    each axis; with `"crop"` the part past the edge is lost, as in a convolution with zero padding. The `stride` queries
-    of a group share the window of their leader; `stride=window` gives blocked attention. With dilation d the tokens of
-    an axis with the same remainder modulo d form a grid of their own: a query sees keys with its own remainder, by the
-    rule above on x // d.
+    With `"shift"`, NATTEN's rule, the window moves inwards at an edge, so every query sees `window` keys on each axis;
+    with `"crop"` the part past the edge is lost. The `stride` queries of a group share the window of their leader;
+    `stride=window` gives blocked attention. With dilation d a query sees the keys whose position on the axis has the
+    same remainder modulo d, by the rule above on x // d.
 
     Source: Neighborhood Attention (Hassani et al., 2023), dilated (Hassani and Shi, 2022), with stride and causal axes
-    (Hassani et al., 2025). The rule equals NATTEN's reference kernel (csrc/include/natten/cuda/reference/mask.hpp),
-    which also needs a window of at least 2. Conventions differ: xformers' `local_nd_pattern` is cropped, with a ball
-    instead of a box; attention-gym's `generate_natten` has the same rule on square images with odd windows only.
+    (Hassani et al., 2025). The rule equals NATTEN's reference kernel (csrc/include/natten/cuda/reference/mask.hpp).
+    xformers' `local_nd_pattern` is cropped, with a ball instead of a box; attention-gym's `generate_natten` has this
+    rule on square images with odd windows.
 
     Args:
         shape: side lengths of the grid in tokens, as (height, width) or (frames, height, width).

@@ -30,9 +30,9 @@ def sliding_tiles(
     >>> sliding_tiles(video, window=(12, 12, 24), tile=tile, order=order.tiles(video, tile))
     BlockMask(16384 x 16384, blocks of 128, 3456 tiles: 3456 full + 0 partial, density 21.1 %)
 
-    A *tile* here is a box of `tile` tokens of the grid, not a tile of the mask. Let, on each axis, q and k be the
-    coordinates of two tokens, n = side / tile and w = window / tile numbers of tiles, and i = q // tile and j = k //
-    tile the tiles of q and k. Score (q, k) is live iff on every axis
+    A *tile* here is a box of `tile` tokens of the grid, not a tile of the mask. On each axis let n = side / tile and w
+    = window / tile, and for the coordinates q and k of two tokens i = q // tile and j = k // tile. Score (q, k) is live
+    iff on every axis
 
         c - w // 2 <= j <= c + (w - 1) // 2    with    c = min(max(i, w // 2), n - 1 - (w - 1) // 2)
 
@@ -41,9 +41,9 @@ def sliding_tiles(
     pattern.
 
     Source: Fast Video Generation with Sliding Tile Attention (Zhang et al., 2025), section 3. attention-gym's
-    `generate_sta_mask_mod_3d` is the same rule, in tile order, with text tokens after the grid; FastVideo's kernel
-    counts windows in tiles and takes only odd numbers of them. Here windows count tokens, as in the paper, and text
-    tokens are not supported.
+    `generate_sta_mask_mod_3d` is the same rule, in tile order, with text tokens after the grid, which are not supported
+    here. FastVideo's kernel counts windows in tiles, only odd numbers of them; here windows count tokens, as in the
+    paper.
 
     Args:
         shape: side lengths in tokens, as (height, width) or (frames, height, width).

@@ -33,14 +33,12 @@ def swin(
 
         (q - shift) // window == (k - shift) // window          (rounded down, so the first window has shift tokens)
 
-    Swin computes the same with a cyclic shift: it rolls the image by -shift, attends in windows, and masks the pairs of
-    tokens that only the roll brought into one window (its regions 0 to 8, of the slices [0, -window), [-window,
-    -shift), [-shift, end) of each axis). The tokens between two cuts remain together, so here nothing needs to be
-    rolled, masked again, or rolled back. Swin alternates layers of shift 0 and window // 2.
+    Swin computes the same by rolling the image by -shift, attending in windows, and masking the pairs that only the
+    roll brought into one window. Here nothing is rolled. Swin alternates layers of shift 0 and window // 2.
 
-    Where `window` does not divide a side (less the shift) the last windows are smaller. Swin pads these images, and its
-    padding takes part in the softmax; here nothing is padded. Swin's configuration also drops the shift if a window is
-    as large as the grid; here, pass `shift=0` in that case.
+    Where `window` does not divide a side (less the shift) the last windows are smaller; Swin pads these images, and its
+    padding takes part in the softmax. If a window is as large as the grid, pass `shift=0`, as Swin's configuration
+    does.
 
     Source: Swin Transformer (Liu et al., 2021), section 3.2; for video, Video Swin (Liu et al., 2022). xformers'
     `swin_attention_pattern` is the same for windows that divide the sides.

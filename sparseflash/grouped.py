@@ -48,8 +48,8 @@ def selected_attention(
             block, such as -1, is ignored; K may be 0.
         span: tokens of a block, a power of two from 16 to 256.
 
-    The query heads of a group are put side by side, `[B, Hkv, Nq * group, D]`, so that a tile of the kernels holds one
-    query of a whole group, and reads only the blocks that this query has chosen. The live scores are the same as under
+    The query heads of a group are put side by side, `[B, Hkv, Nq * group, D]`. So a tile of the kernels holds one query
+    of a whole group, and reads only the blocks that this query has chosen. The live scores are the same as under
     `masks.selected_keys(index, span=span, group=group)`, whose tiles also hold blocks that only a neighbour has chosen.
     Groups of fewer than 16 heads are padded with zeros to 16. The host does not wait for the device. Gradients are
     deterministic.

@@ -25,7 +25,7 @@ the end means another:
 
 The other marks: `<!-- table: NAME -->`, a table that `tables.py` defines, with its runs below it;
 `<!-- text: NAME -->`, a sentence of `tables.py`; `<!-- run: speed/h200 -->`, the device, versions, commit and date of a
-run; `<!-- runs -->`, a list of all runs that the page cites. A page must name each run that it cites, in one of these
-ways, and the name says whether the run's kernels have changed since. A mark may not stand first in a line of running
-text: Markdown would take the line for HTML.
+run; `<!-- runs -->`, a list of all runs that the page cites, so that tables only link to theirs. A page must name each
+run that it cites, in one of these ways, and the name says whether the run's kernels have changed since. A mark may not
+stand first in a line of running text: Markdown would take the line for HTML.
 """

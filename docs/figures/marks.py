@@ -120,8 +120,11 @@ def _fill(page: Page, kind: str, request: str, old: str, results: Path) -> str:
         table = rendered(_defined(TABLES, request), results)
         page.cited |= table.files
         page.named |= table.files.keys()
-        captions = [caption(file, page, old) for file in table.files.values()]
-        measured = f"Measured on {'; and on '.join(captions)}." if captions else ""
+        files = table.files.values()
+        if "<!-- runs -->" in page.before:  # the list has the devices and versions
+            measured = f"Run: {', '.join(_link(file, page) for file in files)}."
+        else:
+            measured = f"Measured on {'; and on '.join(caption(file, page, old) for file in files)}."
         note = " ".join(filter(None, [measured, table.note]))
         return f"\n{table.text}\n" + (f"\n{note}\n" if note else "")
     if kind == "run":
@@ -130,7 +133,16 @@ def _fill(page: Page, kind: str, request: str, old: str, results: Path) -> str:
         page.named.add(request)
         return caption(stored(results)[request], page, old)
     page.named |= page.cited.keys()
-    return "".join(f"\n- {caption(file, page, old)}" for _, file in sorted(page.cited.items())) + "\n"
+    machines: dict[str, list[Stored]] = {}
+    for _, file in sorted(page.cited.items()):
+        machines.setdefault(_machine(file), []).append(file)
+    lines = []
+    for machine, runs in machines.items():
+        if len(runs) == 1:
+            lines.append(f"- {caption(runs[0], page, old)}")
+        else:
+            lines += [f"- {machine}:", *(f"    - {_dated(file, page, old)}" for file in runs)]
+    return "\n" + "\n".join(lines) + "\n"
 
 
 def _defined(table: dict, name: str):  # type: ignore[no-untyped-def,type-arg]
@@ -141,11 +153,17 @@ def _defined(table: dict, name: str):  # type: ignore[no-untyped-def,type-arg]
 
 def caption(file: Stored, page: Page, old: str) -> str:
     """The run of a file in a line: device, versions, commit, date, the file, and whether its kernels have changed."""
+    return f"{_machine(file)}, {_dated(file, page, old)}"
+
+
+def _machine(file: Stored) -> str:
+    versions = [f"{name} {file.run.versions[name]}" for name in ("torch", "triton") if file.run.versions.get(name)]
+    return ", ".join([file.run.device, *versions])
+
+
+def _dated(file: Stored, page: Page, old: str) -> str:
     run = file.run
-    versions = [f"{name} {run.versions[name]}" for name in ("torch", "triton") if run.versions.get(name)]
-    facts = ", ".join([run.device, *versions, f"commit {run.commit}", run.date.partition(" ")[0].partition("T")[0]])
-    link = posixpath.relpath(file.path.as_posix(), page.path.parent.as_posix())
-    text = f"{facts} ([{file.key}]({link}))"
+    text = f"commit {run.commit}, {run.date.partition(' ')[0].partition('T')[0]} ({_link(file, page)})"
     count = changes(file)
     # Without git's history the mark stays as it is.
     was_marked = f"{text}{CHANGED}" in old
@@ -155,6 +173,10 @@ def caption(file: Stored, page: Page, old: str) -> str:
         )
     is_marked = bool(count) if count is not None else was_marked
     return text + CHANGED * is_marked
+
+
+def _link(file: Stored, page: Page) -> str:
+    return f"[{file.key}]({posixpath.relpath(file.path.as_posix(), page.path.parent.as_posix())})"
 
 
 def contradictions(checked: list[Page]) -> list[str]:

@@ -14,9 +14,7 @@ _LAUNCH = (f"{_TRITON}/launcher.py", f"{_TRITON}/dispatch.py", f"{_TRITON}/api.p
 # By benchmark, or by file: the paths whose change makes its figures old.
 KERNELS_OF: dict[str, tuple[str, ...]] = {
     "speed": _KERNELS,
-    "workloads": (*_KERNELS, "sparseflash/scores"),
     "triton-versions": _KERNELS,
-    "blocks": _KERNELS,
     "layer": _KERNELS,
     "io": _KERNELS,
     "lm-speed": (*_KERNELS, "experiments/lm/model"),

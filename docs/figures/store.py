@@ -105,7 +105,8 @@ def _sum(file: Stored, names: str) -> Measurement:
     if len({each.unit for each in parts}) > 1:
         raise FigureError(f"{names} must have one unit; got {', '.join(sorted({each.unit for each in parts}))}")
     value = sum(each.value or 0.0 for each in parts)
-    spread = sum((each.value or 0.0) * (each.spread or 0.0) for each in parts) / value
+    is_known = all(each.spread is not None for each in parts)
+    spread = sum((each.value or 0.0) * (each.spread or 0.0) for each in parts) / value if is_known else None
     return replace(parts[0], name=names, value=value, spread=spread, settings={})
 
 
@@ -115,7 +116,7 @@ def _ratios(ratios: list[Ratio], file: Stored) -> Figure:
     ends = (f"{each.value:.2f}" if each.value < TEN else number(each.value) for each in (ratios[0], ratios[-1]))
     text = " to ".join(dict.fromkeys(ends))
     bold = all(each.above_noise and round(each.value, 2) > 1 for each in ratios)
-    return Figure(f"**{text}**" if bold else text, file, max(each.spread for each in ratios))
+    return Figure(f"**{text}**" if bold else text, file, max(each.spread or 0.0 for each in ratios))
 
 
 def _file_with(name: str, which: str, results: Path) -> Stored:

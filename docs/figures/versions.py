@@ -13,9 +13,9 @@ def sentence() -> str:
     """The sentence in README.md and the tutorial."""
     first, last = MEASURED[0].triton, MEASURED[-1].triton
     return (
-        f"The Hopper kernels were measured under PyTorch {MEASURED[0].torch[0]} alone, with Triton {named((first,))} "
-        f"to {named((last,))} in turn, the versions that PyTorch {releases()} for CUDA installs; under a newer Triton "
-        "they are checked before their first use."
+        f"The Hopper kernels were measured with Triton {named((first,))} to {named((last,))}, which PyTorch "
+        f"{releases()} for CUDA install, all under PyTorch {MEASURED[0].torch[0]}; a newer Triton is checked before "
+        "its first use."
     )
 
 

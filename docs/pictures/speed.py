@@ -8,17 +8,12 @@ from docs.figures.store import Stored, stored
 from experiments.lm.flops import PEAKS
 from experiments.measurements import Measurement
 
-# Runs, newest first; times of different runs are never compared.
-RUNS = {
-    "speed/h200": "sparseflash with its kernels for Hopper",
-    "speed/h100-portable": "sparseflash with its portable kernels alone",
-}
+RUNS = ("speed/h200", "speed/h100")  # newest first; times of different runs are never compared
 PEERS = {  # colours that colour-blind readers can tell apart (Okabe and Ito)
     "sparseflash": ("sparseflash", "#000000", "o", "-"),
     "fa4": ("FlashAttention-4", "#D55E00", "^", "-"),
     "flex": ("FlexAttention", "#0072B2", "s", "-"),
     "sdpa-cudnn": ("cuDNN", "#CC79A7", "P", ""),
-    "sdpa-fa2": ("FlashAttention-2", "#009E73", "v", ""),
 }
 PEAK = round(PEAKS["H200"] / 1e12)  # TFLOP/s of dense bf16 products, an H100's as well
 NAMES = {"random12": "random"}  # masks, as the tables name them
@@ -35,7 +30,7 @@ def speed_over_density(head_dim: int) -> Figure:
     """Useful TFLOP/s of forward and backward, one line of panels a run: higher is faster, level is proportional."""
     figure = Figure(figsize=(8.6, 5.6), layout="constrained")
     handles = {}
-    for line, (key, ours) in zip(figure.subplots(len(RUNS), 2, sharey="row"), RUNS.items()):
+    for line, key in zip(figure.subplots(len(RUNS), 2, sharey="row"), RUNS):
         run = stored()[key]
         live = {mask: each.settings["live"] for mask, each in timed(run, head_dim, "forward", "sparseflash").items()}
         masks = sorted(live, key=lambda mask: live[mask])  # sparsest first
@@ -56,7 +51,7 @@ def speed_over_density(head_dim: int) -> Figure:
             handles["peak of the tensor cores"] = axis.axhline(PEAK, color="#555555", linestyle=":", linewidth=1.2)
             axis.set_ylim(bottom=0)
             axis.grid(axis="y", alpha=0.3)
-            axis.set_title(f"{direction}: {ours}", fontsize=8.5)
+            axis.set_title(direction, fontsize=8.5)
         line[0].set_ylabel(f"{run.run.device.split()[1]}: useful TFLOP/s", fontsize=9)
     names = [*(name for name, *_ in PEERS.values() if name in handles), "peak of the tensor cores"]
     figure.legend(

@@ -1,7 +1,7 @@
 """Calls a function in a new process with empty caches of compiled kernels, as on a user's first call.
 
-`python -m experiments.benchmarks.fresh_process` is the process itself: it reads the call from standard input and prints
-what the function returns, plain values, as JSON in its last line.
+`python -m experiments.benchmarks.fresh_process` is that process: it reads the call from standard input and prints the
+result as JSON in its last line.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ ROOT = Path(__file__).parents[2]
 
 
 def answer_of(function: Callable[..., Any], *arguments: object, limit: float = 240.0) -> Any:
-    """Calls a function of a module in a new process and returns its result, decoded from JSON.
+    """The result of a function of a module, called in a new process, decoded from JSON.
 
-    Raises RuntimeError if the process fails, after printing the end of its output, or if it takes longer than `limit`
-    seconds.
+    Raises RuntimeError if the process fails, or takes longer than `limit` seconds.
     """
-    question = pickle.dumps((function.__module__, function.__name__, arguments))
+    module = function.__module__
+    if module == "__main__":  # the benchmark itself was started with python -m
+        module = sys.modules[module].__spec__.name
+    question = pickle.dumps((module, function.__name__, arguments))
     with tempfile.TemporaryDirectory() as empty:
         try:
             done = subprocess.run(

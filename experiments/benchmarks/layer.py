@@ -16,13 +16,12 @@ from torch.nn import functional as F
 
 from experiments.benchmarks.harness import Bench, Commit, Device, Out, Rounds, Seed, Way
 from experiments.benchmarks.speed.cases import Case, select
-from experiments.benchmarks.speed.inputs import Options, make_inputs
 from experiments.benchmarks.speed.patterns import pattern
-from experiments.benchmarks.speed.peers import PEERS, named, ours
+from experiments.benchmarks.speed.peers import PEERS, named, runner_of
 from experiments.benchmarks.speed.peers.runner import Runner
+from experiments.benchmarks.speed.run import OURS, make_inputs
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-OURS = "sparseflash"
 # Dynamo cannot trace their kernels; their authors call them outside of the graph, too.
 NOT_TRACED = ("fa4", "fa4-deterministic", "cudnn-sparse")
 
@@ -101,13 +100,13 @@ def step_of(name: str, runner: Runner, case: Case, device: torch.device, seed: i
 
 def ways_of(case: Case, peers: tuple[str, ...], device: torch.device, seed: int) -> dict[str, Way]:
     """The steps of a case, ours first, made when they are first called."""
-    live = pattern(case.kind, case.length, case.block).to(device)
-    inputs = make_inputs(case, Options(device, seed=seed))
+    live = pattern(case, device)
+    inputs = make_inputs(case, device, seed)
     steps: dict[str, Step] = {}
 
     def step(name: str) -> Tensor:
         if name not in steps:
-            runner = (ours if name == OURS else PEERS[name])(case, live, inputs)
+            runner = runner_of(name, case, live, inputs)
             steps[name] = step_of(name, runner, case, device, seed)
         return steps[name]()
 
@@ -136,10 +135,8 @@ def layer(
 ) -> None:
     """Time a forward and a backward pass of one compiled transformer layer, with each attention in turns.
 
-    RMSNorm, projections, attention, an MLP four times as wide, bf16 weights, 16,384 tokens of 2,048 channels. What
-    comes through attention to the weights is compared with ours first; that ours is right,
-    `experiments.benchmarks.speed` shows. All cases with all peers take an estimated ten minutes on an H100, most of
-    them compiling.
+    RMSNorm, projections, attention, an MLP four times as wide, bf16 weights, 16,384 tokens of 2,048 channels. The
+    gradients that come through attention are compared with ours first. An estimated ten minutes of an H100.
     """
     try:
         names = named(peers, [name for name in PEERS if name != "flex-autotune"])  # whose mode an outer graph drops

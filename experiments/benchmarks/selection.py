@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from experiments.benchmarks.harness import Bench, Commit, Device, Out, Unavailable, Way
 from experiments.benchmarks.speed.peers import flashattention4, flashinfer
-from experiments.benchmarks.speed.peers.flexattention import compiled, mask_mod, small_tiles
+from experiments.benchmarks.speed.peers.flexattention import compiled, small_tiles
 from experiments.benchmarks.speed.peers.runner import planned
 from experiments.benchmarks.timing import host_microseconds
 from sparseflash import BlockMask, attention
@@ -172,7 +172,7 @@ def peers_of(
     return found
 
 
-def _is_past(q: Any, k: Any) -> Any:
+def _is_past(b: Any, h: Any, q: Any, k: Any) -> Any:
     """The rule of a causal choice's partial tiles, in PyTorch and in the CuTe DSL."""
     return k <= q
 
@@ -180,7 +180,7 @@ def _is_past(q: Any, k: Any) -> Any:
 def _flex_attention(case: Case, mask: BlockMask, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
     return partial(
         compiled(None), q, k, v, enable_gqa=case.heads > case.choices,
-        block_mask=to_flex(mask, mask_mod=mask_mod(_is_past) if case.causal else None),
+        block_mask=to_flex(mask, mask_mod=_is_past if case.causal else None),
         kernel_options=small_tiles(case.block) if case.block < 128 else None,
     )  # fmt: skip
 

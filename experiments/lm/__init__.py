@@ -3,5 +3,5 @@
     python -m experiments.lm corpus --out data/text
     python -m experiments.lm train --data data/text --preset cpu
 
-May import the library and `training`. No other folder imports it. This file imports nothing.
+May import the library, `training` and `measurements`. No other folder imports it. This file imports nothing.
 """

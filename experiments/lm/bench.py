@@ -1,7 +1,6 @@
-"""Tokens/s, MFU and memory of whole training steps: forward, backward, clipping and AdamW, in bf16.
+"""Tokens/s, MFU and memory of whole training steps on random tokens: forward, backward, clipping and AdamW, in bf16.
 
-The rows of one model and one context share weights, optimiser and compiled code. They take turns in short series of
-steps, so that a change of clock rates affects all rows. Tokens are random; no corpus is needed.
+The rows of one model and one context share weights, optimiser and compiled code, and take turns.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from experiments.lm import bench, bench_plot, bench_report, compare, compare_report, session, show
+from experiments.lm import bench, bench_plot, bench_report, compare, compare_report, records, session, show
 from experiments.lm.cases import DEFAULT, parsed
 from experiments.lm.config import DEFAULTS, HELP, Config, configure, resumed
 from experiments.lm.data.files import VALIDATION_SHARE, find
@@ -17,14 +17,17 @@ from experiments.lm.data.store import check_replaceable, make
 from experiments.lm.presets import PRESETS
 from experiments.lm.sample import continued, opened
 from experiments.lm.train import saved_run
+from experiments.measurements import current_run, run_of
 from experiments.training import tensorboard
 from experiments.training.cli_errors import short_errors
 from experiments.training.distributed import SINGLE, find_device, process_group, require_single_process
 from experiments.training.environment import command_line, environment
 from experiments.training.options import (
+    LOCAL,
     Device,
     Overwrite,
     PauseAfter,
+    Record,
     Resume,
     TensorBoard,
     command_group,
@@ -32,6 +35,7 @@ from experiments.training.options import (
     folder_to_resume,
     settings_as_options,
 )
+from experiments.training.reading import read_json
 from experiments.training.session import pausing, print_resuming
 
 RUNS = Path("runs/lm")
@@ -163,6 +167,7 @@ def train(
     overwrite: Overwrite = False,
     pause_after: PauseAfter = None,
     tensorboard_files: TensorBoard = False,
+    record: Record = None,
 ) -> None:
     """Train a language model on text, and write its validation loss. A preset changes the defaults below.
 
@@ -201,6 +206,9 @@ def train(
                 )  # fmt: skip
                 if not ranks.first:
                     return
+                if record is not None:
+                    command = command_line("experiments.lm", without=LOCAL)
+                    records.record(record, current_run(find_device(config.device), command, seed=config.seed), metrics)
                 if find_spec("matplotlib") is None:
                     console.print(f"For plots: pip install matplotlib; python -m experiments.lm show {folder}")
                 else:
@@ -225,6 +233,7 @@ def compare_command(
     out: Annotated[Path, typer.Option(help="Folder of the runs and of their table.")] = RUNS / "compare",
     pause_after: PauseAfter = None,
     commit: Annotated[str | None, typer.Option(help="The commit to note.", show_default="git's")] = None,
+    record: Record = None,
 ) -> None:
     """Train runs with different attention, one after the other, and compare their losses.
 
@@ -237,7 +246,7 @@ def compare_command(
         first = next(iter(configs.values()))
         if any(config.steps is None and config.minutes is None for config in configs.values()):
             raise ValueError("the runs must have an end: give --minutes or --steps")
-        command = command_line("experiments.lm")
+        command = command_line("experiments.lm", without=LOCAL)
         facts = environment(find_device(first.device), command, commit)
         until = deadline(pause_after)
         store = session.find_tokens(first, data, SINGLE, console)
@@ -247,6 +256,9 @@ def compare_command(
             console.print("Go on with the same command", soft_wrap=True)
             return
         page = compare_report.write(out, list(configs), store)
+        for name, config in configs.items() if record is not None else ():
+            made = read_json(out / name / compare.ENVIRONMENT, "the environment of a run")
+            records.record(record, run_of(made, seed=config.seed), show.read(out / name).metrics or {})
     print(page)
     console.print(f"Tables and plots: {out}/compare.md, compare.csv, compare.json, losses.csv", soft_wrap=True)
 
@@ -276,6 +288,7 @@ def bench_command(
     chosen: dict[str, Any],
     device: Device = "auto",
     commit: Annotated[str | None, typer.Option(help="The commit to note.", show_default="git's")] = None,
+    record: Annotated[Path | None, typer.Option(help="File of measurements to write.", show_default="none")] = None,
     out: Annotated[Path, typer.Option(help="Folder for bench.csv and bench.json.")] = RUNS / "bench",
 ) -> None:
     """Measure whole training steps on random tokens: tokens/s, MFU and memory, in turns."""
@@ -284,9 +297,9 @@ def bench_command(
         place = find_device(device)
         cases = [each for text in case or DEFAULT for each in parsed(text)]
         options = bench.Options(minutes, tokens, rounds, recorded=recorded, profiled=profile, chosen=chosen)
-        command = command_line("experiments.lm")
-        facts = environment(place, command, commit)
+        facts = environment(place, command_line("experiments.lm", without=LOCAL), commit)
         rows = bench.measure(cases, options, place, say)
         bench_report.write(out, rows, facts, {"minutes": minutes, "tokens": tokens, "rounds": rounds, **chosen})
+        records.record_steps(record, run_of(facts), rows)
     console.print(bench_report.table(rows))
     console.print(f"{facts['device']}, torch {facts['torch']}: {out}/bench.csv, bench.json", soft_wrap=True)

@@ -1,10 +1,7 @@
 """The losses of complete runs after equal minutes, after equal tokens, and by position in the context.
 
-<out>/compare.csv   a line for each run: its settings, its environment, its size, speed and loss
-<out>/losses.csv    every validation of all runs: tokens and seconds trained, and the loss
-<out>/compare.json  both, with the losses at equal minutes and tokens and by position, and the text
-<out>/compare.md    tables
-<out>/compare.png   plots, if matplotlib is installed
+<out>/compare.csv, compare.json, compare.md, compare.png   the runs, their settings, environments and losses
+<out>/losses.csv                                            every validation of all runs
 """
 
 from __future__ import annotations

@@ -1,11 +1,7 @@
 """Train a language model, validate it, and write its loss at each position of the context.
 
-In addition to the files of every run (experiments/training/run_folder.py) it writes:
-
-<run>/metrics.json     the result, when the run is complete
-<run>/run.png          plots, if matplotlib is installed
-<run>/positions.csv    validation loss by position in the context
-<run>/tokenizer.json   the vocabulary; none for bytes
+In addition to the files of every run (experiments/training/run_folder.py) it writes metrics.json, run.png,
+positions.csv and tokenizer.json.
 """
 
 from __future__ import annotations

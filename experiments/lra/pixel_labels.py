@@ -1,8 +1,7 @@
 """A second training loss, with a label for each drawn pixel of a generated Pathfinder image.
 
-The answer is one bit for hundreds of pixels, and the loss can stay at guessing for a long time. The label of a pixel is
-the number of markers on its curve, which a model must find by tracing. Only files of `python -m experiments.pathfinder
-generate` have these labels, and results record their use.
+The label of a pixel is the number of markers on its curve, which a model must find by tracing. Only files of `python -m
+experiments.pathfinder generate` have these labels, and results record their use.
 """
 
 from __future__ import annotations

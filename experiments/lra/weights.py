@@ -44,12 +44,9 @@ def save(path: Path, model: nn.Module, config: Config, cost: dict[str, Any], see
 def begin_from(model: nn.Module, path: Path, config: Config, data: dict[str, str]) -> dict[str, Any]:
     """Load the weights of a finished run into a model's encoder, and into other parts of equal shape.
 
-    path: the file, one of its parts, or the run's folder.
-    config, data: of the new run.
-
-    Returns facts for the model's result: the SHA-256 of the files, and objective, data and cost of the weights. Raises
-    FileNotFoundError if a file is missing, and ValueError if it is of another kind, has another encoder, or was trained
-    on another split of the run's data.
+    path: the file, one of its parts, or the run's folder. config, data: of the new run. Returns facts for the model's
+    result. Raises FileNotFoundError if a file is missing, and ValueError if it is of another kind, has another encoder,
+    or was trained on another split of the run's data.
     """
     found, about = tensor_files.read(path, KIND, "config", "cost")
     own = model.state_dict()

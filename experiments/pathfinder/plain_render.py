@@ -1,11 +1,9 @@
-"""A second renderer, written from the description of the original code and independent of render.py.
+"""A second renderer, written from the description of the original code and independent of render.py, which it checks.
 
-It works in floating point on whole images, with its own Lanczos filter, and shares only the positions and directions of
-the dashes with the fast renderer. It checks the fast renderer, and models are tested on its images.
-
-The original (drewlinsley/pathfinder, commit ab9c130) draws each dash at twice the resolution in a box around its first
-end, from the middle of the box, halves the box with a Lanczos filter and composes the boxes by maximum. Markers are
-discs drawn at twice the resolution of the whole image, halved likewise, and composed by maximum.
+It works in floating point on whole images, and shares only the positions and directions of the dashes. The original
+(drewlinsley/pathfinder, commit ab9c130) draws each dash at twice the resolution in a box around its first end, from the
+middle of the box, halves the box with a Lanczos filter and composes the boxes by maximum. Markers are discs drawn at
+twice the resolution of the whole image, halved likewise, and composed by maximum.
 """
 
 from __future__ import annotations

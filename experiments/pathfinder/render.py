@@ -1,9 +1,8 @@
 """Renders vectors as images on the CPU. render_device.py does the same on any device, with equal bits.
 
 The lines are composed by maximum and scaled to a maximum of 1. Markers, discs of 1, are added by maximum. The whole is
-scaled to a maximum of 255, and truncated to integers. The released images are made this way: the available tiles agree
-in every grey level (README.md). The published code does not scale the lines, and rounds. So contrasts matter only if
-targets and distractors differ in contrast.
+scaled to a maximum of 255, and truncated, as in the released images (README.md). So contrasts matter only if targets
+and distractors differ in contrast.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Renderings: the ways from a drawing to an 8-bit image.
 
-Implementations of the generator agree in the positions of dashes. They differ in clipping of the filter's overshoot, in
-the brightness of lines relative to markers, and in rounding. A model trained on one rendering may fail on another, so
-models are tested in all of `RENDERINGS` and trained in random ones.
+Implementations of the generator agree in the positions of dashes, not in clipping, brightness and rounding. A model
+trained on one rendering may fail on another, so models are tested in all of `RENDERINGS`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The seeds of images: fresh images at every training step, and never a test image.
 
-An image depends only on a seed and an index (draw.py). Training, validation and test have different seeds, so they
-share no image. In training, the index encodes stage, step and position. Runs chained by --initial have different seeds
-too; otherwise, with equal --seed, the next run would see the same images again.
+An image depends only on a seed and an index. Training, validation, test, and runs chained by --initial have different
+seeds. In training, the index encodes stage, step and position.
 """
 
 from __future__ import annotations

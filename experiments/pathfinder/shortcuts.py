@@ -1,7 +1,6 @@
 """Accuracies without tracing a path, from the two markers and the dashes below them.
 
-A snake of a given length ends at a typical distance from its beginning, and its two end dashes point towards each other
-more than end dashes of two snakes do. Only accuracies above these rules are meaningful.
+A snake of a given length ends at a typical distance from its beginning, and its end dashes point towards each other.
 """
 
 from __future__ import annotations

@@ -7,9 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 
+from experiments.measurements import Run, add_seed, current_run
 from experiments.pathfinder.parameters import FOLDS, LRA, SIZES
 from experiments.pathfinder.testset import IMAGES, test_set
 from experiments.pathx import rendering_table, throughput, weights
@@ -26,21 +28,27 @@ from experiments.pathx.evaluate import (
     agrees,
     baselines,
     key_of,
+    measurements_of,
     pack_from_file,
     stage_for,
     store,
+    trained_as,
 )
 from experiments.pathx.report import announcing, print_case, print_evaluated, print_paused, print_stored, print_trained
 from experiments.pathx.supervision import of_model
-from experiments.pathx.train import Run, saved_run
+from experiments.pathx.train import Run as Training
+from experiments.pathx.train import saved_run
 from experiments.training import fingerprint, tensorboard
 from experiments.training.atomic_files import write_json, write_text
 from experiments.training.cli_errors import short_errors
 from experiments.training.distributed import find_device, require_single_process
+from experiments.training.environment import command_line
 from experiments.training.options import (
+    LOCAL,
     Device,
     Overwrite,
     PauseAfter,
+    Record,
     Resume,
     TensorBoard,
     command_group,
@@ -123,7 +131,7 @@ def train(
             config = Config(curriculum=stages, **chosen)
         folder = out or RUNS / Path(curriculum_name or "pathx").stem
         with pausing(until) as pause, Stream(workers) as stream:
-            run = Run(config, folder, stream, resume=resume, overwrite=overwrite)
+            run = Training(config, folder, stream, resume=resume, overwrite=overwrite)
             run.listeners.append(announcing(console, config.curriculum))
             note = train_shown(
                 run, lambda: run.train(pause), console, folder.name, tensorboard=tensorboard_files, resumed=resume
@@ -157,6 +165,7 @@ def evaluate(
         Path | None, typer.Option(help="Test on images of the arena's release in this folder.", show_default="none")
     ] = None,
     split: Annotated[str, typer.Option(help=f"Images of a release: {', '.join(SPLITS)}.")] = "test",
+    record: Record = None,
     out: Annotated[Path | None, typer.Option(help="JSON file to write, too.", show_default="none")] = None,
 ) -> None:
     """Test a model on the first images of a test set, and compare with the stored accuracy.
@@ -183,12 +192,15 @@ def evaluate(
             say(rendering_table.spread(found))
             if keep:
                 rendering_table.write(found, file.parent)
+            if record is not None:
+                measured = rendering_table.measurements_of(found, trained_as(stage, config, about))
+                add_seed(record, run_of_test(place, config), measured)
             if out is not None:
                 write_json(out, found)
             return
         if release is not None:
-            if keep:
-                raise ValueError("--store keeps results of test sets; write one of a release with --out")
+            if keep or record is not None:
+                raise ValueError("--store and --record keep results of test sets; write one of a release with --out")
             fold = folder_of_fold(release, stage.size, stage.contour)
             count = min(images, len(samples_of(fold, split)))
             with Stream(workers) as stream, counting_bar(console, "Testing", count) as progress:
@@ -204,6 +216,9 @@ def evaluate(
         found |= {"helped": of_model(about)}
         if keep:
             store(file, stage, found)
+        if record is not None:
+            measured = measurements_of(found, weights.beside(file)["cost"], trained_as(stage, config, about))
+            add_seed(record, run_of_test(place, config), measured)
         if out is not None:
             write_json(out, found)
         compares = sha256 is None and release is None
@@ -214,6 +229,11 @@ def evaluate(
         same = agrees(found, stored)
         print_stored(console, stored, same=same)
         raise typer.Exit(0 if same else 1)
+
+
+def run_of_test(place: torch.device, config: Config) -> Run:
+    """This test, as the record of a seed."""
+    return current_run(place, command_line("experiments.pathx", without=LOCAL), seed=config.seed)
 
 
 @app.command()

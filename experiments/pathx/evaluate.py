@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from experiments.measurements import Measurement, slug
 from experiments.pathfinder.cnn.results import stored
 from experiments.pathfinder.parameters import parameters_of
 from experiments.pathfinder.testset import IMAGES, title
@@ -22,10 +23,13 @@ from experiments.pathx.data.batches import Recipe, batches_of, pack_vectors, rec
 from experiments.pathx.data.packing import Packed
 from experiments.pathx.data.stream import Stream
 from experiments.pathx.scoring import Scores, score, standard_error
+from experiments.pathx.supervision import of_model
 from experiments.training.atomic_files import write_json
 from experiments.training.environment import device_name, versions
 from experiments.training.fingerprint import sha256
 
+LRA_CONTOUR = 14  # dashes of a path in the arena's tasks
+TASKS = {128: "path-x", 256: "path-256", 512: "path-512"}
 SIGMAS = 3.0  # the maximum difference from a stored accuracy, in standard errors
 
 
@@ -115,6 +119,33 @@ class Evaluation:
             "device": device_name(self.device),
             "versions": versions(),
         }
+
+
+def trained_as(stage: Stage, config: Config, about: dict[str, Any]) -> tuple[str, str, str]:
+    """The parts of a record's names that say which model was tested: the task, its supervision, its layers."""
+    task = TASKS.get(stage.size, f"{stage.size}-pixels") + ("" if stage.contour == LRA_CONTOUR else f"-{stage.contour}")
+    labels = "pixel-labels" if of_model(about)["labels"] != 0.0 else "labels-alone"
+    way = slug((stage.layers or config.layers).replace(",", " ")) if config.model == "attention" else config.model
+    return task, labels if config.renderings else f"{labels}-one-rendering", way
+
+
+def measurements_of(found: dict[str, Any], cost: dict[str, Any], named: tuple[str, str, str]) -> list[Measurement]:
+    """A result, and the cost of the model's training: pathx/TASK/WHAT/SUPERVISION/LAYERS."""
+    task, where, way = named
+    cost_of = {"minutes": (cost["minutes"], "minutes"), "images": (cost["images"] / 1e6, "million images")}
+    return [
+        accuracy_of(f"pathx/{task}/accuracy/{where}/{way}", found),
+        *(
+            Measurement(f"pathx/{task}/{what}/{where}/{way}", value, None, unit)
+            for what, (value, unit) in cost_of.items()
+        ),
+    ]
+
+
+def accuracy_of(name: str, found: dict[str, Any]) -> Measurement:
+    """An accuracy, whose spread is the standard error of its test until there are several seeds."""
+    settings = {"images": found["images"], "spread": "standard error of one run's test"}
+    return Measurement(name, 100 * found["accuracy"], found["error"] / found["accuracy"], "%", settings)
 
 
 def training_images(config: Config) -> str:

@@ -11,12 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from experiments.measurements import Measurement, slug
 from experiments.pathfinder.parameters import parameters_of
 from experiments.pathfinder.plain_render import plain_render
 from experiments.pathfinder.rendering import RENDERINGS
 from experiments.pathx.data.batches import Recipe, pack_images
 from experiments.pathx.data.packing import Packed
-from experiments.pathx.evaluate import Evaluation, vectors_of
+from experiments.pathx.evaluate import Evaluation, accuracy_of, vectors_of
 from experiments.pathx.scoring import standard_error
 from experiments.training.atomic_files import write_json, write_text
 from experiments.training.environment import device_name, versions
@@ -74,6 +75,11 @@ def table(
         "device": device_name(evaluation.device),
         "versions": versions(),
     }
+
+
+def measurements_of(found: dict[str, Any], named: tuple[str, str, str]) -> list[Measurement]:
+    """The accuracies as measurements: pathx/renderings/RENDERING/MODEL."""
+    return [accuracy_of(f"pathx/renderings/{slug(row['rendering'])}/{'-'.join(named)}", row) for row in found["rows"]]
 
 
 def write(found: dict[str, Any], folder: Path) -> None:

@@ -37,11 +37,9 @@ def measured(
 ) -> dict[str, Any]:
     """Run steps for about this many seconds after two warm-up steps, on images made before. Times are in ms per step.
 
-    profiled: also measure the kernels of a step, as `costs`, in four more steps.
-
-    In the result, masks_ms is the time to complete the masks on the device and move the batch, launched by the host; it
-    is part of step_ms unless steps are CUDA graphs. tiles is the number of live tiles divided by the tiles of the
-    images' dense masks, mean over layers.
+    profiled: also measure the kernels of a step, as `costs`. In the result, masks_ms is the time to complete the masks
+    on the device, part of step_ms unless steps are CUDA graphs; tiles is the number of live tiles divided by the tiles
+    of the images' dense masks.
     """
     stage = Stage(size=case.size, contour=case.contour, tokens=tokens, lr=1e-3, steps=1, background=case.background)
     config = replace(config, curriculum=(replace(stage, layers=case.layers),), layers=case.layers)

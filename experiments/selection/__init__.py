@@ -3,5 +3,5 @@
     python -m experiments.selection --preset cpu --out runs/selection
 
 trains them on associative recall, beside dense attention and fixed patterns. The block with each answer is known. May
-import `training` and the library.
+import `training`, `measurements` and the library.
 """

@@ -8,13 +8,15 @@ from typing import Annotated, Any
 
 import typer
 
+from experiments.measurements import add_seed, current_run
 from experiments.selection.model import WAYS
-from experiments.selection.report import save_plot, table
+from experiments.selection.report import measurements_of, save_plot, table
 from experiments.selection.train import PRESETS, train
 from experiments.training.atomic_files import write_json, write_text
 from experiments.training.cli_errors import short_errors
 from experiments.training.distributed import find_device
-from experiments.training.environment import device_name, versions
+from experiments.training.environment import command_line, device_name, versions
+from experiments.training.options import LOCAL, Record
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -28,6 +30,7 @@ def compare(
         str | None, typer.Option(help="cpu or cuda.", show_default="cuda for the preset gpu, else cpu")
     ] = None,
     seed: int = 0,
+    record: Record = None,
 ) -> None:
     """Train models that choose blocks on associative recall, beside fixed patterns and dense attention."""
     with short_errors():
@@ -45,6 +48,9 @@ def compare(
             write_json(out / "results.json", {**made, "results": results})
             write_text(out / "table.md", table(results) + "\n")
             save_plot(results, out / "recall.png")
+        if record is not None:
+            run = current_run(place, command_line("experiments.selection", without=LOCAL), seed=seed)
+            add_seed(record, run, [found for each in results for found in measurements_of(each)])
 
 
 def _report(measured: dict[str, Any]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from experiments.measurements import Measurement, slug
+
 
 def table(results: list[dict[str, Any]]) -> str:
     """A Markdown table, one row for each model."""
@@ -13,6 +15,19 @@ def table(results: list[dict[str, Any]]) -> str:
         shares = (f"{100 * each[name]:.1f} %" for name in ("accuracy", "found", "found_by_any_head"))
         rows.append(f"| {each['way']} | {' | '.join(shares)} | {each['tokens_per_second']:,.0f} |")
     return "\n".join(rows)
+
+
+def measurements_of(result: dict[str, Any]) -> list[Measurement]:
+    """The result of one model: recall/TOKENS/WHAT/WAY."""
+    shares = {
+        "right-answers": result["accuracy"],
+        "best-of-measurements": max(point["accuracy"] for point in result["curve"]),
+        "block-read-by-each-head": result["found"],
+        "block-read-by-any-head": result["found_by_any_head"],
+    }
+    tokens, way = result["settings"]["task"]["tokens"], slug(result["way"])
+    found = [Measurement(f"recall/{tokens}/{what}/{way}", 100 * share, None, "%") for what, share in shares.items()]
+    return [*found, Measurement(f"recall/{tokens}/training-speed/{way}", result["tokens_per_second"], None, "tokens/s")]
 
 
 def save_plot(results: list[dict[str, Any]], path: Path) -> None:

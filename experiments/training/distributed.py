@@ -3,9 +3,6 @@
     torchrun --nproc-per-node=2 -m experiments.lra train ...                        # two shares of every batch
     torchrun --nproc-per-node=4 -m experiments.lra train ... --context-parallel 2   # and two processes for each share
 
-Each share of a batch belongs to one process (data parallelism), or to several processes that each hold a part of the
-tokens of every sequence (context parallelism).
-
 The first process makes all decisions that depend on the clock or on files, and writes all files.
 """
 

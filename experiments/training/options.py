@@ -38,6 +38,14 @@ PauseAfter = Annotated[
 TensorBoard = Annotated[
     bool, typer.Option("--tensorboard", help="Write the log for TensorBoard too, into a run's folder tensorboard.")
 ]
+Record = Annotated[
+    Path | None,
+    typer.Option(
+        help="File of measurements to write; a file of other seeds then holds means and deviations over all of them.",
+        show_default="none",
+    ),
+]
+LOCAL = ("--out", "--record", "--seed")  # not in the command of a record: folders of a machine, and one of the seeds
 
 
 def command_group(text: str) -> typer.Typer:

@@ -59,9 +59,8 @@ class SharedSequences:
     def gather(self, x: Tensor, plan: ShardPlan) -> Tensor:
         """The features [B, N, W] of all tokens, from this process's features [B, n, W].
 
-        Every process computes the same loss from them, and `DistributedDataParallel` averages the gradients. Parameters
-        used after this function have equal gradients. For parameters used before it, each process has N times its
-        tokens' part, and the mean is the sum of all parts.
+        Every process computes the same loss from them. Parameters used after this function have equal gradients; for
+        parameters used before it, each process has N times its tokens' part, and the mean is the sum of all parts.
         """
         if x.requires_grad:
             x.register_hook(lambda gradient: gradient * plan.ranks)

@@ -40,9 +40,9 @@ def reach(masks: Masks, layers: int | None = None) -> BlockMask:
     The result has one head, square blocks of the smallest `block_q` or `block_k` of the masks, one pattern per batch
     element if the masks differ between them, and no `lengths`: padding neither reaches nor is reached.
 
-    Raises ValueError for `q_len != k_len`, for masks of different lengths or batch sizes, for masks of over 32,768
-    block rows, and if the result, or the number of tiles whose bits need multiplying, would exceed 16.7 million: use
-    larger blocks then.
+    Raises ValueError for `q_len != k_len` and for masks of different lengths or batch sizes. Also for masks of over
+    32,768 block rows, and if the result or the number of tiles to multiply would exceed 16.7 million: use larger blocks
+    then.
     """
     every = checked(masks)
     check_size(every)

@@ -90,13 +90,11 @@ def bytes_moved(
         index read        32 per program, and for each tile of each program 4, or 8 if it is partial
         bits read         block_q * block_k / 8 for each partial tile
 
-    m is the largest power of two up to `block_q` that fits on chip, with the queries, the output's accumulator and
-    statistics, and a step of 16 keys: `e m D + 4 m (Dv + 2) + 16 e (D + Dv) + 64 m <= sram_bytes`. So m grows like `M /
-    D` and the total like `N D + s N^2 D^2 / M`, with M the on-chip memory and s the share of live tiles: Dao et al.,
-    2022, theorem 2 (dense, s = 1) and proposition 4 (block-sparse). FlashAttention keeps keys on chip and loops over
-    queries, which also moves the output repeatedly; looping over keys (FlashAttention-2 and this library) moves less.
-    Once m is the whole block, more memory saves nothing, because programs do not share tiles. To model an actual
-    kernel, pass its `tile_queries`.
+    m is the largest power of two up to `block_q` for which the queries, the output's accumulator and statistics, and a
+    step of 16 keys fit on chip: `e m D + 4 m (Dv + 2) + 16 e (D + Dv) + 64 m <= sram_bytes`. With M the on-chip memory
+    and s the share of live tiles, m grows like `M / D` and the total like `N D + s N^2 D^2 / M` (Dao et al., 2022,
+    theorem 2 and proposition 4). (FlashAttention loops over queries, which also moves the output repeatedly;
+    FlashAttention-2 and this library loop over keys.) To model an actual kernel, pass its `tile_queries`.
 
     `materialized` is standard attention (their algorithm 0): read q, k, write S; read S, write P; read P, v, write out:
     `e (N_q D + N_k D + N_k Dv + N_q Dv + 4 N_q N_k)`.

@@ -129,9 +129,9 @@ def clear_caches() -> None:
     `nn`, exchanges of a `ShardPlan` for 64 kinds of calls, codes of a relative table for its last lengths, and
     recordings of a function of scores.
 
-    Cached by the process, 8 to 512 of each kind: calls and plans of dense attention and of decoding, compiled kernels
-    and their launches, masks of packed sequences, of Transformers' models and of compiled code, and tensors for
-    planning and for the choice of blocks.
+    Cached by the process, 8 to 512 of each kind: calls and plans of dense attention and of decoding; compiled kernels
+    and their launches; masks of packed sequences, of Transformers' models and of compiled code; tensors for planning
+    and for the choice of blocks.
     """
     streams.release_finished_graphs()
     for clear in _clearings:

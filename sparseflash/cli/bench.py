@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.benchmark import Timer
 
-from sparseflash import BlockMask, attention, interop
+from sparseflash import BlockMask, attention, interop, masks
 from sparseflash.testing import Inputs
 
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -22,6 +23,7 @@ PEERS = {
     "sdpa": "PyTorch's SDPA, dense",
     "sdpa-mask": "PyTorch's SDPA, mask in memory",
     "flex": "FlexAttention, mask as bits",
+    "fa4": "FlashAttention-4",
 }
 MASK_BYTES = 2**28  # limit for a dense mask in memory, one byte per score
 COMPARED, COMPARED_ON_CPU = 16384, 4096  # tokens that are compared with fp64 before timing
@@ -41,7 +43,17 @@ class Times:
 def peers_for(mask: BlockMask) -> list[str]:
     """The peers in PEERS that can run this mask here."""
     fits = mask.shape[0] * mask.shape[1] * mask.q_len * mask.k_len <= MASK_BYTES
-    return ["sdpa", *(["sdpa-mask"] if fits else []), *(["flex"] if mask.device.type == "cuda" else [])]
+    on_gpu = ["flex", *(["fa4"] if has_fa4() else [])] if mask.device.type == "cuda" else []
+    return ["sdpa", *(["sdpa-mask"] if fits else []), *on_gpu]
+
+
+def has_fa4() -> bool:
+    """Whether FlashAttention-4 is installed and can be imported."""
+    try:
+        import flash_attn.cute  # noqa: F401
+    except ImportError:
+        return False
+    return True
 
 
 def corner(mask: BlockMask) -> BlockMask:
@@ -70,7 +82,7 @@ def measured(inputs: Inputs, mask: BlockMask, peers: list[str], seconds: float) 
             if peer == "sdpa":
                 yield times(PEERS[peer], partial(F.scaled_dot_product_attention, enable_gqa=grouped), inputs, seconds)
                 continue
-            call = masked_sdpa(mask, grouped) if peer == "sdpa-mask" else flex(mask, grouped)
+            call = fa4(mask) if peer == "fa4" else (masked_sdpa if peer == "sdpa-mask" else flex)(mask, grouped)
             apart = distance(call(inputs.q, inputs.k, inputs.v), expected)
             if not apart <= SAME:  # also catches NaN
                 yield Times(PEERS[peer], why=f"wrong result: relative error {apart:.2g}")
@@ -92,6 +104,53 @@ def flex(mask: BlockMask, grouped: bool) -> Call:
     from torch.nn.attention.flex_attention import flex_attention
 
     return partial(torch.compile(flex_attention), block_mask=interop.to_flex(mask), enable_gqa=grouped)
+
+
+def fa4(mask: BlockMask) -> Call:
+    """FlashAttention-4 with the same mask. Its order of dimensions is [B, N, H, D]."""
+    from flash_attn.cute import flash_attn_func
+
+    options = fa4_options(mask)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), **options)[0].transpose(1, 2)
+        return out
+
+    return call
+
+
+def fa4_options(mask: BlockMask) -> dict[str, Any]:
+    """The arguments of `flash_attn_func`: its own for causal masks and windows, otherwise lists of full tiles."""
+    found = band(mask)
+    if found is not None:
+        left, right = found
+        most = mask.k_len - 1
+        if (left, right) == (most, 0):
+            return {"causal": True}
+        return {"window_size": (None if left == most else left, None if right == most else right)}
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+    forward, backward, _ = interop.to_fa4(mask)  # refuses partial tiles: their rule would have to be CuTe code
+    return {
+        "block_sparse_tensors": BlockSparseTensorsTorch(**forward._asdict()),
+        "block_sparse_tensors_bwd": BlockSparseTensorsTorch(**backward._asdict()),
+    }
+
+
+def band(mask: BlockMask) -> tuple[int, int] | None:
+    """`(left, right)` if the live keys of every query q are exactly q - left ... q + right; otherwise None."""
+    n = mask.q_len
+    if n != mask.k_len:
+        return None
+    ends = []
+    for row in (0, n - 1):
+        live = mask.crop(q=(row, row + 1)).to_dense().flatten(0, -2).any(0).nonzero()
+        if not len(live):
+            return None
+        ends.append(live)
+    left, right = n - 1 - int(ends[1][0]), int(ends[0][-1])
+    same = masks.local(n, left=left, right=right, block=(mask.block_q, mask.block_k)).to(mask.device)
+    return (left, right) if mask == same else None
 
 
 def distance(got: Tensor, expected: Tensor) -> float:

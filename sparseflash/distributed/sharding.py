@@ -59,9 +59,9 @@ def shard(
             ends, as large as the largest sender needed in the largest call so far; PyTorch's memory statistics do not
             count it. CUDA graphs need `"collective"`, and so do heads that travel.
 
-    Raises ValueError if the mask has fewer blocks than there are ranks, for a DeviceMesh of several dimensions, for
-    heads with copies between peers, for stages of queries or heads, and for `like` of other lengths, ranks or a chunk
-    that the mask's blocks do not divide.
+    Raises ValueError if the mask has fewer blocks than there are ranks, and for a DeviceMesh of several dimensions.
+    Also for heads with copies between peers, for stages of queries or heads, and for `like` of other lengths, other
+    ranks or a chunk that the mask's blocks do not divide.
     """
     mask = checked_mask(mask)
     group, rank, ranks = _place(group, rank, ranks)

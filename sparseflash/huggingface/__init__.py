@@ -39,15 +39,13 @@ def register(pattern: Pattern = None, *, name: str = "block_sparse", block: Bloc
     A trained model selects it with `from_pretrained(..., attn_implementation=name)`, an existing one with
     `set_attn_implementation`. Needs `pip install transformers`, 5.17 or newer.
 
-    Tokens that are generated one by one, or up to 16 at a time, are decoded without building a mask
-    (`decode.attention_with_cache`), with any pattern, if the model's own rule is causal, with or without a window, and
-    padding is on the left.
+    If the model's own rule is causal, with or without a window, and padding is on the left, up to 16 new tokens at a
+    time are decoded without building a mask (`decode.attention_with_cache`), with any pattern.
 
-    The model's own masks stay in force: the future, tokens outside a sliding window or in another packed sequence, and
-    the padding of `attention_mask`. Grouped heads, dropout, layers with and without windows in one model (Gemma 3),
-    attention sinks (gpt-oss), soft caps (Gemma 2), biases (T5, Swin) and caches work as with Transformers' own
-    implementations. Every layer gives the numbers of `"eager"` up to rounding, except that a query without any live key
-    gives 0.
+    The model's own masks stay in force: causal, sliding window, packed sequences, and the padding of `attention_mask`.
+    Grouped heads, dropout, layers with and without windows in one model (Gemma 3), attention sinks (gpt-oss), soft caps
+    (Gemma 2), biases (T5, Swin) and caches work. Every layer gives the numbers of `"eager"` up to rounding, except that
+    a query without any live key gives 0.
 
     Args:
         pattern: a mask that restricts the live scores further; None: only the models' own masks. Its query i and key j
@@ -64,13 +62,12 @@ def register(pattern: Pattern = None, *, name: str = "block_sparse", block: Bloc
 
     Models with their own attention code ignore the name, at most with a warning from Transformers: DeBERTa, Falcon,
     GPT-J and XLNet, whose `model._can_set_attn_implementation()` is False. In Transformers 5.17
-    `set_attn_implementation` of a T5 does not reach its encoder and decoder, without a warning: select the name with
-    `from_pretrained`, or set it on `model.encoder` and `model.decoder`.
+    `set_attn_implementation` does not reach T5's encoder and decoder: use `from_pretrained`, or set it on
+    `model.encoder` and `model.decoder`.
 
-    `torch.compile` works without `fullgraph`. The graph breaks where the masks of a forward are made. It breaks in a
-    layer for a pattern that is a function, a few new tokens behind a cache, finished masks of more than one block,
-    parts of masks, and other devices. Compile with `dynamic=True` if lengths vary; otherwise PyTorch reaches its limit
-    of recompilations and runs parts of the model uncompiled.
+    `torch.compile` works without `fullgraph`. The graph breaks where the masks of a forward are made, and in a layer
+    for a pattern that is a function, a few new tokens behind a cache, finished masks of more than one block, parts of
+    masks, and other devices. Compile with `dynamic=True` if lengths vary.
 
     Raises:
         ValueError: the name belongs to another implementation, or Transformers would interpret it differently.

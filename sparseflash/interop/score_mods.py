@@ -40,8 +40,8 @@ def from_score_mod(
             only.
         device: of the tensors that the function reads.
 
-    Recognised are, in this order: the score divided by an entry for b, h and q (`temperature`), then
-    `cap * tanh(score / cap)` (`softcap`), then a sum, in any order, with these, whose tensors may be learned:
+    It recognises, in this order, the score divided by an entry for b, h and q (`temperature`),
+    `cap * tanh(score / cap)` (`softcap`), and a sum with these, in any order. Their tensors may be learned:
 
     - `slopes[h] * d` or `slopes[h] * log1p(d)` (`alibi`, `log_decay`), where d is `(q + Nk - Nq - k).abs()`, and with
       numbers as factors;

@@ -107,8 +107,8 @@ def function(
     torch.Size([1, 2, 50, 16])
 
     Args:
-        change: a function of scalar tensors, as a `score_mod` of FlexAttention: the score, and `b`, `h`, `q` and `k`,
-            the int64 indices of batch element, query head, query and key, never past their numbers in q and k. So
+        change: a function of scalar tensors, as a `score_mod` of FlexAttention: the score, and the int64 indices `b`,
+            `h`, `q` and `k` of batch element, query head, query and key. These are never past the sizes of q and k. So
             `bias[h][q, k]` works. `torch.vmap` calls it for all scores of live tiles, dead scores in them included. For
             all of these its result must be finite, or -inf (dead), and its derivative finite.
         tensors: further tensors that it reads, in particular every tensor that needs a gradient.

@@ -142,10 +142,8 @@ def compare(
 
     In half precision the gradient of a score, `weight * (dweight - delta)`, is only as exact as out, because
     `delta = sum(out * dout)` is computed from the rounded out, as in FlashAttention. The error is up to
-    `eps * weight * sum(|dout| * mean |v|)`, the mean over the query's keys with their weights. Where one key has
-    nearly all the weight, dweight and delta cancel. A plain computation rounds both alike, and may then be more exact
-    than these gradients and than the gradients of tensors in `scores`, which are their sums. The portable kernels sum
-    the gradients of scores in fp32, the Hopper kernels after rounding them for the matrix products.
+    `eps * weight * sum(|dout| * mean |v|)`, the mean over the query's keys with their weights. Where one key has nearly
+    all the weight, dweight and delta cancel, and a plain computation, which rounds both alike, may be more exact.
 
     Raises what `attention` would for q, k, v and the mask; ValueError for results of a wrong shape and for gradients
     that do not arrive at q, k or v.

@@ -9,6 +9,7 @@ import sys
 import tracemalloc
 import zipfile
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ import torch
 from scipy import sparse
 from typer.testing import CliRunner
 
-from sparseflash import BlockMask, __version__, analysis, masks
+from sparseflash import BlockMask, __version__, analysis, interop, masks
 from sparseflash import cli as command_line
 from sparseflash.cli import bench, certificate, check, convert, expression, info
 from sparseflash.cli.app import app
@@ -367,7 +368,7 @@ def test_bench_on_a_cpu_says_that_threads_wait_for_one_another():
 def test_bench_of_ours_alone_and_of_unknown_peers():
     quick = ("bench", "local(100, window=30, block=32)", "--heads", "2", "--head-dim", "16", "--seconds", "0.01", *CPU)
     assert "SDPA" not in run(*quick, "--peers", "none")
-    assert "--peers must be of sdpa, sdpa-mask, flex; got 'fa9'" in run(*quick, "--peers", "fa9", code=2)
+    assert "--peers must be of sdpa, sdpa-mask, flex, fa4; got 'fa9'" in run(*quick, "--peers", "fa9", code=2)
 
 
 def test_a_peer_that_computes_something_else_is_not_timed(monkeypatch):
@@ -414,6 +415,62 @@ def test_peers_are_those_that_fit():
     assert bench.peers_for(small) == ["sdpa", "sdpa-mask"] and bench.peers_for(large) == ["sdpa"]
 
 
+@pytest.fixture
+def stand_in_fa4(monkeypatch):
+    """FlashAttention-4's functions on a CPU: dense attention of [B, N, H, D], and the arguments that it was given."""
+    given = []
+
+    def attend(q, k, v, *, causal=False, window_size=(None, None), **lists):
+        given.append({"causal": causal, "window_size": window_size, **lists})
+        rows, columns = torch.arange(q.shape[1])[:, None], torch.arange(k.shape[1])
+        left, right = (None, 0) if causal else window_size
+        live = torch.ones(len(rows), len(columns), dtype=torch.bool)
+        live &= (left is None) | (columns >= rows - (left or 0))
+        live &= (right is None) | (columns <= rows + (right or 0))
+        if lists:
+            live = interop.from_fa4(lists["block_sparse_tensors"], *live.shape).to_dense()[0, 0]
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=live, enable_gqa=True)
+        return out.transpose(1, 2), None
+
+    cute, sparsity = ModuleType("flash_attn.cute"), ModuleType("flash_attn.cute.block_sparsity")
+    cute.flash_attn_func, sparsity.BlockSparseTensorsTorch = attend, SimpleNamespace
+    for module in (ModuleType("flash_attn"), cute, sparsity):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(sys.modules["flash_attn"], "cute", cute, raising=False)
+    return given
+
+
+@pytest.mark.parametrize(
+    ("mask", "arguments"),
+    [
+        (masks.causal(300), {"causal": True, "window_size": (None, None)}),
+        (masks.local(300, window=40, causal=True), {"causal": False, "window_size": (39, 0)}),
+        (masks.local(300, left=7, right=400, block=32), {"causal": False, "window_size": (7, None)}),
+        (masks.dense(256), {"causal": False, "window_size": (None, None)}),
+        (masks.butterfly(1024), None),
+    ],
+    ids=["causal", "window", "left", "dense", "lists"],
+)
+def test_flash_attention_4_gets_the_same_mask(mask, arguments, stand_in_fa4):
+    inputs = drawn(mask, batch=1, heads=2, kv_heads=1, dim=16, dtype=torch.float32, seed=0)
+    *_, fa4 = bench.measured(inputs, mask, ["fa4"], 0.01)
+    assert fa4.why == "" and fa4.forward > 0 and fa4.both > 0
+    if arguments is None:
+        assert set(stand_in_fa4[0]) >= {"block_sparse_tensors", "block_sparse_tensors_bwd"}
+    else:
+        assert stand_in_fa4[0] == arguments
+
+
+def test_flash_attention_4_has_no_rule_for_other_partial_tiles(stand_in_fa4, monkeypatch):
+    inputs = drawn(HOLES, batch=1, heads=2, kv_heads=None, dim=16, dtype=torch.float32, seed=0)
+    *_, fa4 = bench.measured(inputs, HOLES, ["fa4"], 0.01)
+    assert fa4.forward is None and ("partial=True must be given" in fa4.why or "blocks must have 128" in fa4.why)
+    assert bench.has_fa4()
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", None)
+    assert not bench.has_fa4()
+
+
 def test_the_names_of_all_peers_fit_into_a_line(monkeypatch):
     names = [bench.OURS, bench.DENSE, *bench.PEERS.values()]
     monkeypatch.setattr(bench, "measured", lambda *_: [bench.Times(name, 1234.567, 1234.567) for name in names])
@@ -426,7 +483,10 @@ def test_all_commands_on_a_gpu():
     mask = "masks.per_head([local(1024, window=256), butterfly(1024)])"
     assert "Exact: no error" in run("check", mask, "--kv-heads", "1")
     rows = run("bench", mask, "--seconds", "0.05", "--batch", "2")
-    assert all(name in rows for name in (bench.OURS, *bench.PEERS.values())) and "something else" not in rows
+    peers = [name for peer, name in bench.PEERS.items() if peer != "fa4"]
+    assert all(name in rows for name in (bench.OURS, *peers)) and "something else" not in rows
+    rows = run("bench", "local(1024, window=256, causal=True)", "--seconds", "0.05", "--head-dim", "64")
+    assert not bench.has_fa4() or bench.PEERS["fa4"] in rows
 
 
 # info

@@ -25,7 +25,8 @@ def hooks():
 @pytest.mark.parametrize(
     ("uri", "link", "expected"),
     [
-        ("index.md", "[a](results.md#speed-by-density)", "[a](results.md#speed-by-density)"),
+        ("faq.md", "[a](results.md#speed-by-density)", "[a](results.md#speed-by-density)"),
+        ("index.md", "![a](docs/pages/images/masks.png) [b](docs/pages/faq.md)", "![a](images/masks.png) [b](faq.md)"),
         ("models/pytorch.md", "[a](../../../CONTRIBUTING.md)", "[a](../contributing.md)"),
         ("patterns/define.md", "[a](../../../masks/README.md#conventions)", "[a](catalogue.md#conventions)"),
         ("patterns/catalogue.md", "![a](gallery.png)", "![a](../pictures/masks/gallery.png)"),
@@ -48,8 +49,8 @@ def hooks():
         ("results.md", "(H200, [run](../../masks/a.md))", "(H200, run: `masks/a.md`{.path})"),
         ("results.md", "| `a \\| b` \\| c |", "| `a | b` \\| c |"),
         ("results.md", "`1 s`: 16 s, 5 % of 3 steps", "`1 s`: 16\N{NO-BREAK SPACE}s, 5\N{NO-BREAK SPACE}% of 3 steps"),
-        ("index.md", "[a](https://example.org/x)", "[a](https://example.org/x)"),
-        ("index.md", "```\\n[a](../../README.md)\\n```", "```\\n[a](../../README.md)\\n```"),
+        ("faq.md", "[a](https://example.org/x)", "[a](https://example.org/x)"),
+        ("faq.md", "```\\n[a](../../README.md)\\n```", "```\\n[a](../../README.md)\\n```"),
     ],
 )
 def test_links_out_of_the_site_are_rewritten(hooks, uri, link, expected):
@@ -141,6 +142,7 @@ def test_doctests_in_docstrings_become_code():
     text = "Sums.\n\n>>> f(\n...     1)\n[0, 1]\n\nArgs:\n    x: a number.\n"
     assert fenced(text) == "Sums.\n\n```pycon\n>>> f(\n...     1)\n[0, 1]\n```\n\nArgs:\n    x: a number.\n"
     assert fenced("Nothing.\n") == "Nothing.\n"
+    assert fenced(">>> f(1)  # doctest: +ELLIPSIS\n[0...") == "```pycon\n>>> f(1)\n[0...\n```"
 
 
 def test_every_page_is_in_the_list_of_pages_and_the_other_way_round():
@@ -148,7 +150,7 @@ def test_every_page_is_in_the_list_of_pages_and_the_other_way_round():
     listed = {first or second for first, second in listed}
     written = {str(path.relative_to(DOCS / "pages")) for path in (DOCS / "pages").rglob("*.md")}
     notebooks = {str(path.relative_to(DOCS / "pages").with_suffix(".md")) for path in (DOCS / "pages").rglob("*.ipynb")}
-    assert listed - written == {"changelog.md", "contributing.md", "patterns/catalogue.md", *notebooks}
+    assert listed - written == {"changelog.md", "contributing.md", "index.md", "patterns/catalogue.md", *notebooks}
     assert written - listed == set()
 
 

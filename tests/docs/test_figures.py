@@ -190,6 +190,30 @@ def test_a_table_has_its_run_below_it_and_says_what_is_absent(page, monkeypatch)
     assert "must be a measured name" in page("<!-- table: peers --><!-- /table -->\n").errors[0]
 
 
+def test_runs_of_one_machine_are_listed_below_it(page):
+    names = ("speed/causal/64/forward/fa4", "pathx/images/butterfly", "memory/dense/sparseflash @ cpu")
+    text = "".join(f"A <!-- figure: {name} --><!-- /figure -->.\n" for name in names)
+    found = page(f"{text}\n<!-- runs --><!-- /runs -->\n")
+    listed = found.after.partition("<!-- runs -->\n")[2]
+    assert listed == (
+        "- NVIDIA H200, torch 2.11.0, triton 3.6.0:\n"
+        "    - commit unknown, 2026-11-29 ([memory/cpu](results/memory/cpu.jsonl))\n"
+        "    - commit unknown, 2026-11-29 ([pathx/h100](results/pathx/h100.jsonl))\n"
+        "    - commit unknown, 2026-11-29 ([speed/h200](results/speed/h200.jsonl))\n"
+        "<!-- /runs -->\n"
+    )
+    assert page(found.after).is_current()
+
+
+def test_a_table_names_its_run_only_where_the_page_lists_the_runs(page, monkeypatch):
+    table = Table({"dense": "dense"}, {"forward": "speed/{row}/64/forward/fa4"}, "", "mask")
+    monkeypatch.setitem(tables.TABLES, "times", table)
+    found = page("<!-- table: times --><!-- /table -->\n\n<!-- runs --><!-- /runs -->\n")
+    assert found.errors == []
+    assert "\nRun: [speed/h200](results/speed/h200.jsonl). The noise of a figure is at most 1 %.\n" in found.after
+    assert found.after.count("torch 2.11.0") == 1  # in the list
+
+
 @pytest.mark.parametrize("name", tables.TABLES)
 def test_the_store_has_the_figures_of_every_table(name):
     assert rendered(tables.TABLES[name], store.RESULTS).files

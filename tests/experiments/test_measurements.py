@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from experiments.measurements import Measurement, Run, current_run, ratio, read, write
+from experiments.measurements import Measurement, Run, add_seed, current_run, ratio, read, write
 
 RUN = Run("H200", "570.1", {"torch": "2.9"}, "abc123", "2026-11-29 10:00 UTC", "python -m x", 3, ("tuned.json",))
 PEER, OURS = "speed/dense/64/forward/fa4", "speed/dense/64/forward/sparseflash"
@@ -40,6 +40,11 @@ def test_ratio_is_the_peers_value_over_ours():
     assert found == pytest.approx((2.0, 0.03))
     assert found.above_noise
     assert not ratio([dataclasses.replace(FIGURES[0], value=0.315), FIGURES[1]], PEER, OURS).above_noise
+
+
+def test_a_ratio_of_unknown_noise_is_not_above_it():
+    found = ratio([dataclasses.replace(FIGURES[0], spread=None), FIGURES[1]], PEER, OURS)
+    assert found == (2.0, None) and not found.above_noise
 
 
 def test_no_ratio_of_two_runs(tmp_path):
@@ -118,3 +123,42 @@ def test_current_run_says_where_and_how():
     assert run.versions["pytest"] == pytest.__version__
     assert {"python", "triton", "cuDNN", "sparseflash", "flash-attn-4"} <= set(run.versions)
     assert run.date.endswith("UTC")
+
+
+def seeds_of(path, *pairs, **changes):
+    """Adds a value for each seed, one command after another."""
+    for seed, value in pairs:
+        found = Measurement("recall/256/right-answers/dense", value, None, "%", {"tokens": 256})
+        every = add_seed(path, dataclasses.replace(RUN, seed=seed, **changes), [found])
+    return every
+
+
+def test_a_file_of_seeds_has_their_mean_and_deviation(tmp_path):
+    values = {0: 98.85, 1: 98.675, 2: 98.195, 3: 98.765, 4: 97.515}
+    one = seeds_of(tmp_path / "cpu.jsonl", (0, 98.85))
+    assert [(each.value, each.spread, each.spread_of) for each in one] == [(98.85, None, "turns")]
+    assert read(tmp_path / "cpu.jsonl")[0].seed == 0
+    seeds_of(tmp_path / "cpu.jsonl", *list(values.items())[1:])
+    run, (found,) = read(tmp_path / "cpu.jsonl")
+    assert found.value == pytest.approx(98.4) and found.spread == pytest.approx(0.0056507, rel=1e-4)
+    assert (found.spread_of, found.seeds, run.seed) == ("seeds", 5, None)
+    assert found.settings == {"tokens": 256, "runs": list(values.values()), "run_seeds": [0, 1, 2, 3, 4]}
+
+
+def test_a_seed_is_added_once_and_only_to_runs_of_its_kind(tmp_path):
+    seeds_of(tmp_path / "cpu.jsonl", (0, 1.0))
+    with pytest.raises(ValueError, match="each seed must be added once; recall/256/right-answers/dense has seed 0"):
+        seeds_of(tmp_path / "cpu.jsonl", (0, 1.0))
+    with pytest.raises(ValueError, match="must be of its commit, abc123; got def456: write another file"):
+        seeds_of(tmp_path / "cpu.jsonl", (1, 1.0), commit="def456")
+    with pytest.raises(ValueError, match="a run that is added to others must have a seed; got None"):
+        seeds_of(tmp_path / "cpu.jsonl", (None, 1.0))
+
+
+def test_ways_of_several_commands_lie_in_one_file(tmp_path):
+    seeds_of(tmp_path / "cpu.jsonl", (0, 1.0))
+    other = Measurement("recall/256/right-answers/nsa", 0.5, None, "%")
+    add_seed(tmp_path / "cpu.jsonl", dataclasses.replace(RUN, seed=0, command="python -m x --way nsa"), [other])
+    run, found = read(tmp_path / "cpu.jsonl")
+    assert [each.way for each in found] == ["dense", "nsa"] and run.seed == 0
+    assert run.command == "python -m x; python -m x --way nsa"

@@ -1,6 +1,8 @@
 """The stored results: one file a run, pages of a few minutes, and no large file but two models."""
 
+import json
 from pathlib import Path
+from statistics import mean, stdev
 
 import pytest
 
@@ -34,6 +36,35 @@ def test_a_run_has_its_names_once_and_they_begin_with_the_folder(path):
     assert names and len(names) == len(set(names))
     assert {name.partition("/")[0] for name in names} == {path.parent.name}
     assert run.device and run.commit and run.date and run.command
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: str(path.relative_to(RESULTS)))
+def test_a_mean_is_over_all_seeds_and_its_spread_their_deviation(path):
+    for each in read(path)[1]:
+        runs = each.settings.get("runs", [])
+        runs = runs if isinstance(runs, list) else []  # otherwise a number of turns
+        assert (each.spread_of == "seeds") == (len(runs) > 1), each.name
+        if len(runs) > 1:
+            assert len(runs) == each.seeds, each.name
+            assert each.value == pytest.approx(mean(runs), rel=1e-4), each.name
+            deviation = stdev(runs) / mean(runs) if mean(runs) else 0.0
+            assert each.spread == pytest.approx(deviation, rel=1e-2, abs=1e-4), each.name
+
+
+def test_every_stored_run_of_path_x_is_in_its_mean():
+    """A model that was trained with class labels and tested, and does not count, would make the mean better."""
+    stored = {each.name: each for each in read(RESULTS / "pathx" / "models.jsonl")[1]}
+    tested = {"path-x": ("", "128-14-drop"), "path-256": ("path256-", "256-14-drop")}
+    for task, (prefix, key) in tested.items():
+        name = f"{prefix}label-free-tiles16x5-butterfly8x4"
+        files = [
+            RESULTS / "pathx" / name / "model.json",
+            *sorted((RESULTS / "pathx" / "runs").glob(f"{name}-seed*.json")),
+        ]
+        found = [100 * json.loads(file.read_text())["results"][key]["accuracy"] for file in files]
+        assert sorted(stored[f"pathx/{task}/accuracy/labels-alone/block-sparse"].settings["runs"]) == pytest.approx(
+            sorted(found)
+        )
 
 
 def test_the_page_of_results_names_every_folder():

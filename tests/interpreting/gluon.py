@@ -604,7 +604,7 @@ def _replacements(world):
         arange=lambda start, stop, layout: Block(torch.arange(start, stop, dtype=torch.int32)),
         zeros=lambda shape, dtype, layout: Block(torch.zeros(shape, dtype=dtype)),
         full=lambda shape, value, dtype, layout: Block(torch.full(shape, value, dtype=dtype)),
-        cast=cast, convert_layout=lambda x, layout, assert_trivial=False: x,
+        cast=cast, to_tensor=lambda x: x, convert_layout=lambda x, layout, assert_trivial=False: x,
         exp2=lambda x: Block(torch.exp2(x.value)), log2=lambda x: Block(torch.log2(x.value)),
         fma=fma, abs=lambda x: Block(torch.abs(x.value)) if isinstance(x, Block) else abs(x),
         max=reduce("max"), sum=reduce("sum"), split=lambda x: tuple(map(Block, x.value.unbind(-1))),

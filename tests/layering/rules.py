@@ -90,20 +90,19 @@ _EXPERIMENTS = {
     "lra/model": "lra lra/tasks training training/layers sparseflash/cli PUBLIC",
     "lra/table": "benchmarks:timing measurements.py lra lra/data lra/model lra/tasks training",
     "lra/tasks": "lra/data lra/data/listops lra/model pathfinder pathfinder/cnn training",
-    "pathx": "pathfinder pathfinder/cnn pathx/data pathx/masks pathx/model training PUBLIC",
+    "pathx": "measurements.py pathfinder pathfinder/cnn pathx/data pathx/masks pathx/model training PUBLIC",
     "pathx/data": "pathfinder pathx pathx/masks pathx/model training PUBLIC",
     "pathx/masks": "sparseflash/blockmask PUBLIC",
     "pathx/model": "pathfinder/cnn pathx/data pathx/masks training/layers sparseflash/nn",
-    "selection": "training PUBLIC",
-    "lm": "lm/data lm/model training PUBLIC",
+    "selection": "measurements.py training PUBLIC",
+    "lm": "measurements.py lm/data lm/model training PUBLIC",
     "lm/data": "training",
     "lm/model": "lm training training/layers PUBLIC",
     "benchmarks": "",
     "benchmarks:timing": "training",
     "benchmarks/__main__.py": "benchmarks/harness measurements.py",
     "benchmarks/harness": "benchmarks:timing measurements.py training",
-    "benchmarks/blocks": "benchmarks/harness benchmarks/speed benchmarks/tune measurements.py training BACKENDS PUBLIC",
-    "benchmarks/calls": "benchmarks/harness benchmarks:timing sparseflash/backends/triton:launching PUBLIC",
+    "benchmarks/calls.py": "benchmarks/harness benchmarks:timing sparseflash/backends/triton:launching PUBLIC",
     "benchmarks/compile": "benchmarks/harness training BACKENDS sparseflash/blockmask PUBLIC",
     "benchmarks/decode.py": "benchmarks/harness benchmarks/speed/peers PUBLIC",
     "benchmarks/distributed": "benchmarks/harness training PUBLIC",
@@ -111,17 +110,16 @@ _EXPERIMENTS = {
     "sparseflash/backends/reference.py PUBLIC",
     "benchmarks/huggingface": "benchmarks/harness benchmarks:timing measurements.py training "
     "sparseflash/huggingface PUBLIC",
-    "benchmarks/io": "benchmarks/harness training/layers PUBLIC",
+    "benchmarks/io.py": "benchmarks/harness training/layers PUBLIC",
     "benchmarks/layer.py": "benchmarks/harness benchmarks/speed benchmarks/speed/peers",
     "benchmarks/patterns": "benchmarks/harness benchmarks/patterns/entries training sparseflash/blockmask PUBLIC",
     "benchmarks/patterns/entries": "PUBLIC",
-    "benchmarks/scores": "benchmarks/harness benchmarks:timing benchmarks/speed/peers measurements.py PUBLIC",
+    "benchmarks/scores.py": "benchmarks/harness benchmarks:timing benchmarks/speed/peers measurements.py PUBLIC",
     "benchmarks/selection.py": "benchmarks/harness benchmarks:timing benchmarks/speed/peers PUBLIC",
-    "benchmarks/speed": "benchmarks/harness benchmarks:timing benchmarks/speed/peers measurements.py "
-    "sparseflash/blockmask PUBLIC",
+    "benchmarks/speed": "benchmarks/harness benchmarks/speed/peers sparseflash/blockmask PUBLIC",
     "benchmarks/speed/peers": "benchmarks/harness benchmarks/speed PUBLIC",
-    "benchmarks/tune": "benchmarks/compile benchmarks/harness benchmarks:timing benchmarks/speed "
-    "benchmarks/speed/peers measurements.py training BACKENDS PUBLIC",
+    "benchmarks/tune": "benchmarks/compile benchmarks/harness benchmarks:timing benchmarks/speed measurements.py "
+    "training BACKENDS PUBLIC",
 }
 
 

@@ -145,7 +145,7 @@ def words_for(part):
         ("experiments.lra.train", "def f():\n    from experiments.pathx.data import packing"),
         ("experiments.lra.train", "from sparseflash.blockmask import bitmask"),
         ("experiments.pathx.train", "from experiments.benchmarks.speed import cases"),
-        ("experiments.benchmarks.io.model", "from experiments.benchmarks.speed import cases"),
+        ("experiments.benchmarks.io", "from experiments.benchmarks.speed import cases"),
         ("sparseflash.backends.problem", "from sparseflash.backends import blockwise"),
         ("sparseflash.backends.blockwise_tiles", "from sparseflash.backends.cached import rows_of"),
         ("sparseflash.backends.triton.hopper.plan", "from sparseflash.backends.triton import dispatch"),

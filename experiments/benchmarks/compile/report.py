@@ -75,14 +75,10 @@ def compile_all(
 ) -> list[Report]:
     """Forward, dK/dV and dQ for `arithmetic` ("bfloat16", "float16", "tf32", "float32") and head dim `dim`.
 
-    For float32 also the kernel that splits numbers into pieces, and dQ in two forms. Each kernel is compiled once.
-    `value_dim`: the head dim of the values, if it differs. `descriptors`: load tiles by tensor descriptors where
-    possible. `positions`: dropout as in a call on some of a sequence's tokens. `split`: rows and columns are cut into
-    chunks, which adds the kernels that merge them. `gathered`: the mask has small blocks, and each tile is gathered
-    from as many as fit; otherwise tiles are the mask's own. `changes`: score modifications, for 2 heads and `TOKENS`
-    tokens; all their tensors require gradients. `only`: compile only this kernel. `config`: its configuration, instead
-    of the table's. `assemble`: leave the kernels in Triton's cache as a launch on a GPU expects them; ptxas then runs
-    twice.
+    For float32 also the kernel that splits numbers into pieces, and dQ in two forms. descriptors: where possible.
+    positions: dropout as in a call on some of a sequence's tokens. split: rows and columns are cut into chunks.
+    gathered: each tile is gathered from small blocks. changes: for 2 heads and TOKENS tokens; all their tensors require
+    gradients. config: of the kernel `only`. assemble: leave the kernels in Triton's cache for a launch.
     """
     value_dim = value_dim or dim
     kernels = launched(

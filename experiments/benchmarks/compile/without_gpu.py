@@ -48,11 +48,10 @@ def _stop_at_ptx(*given: Any) -> tuple[str, str] | None:
 
 @contextmanager
 def compiling_for(arch: int, only: Kernel | None = None, *, assemble: bool = True) -> Iterator[list[tuple[str, Any]]]:
-    """Inside the context, launches on CPU tensors compile for the architecture and run nothing.
+    """Inside the context, launches on CPU tensors compile for the architecture (90 for 9.0) and run nothing.
 
-    Yields a list; each launch appends the name of its kernel and the compiled kernel. arch: 90 for compute
-    capability 9.0. only: compile only this kernel. assemble: whether Triton also runs ptxas, an eighth to a quarter of
-    the work; without it Triton stops at PTX, and its cache holds nothing that a GPU could run.
+    Yields a list of kernel names and compiled kernels. only: compile only this kernel. assemble: also run ptxas, an
+    eighth to a quarter of the work.
     """
     compiled: list[tuple[str, Any]] = []
 

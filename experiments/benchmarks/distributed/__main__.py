@@ -48,10 +48,10 @@ def measure(
     commit: Commit = None,
     out: Out = Path("runs/distributed/measured.jsonl"),
 ) -> None:
-    """Time a forward pass, and a forward and a backward pass, in the processes that torchrun started: on one rank, with
-    keys that travel before attention (0 stages) or in stages, queries, heads (all-to-all), all-gather, and PyTorch's
-    context_parallel where it can run (dense and causal, on GPUs). First, one rank is compared with fp64, and the others
-    with one rank.
+    """Time a forward pass, and a forward and a backward pass, in the processes that torchrun started.
+
+    Ways: one rank; keys that travel before attention (0 stages) or in stages; queries; heads (all-to-all); all-gather;
+    PyTorch's context_parallel (dense and causal, on GPUs). First one rank is compared with fp64, the others with it.
     """
     patterns, ways = chosen("--pattern", pattern, PATTERNS), chosen("--way", way, WAYS)
     if "LOCAL_RANK" not in os.environ:

@@ -1,10 +1,6 @@
-"""Times of attention over the ranks that torchrun started, beside one rank, all-gather and PyTorch's own.
+"""Times of attention over the ranks that torchrun started, from a barrier to the end on the slowest rank.
 
-    torchrun --nproc-per-node 2 -m experiments.benchmarks.distributed measure
-
-One rank is first compared with attention in fp64, and every other way with one rank. Then each is timed as a forward
-pass and as a forward and a backward pass, from a barrier to the end on the slowest rank; the ways take turns. Rank 0
-writes the record after every pattern.
+torchrun --nproc-per-node 2 -m experiments.benchmarks.distributed measure
 """
 
 from __future__ import annotations
@@ -18,9 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from experiments.benchmarks.distributed.compared import Compared, leaves
 from experiments.benchmarks.distributed.simulate import PATTERNS
-from experiments.benchmarks.distributed.ways import ONE, Setting, Way, way_of
+from experiments.benchmarks.distributed.ways import ONE, Compared, Setting, Way, leaves, way_of
 from experiments.benchmarks.harness import Bench, reason
 from experiments.training.clock import synchronize
 from sparseflash import BlockMask, distributed
@@ -62,10 +57,7 @@ def counted(setting: Setting, call: Callable[[], object], plan: distributed.Shar
 
 
 def measured(bench: Bench, path: str, setting: Setting, names: Sequence[str]) -> None:
-    """Measures one pattern, all ways in turns. Errors are relative to the allowed error: one rank is compared with
-    fp64, the other ways with one rank. Bytes: sent by all ranks in one forward pass, and the size of the live remote
-    keys.
-    """
+    """Measures one pattern, all ways in turns. Bytes: sent by all ranks in a forward, and of the live remote keys."""
     settings: dict[str, dict[str, Any]] = {}
     failures: dict[str, str] = {}
     samples: dict[tuple[str, str], list[float]] = {}

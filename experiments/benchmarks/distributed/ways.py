@@ -1,4 +1,4 @@
-"""The ways of attention over ranks that are measured: by plans, after an all-gather, and PyTorch's own."""
+"""The ways of attention over ranks that are measured: by plans, after an all-gather, and PyTorch's own; compared."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 from torch.nn import functional as F
 
-from sparseflash import BlockMask, attention, distributed
+from sparseflash import BlockMask, attention, distributed, testing
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 # PyTorch 2.13 has another name for it, and warns of the one that 2.11 has.
@@ -116,3 +116,37 @@ def way_of(name: str, setting: Setting, stack: ExitStack) -> Way:
     if name.endswith(COLLECTIVE):
         options["transport"] = "collective"
     return setting.planned(**options)
+
+
+def leaves(way: Way) -> list[Tensor]:
+    return [x.detach().requires_grad_() for x in way.tensors]
+
+
+class Compared:
+    """Compares ways: the first, on one rank, with attention in fp64, and the others with it."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.one: dict[str, Tensor] = {}
+        self.allowed: dict[str, float] = {}
+
+    def __call__(self, way: Way) -> float | None:
+        """The largest error of the results relative to the allowed error; None without one rank to compare with."""
+        found = self.results(way)
+        if way.tensors is self.setting.tensors:
+            mask = self.setting.mask.to(self.setting.device)
+            compared = testing.compare(way.attention, *way.tensors, mask, dout=way.dout, heads=1, blocks=2)
+            self.allowed = {name: error.allowed for name, error in compared.errors.items()}
+            self.one = found
+            return compared.worst
+        errors = [
+            float((found[name].float() - x.float()).abs().max()) / self.allowed[name] for name, x in self.one.items()
+        ]
+        return max(errors, default=None)
+
+    def results(self, way: Way) -> dict[str, Tensor]:
+        """The whole output and gradients."""
+        given = leaves(way)
+        out = way.attention(*given)
+        found = (out.detach(), *torch.autograd.grad(out, given, way.dout))
+        return {name: way.whole(x) for name, x in zip(("out", "dq", "dk", "dv"), found)}

@@ -1,8 +1,7 @@
 """Cases near numeric limits: positions past 2^24, strides near 2^31 and tensors of more than 2^31 elements.
 
-Some whole rows and columns of each case are compared with the definition in fp64. The tolerance is the exactness
-tests': twice the error of a plain implementation in the same dtype, plus a unit in the last place. Every case also has
-tiny sizes, to test this code on a CPU.
+Some whole rows and columns of each case are compared with the definition in fp64, with the tolerance of the exactness
+tests. Every case also has tiny sizes, to test this code on a CPU.
 """
 
 from __future__ import annotations

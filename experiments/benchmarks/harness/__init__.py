@@ -16,7 +16,8 @@ May import `measurements`, `timing`, `interpreter` and `training`.
 
 from experiments.benchmarks.harness.bench import Bench
 from experiments.benchmarks.harness.options import Commit, Device, Out, Rounds, Seed, chosen
-from experiments.benchmarks.harness.ways import SAME_FUNCTION, Unavailable, Way, difference, failure_of, reason, slug
+from experiments.benchmarks.harness.ways import SAME_FUNCTION, Unavailable, Way, difference, failure_of, reason
+from experiments.measurements import slug
 
 __all__ = [
     "SAME_FUNCTION",

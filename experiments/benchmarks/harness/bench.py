@@ -82,7 +82,8 @@ class Bench:
             failed = failures.get(name) or timings[name].failure
             if failed is None:
                 timing = timings[name]
-                self.add(f"{case}/{name}", scale * timing.ms, unit, spread=timing.spread, **way.settings)
+                spread = timing.spread if len(timing.rounds) > 1 else None  # one turn says nothing about noise
+                self.add(f"{case}/{name}", scale * timing.ms, unit, spread=spread, **way.settings)
             elif way.peer:
                 self.add(f"{case}/{name}", None, unit, failure=reason(failed), **way.settings)
             else:

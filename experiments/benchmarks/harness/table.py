@@ -54,8 +54,7 @@ def cell(row: dict[str, Measurement], way: str, over: str) -> str:
     if ours is not None and ours is not found and ours.value and ours.unit == found.unit:
         times = ratio((found, ours), found.name, ours.name)
         text = f"x{times.value:.2f}"
-        noise_is_known = found.spread is not None and ours.spread is not None
-        parts.append(f"**{text}**" if times.above_noise and noise_is_known else text)
+        parts.append(f"**{text}**" if times.above_noise else text)
     brackets = f" ({', '.join(parts)})" if parts else ""
     return f"{found.value:.4g}{f' {found.unit}' if found.unit != '1' else ''}{brackets}"
 

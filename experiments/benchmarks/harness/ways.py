@@ -74,12 +74,3 @@ def reason(failure: Exception) -> str:
     first = next((line.strip() for line in str(failure).splitlines() if line.strip()), "")
     first = re.sub(r"(?<!\w)(?:/[\w.+-]+)+/", "", first)  # a reader elsewhere has no use for local folders
     return f"{type(failure).__name__}: {first}"[:_LONGEST_REASON]
-
-
-def slug(text: str) -> str:
-    """A text as a part of a name: lower case, with hyphens.
-
-    >>> slug("1 x 65,536 tokens, 32:8 heads")
-    '1-x-65536-tokens-32-8-heads'
-    """
-    return re.sub(r"[^a-z0-9.+]+", "-", text.lower().replace(",", "")).strip("-")

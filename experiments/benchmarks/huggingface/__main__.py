@@ -48,10 +48,9 @@ def models(
 ) -> None:
     """Compare each model's logits and gradients with eager attention, then time forward passes and training steps.
 
-    Error: the largest of logits and gradients of all parameters, in units of the allowed error, twice eager attention's
-    in the same dtype; above 1 it is another function. All models on one H100 take an estimated five minutes, most of
-    them compiling; with --compile twenty. What cannot run has its reason. Ends with 1 if a model is not exact with this
-    attention.
+    exactness: the largest error in units of the allowed error, twice eager attention's in the same dtype. Ends with 1
+    if a model is not exact with this attention. All models take an estimated five minutes of an H100, with --compile
+    twenty.
     """
     names = chosen("--model", model, [shape.name for shape in SHAPES])
     bench = _start("huggingface", device, commit, out, small, rounds)

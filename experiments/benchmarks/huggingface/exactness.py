@@ -53,8 +53,8 @@ def results_of(
 class Truth:
     """The results of a model with eager attention in fp64, with its current weights.
 
-    A call returns the results, and the magnitudes of the summands of bias gradients. The gradient of a key bias cancels
-    to 0: the bias shifts all scores of a query alike, which the softmax ignores.
+    Also the magnitudes of the summands of bias gradients, because the gradient of a key bias cancels to 0: the softmax
+    ignores what shifts all scores of a query.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -84,12 +84,11 @@ class Truth:
 
 @dataclass(frozen=True)
 class Yardstick:
-    """The yardstick of a model's results: the truth of one batch, and the errors of "eager" over several.
+    """The truth of one batch, and the errors of "eager" over several.
 
-    Gradients of key biases are 0. Their errors are taken from PyTorch's own attention if larger than eager's. Like this
-    library, it recomputes the weights in the backward and subtracts the product of the output and its gradient. The
-    output has been rounded, whereas "eager" subtracts a sum over its own weights, which cancels almost exactly. (With
-    an output in fp32, the recomputed gradients of a small BERT are as close to 0 as eager's.)
+    Gradients of key biases are 0. Their errors are taken from PyTorch's own attention if larger than eager's: like this
+    library, it subtracts the product of the rounded output and its gradient, whereas "eager" subtracts a sum over its
+    weights, which cancels almost exactly.
     """
 
     inputs: Mapping[str, Tensor]

@@ -22,10 +22,9 @@ _TINY = {
 class Shape:
     """A model of random weights, and the size of its inputs.
 
-    model, config: names of Transformers' classes. settings: of the config. small: changes for a trial. checked: changes
-    for the comparison with "eager", so that a window is shorter than its short sequences. positions: the setting that
-    must be as large as a sequence is long. without: implementations that must not run, because they break later runs,
-    with the reason. tokens: per row, or 0 for images. batch: rows or images of a step.
+    model, config: names of Transformers' classes. small: changes for a trial. checked: changes for the comparison with
+    "eager". positions: the setting that must be as large as a sequence is long. without: implementations that break
+    later runs, with the reason. tokens: per row, or 0 for images. batch: rows or images of a step.
     """
 
     name: str

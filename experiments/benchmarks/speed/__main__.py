@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -11,14 +12,9 @@ import torch
 import typer
 
 from experiments.benchmarks.harness import Bench, Commit, Out, Seed
-from experiments.benchmarks.speed import peers as known
-from experiments.benchmarks.speed import picture, workload_ways
 from experiments.benchmarks.speed.cases import CASES, GROUPS, Case, select
-from experiments.benchmarks.speed.findings import findings
-from experiments.benchmarks.speed.inputs import Options
 from experiments.benchmarks.speed.peers import DEFAULT_PEERS, PEERS, named
-from experiments.benchmarks.speed.rows import FAILED, OURS, WRONG, Row
-from experiments.benchmarks.speed.run import run_cases
+from experiments.benchmarks.speed.run import run_all, run_case
 from sparseflash.blockmask.arguments import BLOCKS
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
@@ -29,14 +25,6 @@ QUICK_MINUTES = 2.7  # a case that begins before this ends within three minutes
 def _names(given: Sequence[str] | None) -> tuple[str, ...]:
     """The values of an option that may be repeated, or have several values separated by commas."""
     return tuple(dict.fromkeys(name.strip() for each in given or () for name in each.split(",") if name.strip()))
-
-
-def _options(device: torch.device, quick: bool, heads: int, seed: int) -> Options:
-    if device.type == "cpu":
-        return Options(device, rounds=1, round_ms=0.0, heads=heads, calls=2, seed=seed)
-    if quick:
-        return Options(device, rounds=2, round_ms=40.0, heads=heads, seed=seed)
-    return Options(device, heads=heads, seed=seed)
 
 
 def _sized(case: Case, length: int | None, block: int | None, device: torch.device) -> Case:
@@ -50,7 +38,9 @@ def _sized(case: Case, length: int | None, block: int | None, device: torch.devi
 def main(
     group: Annotated[
         list[str] | None,
-        typer.Option(help=f"{', '.join(GROUPS)}; may be repeated.", show_default="all, over half an hour"),
+        typer.Option(
+            help=f"{', '.join(GROUPS)}; may be repeated.", show_default="all but workloads, over half an hour"
+        ),
     ] = None,
     cases: Annotated[str, typer.Option(help="Comma-separated globs over the names of the cases.")] = "*",
     list_: Annotated[bool, typer.Option("--list", help="Print the groups and their cases, and stop.")] = False,
@@ -61,10 +51,6 @@ def main(
         str | None,
         typer.Option(help=f"Comma-separated, from {', '.join(PEERS)}; none: ours alone.", show_default="all that fit"),
     ] = None,
-    workloads: Annotated[
-        bool,
-        typer.Option("--workloads", help="Instead: workloads of models, by name with --cases. An hour of an H200."),
-    ] = False,
     flex_autotune: Annotated[
         bool, typer.Option("--flex-autotune", help="Tune FlexAttention in every case: over a minute a shape.")
     ] = False,
@@ -90,11 +76,9 @@ def main(
     """Time sparseflash beside its peers, after checking that it is right.
 
     Forward is without gradients, both is one call of forward and backward. TFLOP/s are useful ones: dead scores count
-    nothing. Error: of ours against fp64, output and gradients, in units of the yardstick (at most 1 is right). Ends
-    with 1 if ours was wrong or failed somewhere, with 2 for options that cannot be served.
+    nothing. exactness: our largest error against fp64, output and gradients, in units of the allowed error. Ends with
+    1 if ours was wrong or failed somewhere, with 2 for options that cannot be served.
     """
-    if workloads:
-        raise typer.Exit(_workloads(cases, peers, flex_autotune, device, minutes, seed, commit, out))
     if list_:
         for name, question in GROUPS.items():
             print(f"{name}: {question}\n    {', '.join(case.name for case in CASES if case.group == name)}")
@@ -106,49 +90,20 @@ def main(
         chosen = select(cases, groups=_names(group), quick=quick)
     except ValueError as failure:
         raise typer.BadParameter(str(failure)) from None
-    bench = Bench.start("speed", device, commit, out, seed=seed, packages=("nvidia-cudnn-frontend",))
+    bench = Bench.start(
+        "speed", device, commit, out, seed=seed, packages=("nvidia-cudnn-frontend",),
+        rounds=1 if device == "cpu" else 2 if quick else 3, round_ms=40.0 if quick else 60.0,
+    )  # fmt: skip
     chosen = [_sized(case, length, block, bench.device) for case in chosen]
     if flex_autotune:
         names = tuple(dict.fromkeys((*names, "flex-autotune")))
         chosen = [replace(case, tuned=True) for case in chosen]
-
-    def record(rows: list[Row]) -> None:
-        bench.measurements += [row.measurement for row in rows]
-        bench.save()
-
-    rows = run_cases(
-        chosen, known.ours, {name: PEERS[name] for name in names}, _options(bench.device, quick, check_heads, seed),
-        minutes=minutes if minutes is not None else QUICK_MINUTES if quick else float("inf"), done=record,
-    )  # fmt: skip
+    todo = {case.path: partial(run_case, bench, case, names, seed, check_heads) for case in chosen}
+    limit = minutes if minutes is not None else QUICK_MINUTES if quick else float("inf")
+    right = run_all(bench, todo, limit)
     bench.finish()
-    print(*findings(bench.measurements), sep="\n")
-    if any(row.peer == OURS and row.status in (WRONG, FAILED) for row in rows):
+    if not right:
         raise typer.Exit(1)
-
-
-def _workloads(
-    cases: str, peers: str | None, flex_autotune: bool, device: str, minutes: float | None, seed: int,
-    commit: str | None, out: Path,
-) -> int:  # fmt: skip
-    """Times workloads; 1 if ours was wrong or failed in one."""
-    offered = workload_ways.PEERS
-    try:
-        names = named(peers, offered) if peers is not None else offered[:-1]
-        chosen = workload_ways.select(cases)
-    except ValueError as failure:
-        raise typer.BadParameter(str(failure)) from None
-    if flex_autotune:
-        names = tuple(dict.fromkeys((*names, "flex-autotune")))
-    bench = Bench.start("workloads", device, commit, out, module="speed", seed=seed)
-    if bench.device.type == "cpu":
-        chosen = [each.shrunk() for each in chosen]
-    right = workload_ways.run_all(bench, chosen, names, seed, float("inf") if minutes is None else minutes)
-    bench.finish()
-    print("The fastest peer's time over ours, above 1 ours is faster:")
-    for row, (times, peer) in workload_ways.cells(bench.measurements).items():
-        print(f"{row}: {times:.2f} ({peer})")
-    picture.save(bench.measurements, f"{bench.run.device}, {bench.run.commit}", bench.path.with_suffix(".png"))
-    return 0 if right else 1
 
 
 if __name__ == "__main__":

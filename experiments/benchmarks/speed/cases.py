@@ -7,17 +7,13 @@ from fnmatch import fnmatch
 
 import torch
 
-FORWARD, BACKWARD, BOTH = "forward", "backward", "both"
-CALL, MEMORY = "call", "memory"
-FIRST_FORWARD, FIRST_BACKWARD = "first forward", "first backward"
+FORWARD, BACKWARD, BOTH, MEMORY = "forward", "backward", "both", "memory"
 WAYS = (FORWARD, BACKWARD, BOTH)
-FIRST = (FIRST_FORWARD, FIRST_BACKWARD)
 # A backward runs five matrix products of the same size as the forward's two.
-FLOPS_OF_PASS = {FORWARD: 1.0, BACKWARD: 2.5, BOTH: 3.5, CALL: 1.0}
+FLOPS_OF_PASS = {FORWARD: 1.0, BACKWARD: 2.5, BOTH: 3.5}
 
 # The question that each group answers, and its minutes on one H100 with every peer, mostly spent compiling the peers.
 GROUPS = {
-    "calls": "Host time of one inference call at 256 tokens, and the first call of a new process (2 minutes)",
     "masks": "All masks at 16384 tokens: is time in proportion to density? (4 minutes)",
     "memory": "Peak memory of forward and backward up to 1M tokens: is it linear? (1 minute)",
     "lengths": "512 to 1M tokens under local, butterfly and dense masks (3 minutes)",
@@ -28,22 +24,24 @@ GROUPS = {
     "heads": "Grouped and multi-query heads (3 minutes)",
     "windows": "Element windows, where FlexAttention asks a mask_mod (2 minutes)",
     "tuned": "FlexAttention under max-autotune beside its default (4 minutes)",
+    "workloads": "Head dims, shapes, masks and batches of models; only if it is named (an hour of an H200)",
 }
+ON_REQUEST = "workloads"
 
 
 @dataclass(frozen=True)
 class Case:
     """q of shape [batch, heads, length, head_dim] under the mask `kind` of patterns.py; k and v have `kv_heads` heads.
 
-    `passes`: FORWARD (without gradients), BACKWARD, BOTH (one call of each), CALL (host time of an inference call),
-    MEMORY (peak of one BOTH), FIRST (the first calls of a new process). `main`: one of the cases of `--quick`.
+    `passes`: FORWARD (without gradients), BACKWARD, BOTH (one call of each), MEMORY (peak of one BOTH). `main`: one of
+    the cases of `--quick`. `sizes`: of the mask, as KINDS in patterns.py says.
     """
 
     name: str
     kind: str
     batch: int
     heads: int
-    length: int  # tokens
+    length: int  # queries
     head_dim: int
     dtype: torch.dtype = torch.bfloat16
     passes: tuple[str, ...] = WAYS
@@ -53,10 +51,17 @@ class Case:
     kv_heads: int | None = None  # None: as many as `heads`
     tf32: bool = False  # matrix products of fp32 in TF32
     tuned: bool = False  # also time FlexAttention under max-autotune
+    sizes: tuple[int, ...] = ()
+    keys: int | None = None  # None: as many as queries
+    v_dim: int | None = None  # None: as the head dim
 
     @property
     def heads_of_keys(self) -> int:
         return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def k_len(self) -> int:
+        return self.keys or self.length
 
     @property
     def arithmetic(self) -> str:
@@ -75,168 +80,157 @@ class Case:
 
     @property
     def settings(self) -> dict[str, object]:
-        """What a reader needs to repeat the case."""
-        return {
+        """The settings that a reader needs to repeat the case."""
+        found: dict[str, object] = {
             "mask": self.kind, "batch": self.batch, "heads": self.heads, "kv_heads": self.heads_of_keys,
             "tokens": self.length, "head_dim": self.head_dim, "dtype": self.arithmetic, "block": self.block,
         }  # fmt: skip
+        more = {"sizes": list(self.sizes), "keys": self.keys, "v_dim": self.v_dim}
+        return found | {name: value for name, value in more.items() if value}
 
     def shrunk(self, length: int, block: int) -> Case:
         """The same case with one sequence of `length` tokens, two heads and mask blocks of `block` tokens."""
         grouped = self.heads_of_keys < self.heads
-        return replace(self, batch=1, heads=2, kv_heads=1 if grouped else None, length=length, block=block)
+        small = replace(self, batch=1, heads=2, kv_heads=1 if grouped else None, length=length, block=block)
+        if self.group != ON_REQUEST:
+            return small
+        sizes = {"image": (16, 5), "video": (4, 3), "longformer": (64, 2), "documents": (5,)}.get(
+            self.kind, tuple(min(size, 64) for size in self.sizes)
+        )
+        tokens = {"image": 256, "video": 64}.get(self.kind, length if self.keys is None else length // 4)
+        return replace(small, batch=min(self.batch, 2), length=tokens, keys=self.keys and length, sizes=sizes)
 
 
-def useful_flops(case: Case, kept: int, direction: str) -> float:
-    """4 * D * kept scores * heads * batch forward, 2.5 times that backward. Dead scores do not count."""
-    return 4.0 * case.head_dim * kept * case.heads * case.batch * FLOPS_OF_PASS[direction]
+def useful_flops(case: Case, kept: float, direction: str) -> float:
+    """2 * (D + Dv) * kept scores * heads * batch forward, 2.5 times as many backward. Dead scores do not count."""
+    dims = case.head_dim + (case.v_dim or case.head_dim)
+    return 2.0 * dims * kept * case.heads * case.batch * FLOPS_OF_PASS[direction]
 
 
 MAIN = ("dense", "butterfly", "local", "bigbird", "random12", "causal")
+LENGTHS = {512: "512", 1024: "1k", 4096: "4k", 16384: "16k", 65536: "64k", 262144: "256k", 1048576: "1m"}
+# Batch, heads, length, head dim and masks.
+SHAPES = {
+    "pathx-d64": (16, 4, 16384, 64, ("butterfly", "neighborhood", "dense")),
+    "path256": (2, 4, 65536, 64, ("butterfly", "neighborhood")),
+    "pathx-d32": (16, 4, 16384, 32, ("butterfly",)),
+    "lra1k": (64, 8, 1024, 64, ("butterfly", "dense")),  # Image, Pathfinder
+    "lra2k": (32, 8, 2048, 64, ("butterfly", "dense")),  # ListOps
+    "lra4k": (32, 8, 4096, 64, ("butterfly", "dense")),  # Text, Retrieval
+}
+ARITHMETICS = {
+    "fp32": (torch.float32, False), "tf32": (torch.float32, True), "fp16": (torch.float16, False),
+    "bf16": (torch.bfloat16, False),
+}  # fmt: skip
+D128, D64 = (128, 16), (64, 32)  # head dim and heads
 
 
-def _masks(head_dim: int, heads: int) -> list[Case]:
-    kinds = (*MAIN, "random03", "random50", "neighborhood")
-    return [Case(f"d{head_dim}-{kind}", kind, 1, heads, 16384, head_dim, main=kind in MAIN) for kind in kinds]
+def _workload(
+    name: str, kind: str, length: int, heads: int = 16, head_dim: int = 128, batch: int = 1, *, backward: bool = True,
+    kv_heads: int | None = None, sizes: tuple[int, ...] = (), keys: int | None = None, v_dim: int | None = None,
+) -> Case:  # fmt: skip
+    passes = (FORWARD, BACKWARD) if backward else (FORWARD,)
+    return Case(
+        name, kind, batch, heads, length, head_dim, passes=passes, group="workloads", kv_heads=kv_heads, sizes=sizes,
+        keys=keys, v_dim=v_dim,
+    )  # fmt: skip
 
 
-def _windows(head_dim: int, heads: int) -> list[Case]:
-    return [
-        Case(f"d{head_dim}-{kind}", kind, 1, heads, 16384, head_dim, group="windows")
-        for kind in ("window256", "window64")
-    ]
+WORKLOADS = (
+    _workload("llama-causal-8k", "causal", 8192, 32, 128, 4, kv_heads=8),
+    _workload("window-1000-32k", "window", 32768, 32, 128, sizes=(1000,), kv_heads=8),
+    _workload("window-4096-64k-d64", "window", 65536, 32, 64, sizes=(4096,)),
+    _workload("documents-64k", "documents", 65536, 16, 128, sizes=(32,)),
+    _workload("bert-64x512", "dense", 512, 16, 64, 64),
+    _workload("gpt2-32x1k", "causal", 1024, 16, 64, 32),
+    _workload("causal-16x2k", "causal", 2048, 16, 128, 16),
+    _workload("cross-1k-64k", "dense", 1024, 16, 128, keys=65536),
+    _workload("cross-128-64k", "dense", 128, 16, 128, 8, keys=65536),
+    _workload("window-1024-d96", "window", 16384, 16, 96, sizes=(1024,)),
+    *(_workload(f"causal-8k-d{dim}", "causal", 8192, 16, dim) for dim in (32, 64, 80, 96, 128, 192, 256)),
+    *(_workload(f"dense-4k-d{dim}", "dense", 4096, 16, dim, 2) for dim in (32, 64, 72, 80, 96, 128, 192, 256)),
+    *(_workload(f"window-1024-16k-d{dim}", "window", 16384, 16, dim, sizes=(1024,)) for dim in (64, 128, 256)),
+    _workload("deepseek-causal-8k", "causal", 8192, 16, 192, v_dim=128),
+    _workload("latent-causal-4k", "causal", 4096, 16, 576, kv_heads=1, v_dim=512, backward=False),
+    *(_workload(f"{kind}-16k-d64", kind, 16384, 32, 64) for kind in ("dense", "causal")),
+    _workload("image-128-window-13", "image", 16384, 16, 64, sizes=(128, 13)),
+    _workload("video-32-window-9", "video", 32768, 16, 64, sizes=(32, 9)),
+    _workload("longformer-16k", "longformer", 16384, 16, 64, sizes=(512, 1)),
+    _workload("padded-16x4k", "padded", 4096, 16, 64, 16),
+    _workload("prefix-8k", "prefix", 8192, 16, 128, sizes=(2048,)),
+)
 
-
-def _calls() -> list[Case]:
-    kinds = ("dense", "causal", "butterfly")
-    calls = [Case(f"call-{kind}", kind, 1, 8, 256, 64, passes=(CALL,), group="calls") for kind in kinds]
-    first = [
-        Case(f"first-d{head_dim}", "butterfly", 1, 8, 1024, head_dim, passes=FIRST, group="calls")
-        for head_dim in (64, 128)
-    ]
-    return calls + first
-
-
-def _memory() -> list[Case]:
-    names = {16384: "16k", 65536: "64k", 262144: "256k", 1048576: "1m"}
-    return [
-        Case(f"memory-{name}-{kind}", kind, 1, 8, length, 64, passes=(MEMORY,), group="memory")
+CASES: tuple[Case, ...] = (
+    *(
+        Case(f"d{dim}-{kind}", kind, 1, heads, 16384, dim, main=kind in MAIN)
+        for dim, heads in (D128, D64)
+        for kind in (*MAIN, "random03", "random50", "neighborhood")
+    ),
+    *(
+        Case(f"memory-{LENGTHS[n]}-{kind}", kind, 1, 8, n, 64, passes=(MEMORY,), group="memory")
         for kind in ("local", "butterfly")
-        for length, name in names.items()
-    ]
-
-
-def _lengths() -> list[Case]:
-    names = {512: "512", 1024: "1k", 4096: "4k", 16384: "16k", 65536: "64k", 262144: "256k", 1048576: "1m"}
-    return [
+        for n in (16384, 65536, 262144, 1048576)
+    ),
+    *(
         # At least 32768 tokens in all, so that short sequences fill the GPU, too.
-        Case(f"n{name}-{kind}", kind, max(1, 32768 // length), 8, length, 64, group="lengths")
-        for length, name in names.items()
+        Case(f"n{name}-{kind}", kind, max(1, 32768 // n), 8, n, 64, group="lengths")
+        for n, name in LENGTHS.items()
         for kind in ("local", "butterfly", "dense")
-        if kind != "dense" or length <= 65536  # dense attention over a million tokens would take 20 s per call
-    ]
-
-
-def _shapes() -> list[Case]:
-    shapes = {  # batch, heads, length, head dim, masks
-        "pathx-d64": (16, 4, 16384, 64, ("butterfly", "neighborhood", "dense")),
-        "path256": (2, 4, 65536, 64, ("butterfly", "neighborhood")),
-        "pathx-d32": (16, 4, 16384, 32, ("butterfly",)),
-        "lra1k": (64, 8, 1024, 64, ("butterfly", "dense")),  # Image, Pathfinder
-        "lra2k": (32, 8, 2048, 64, ("butterfly", "dense")),  # ListOps
-        "lra4k": (32, 8, 4096, 64, ("butterfly", "dense")),  # Text, Retrieval
-    }
-    return [
+        if kind != "dense" or n <= 65536  # dense attention over a million tokens would take 20 s per call
+    ),
+    *(
         Case(f"{name}-{kind}", kind, *shape, group="shapes")
-        for name, (*shape, kinds) in shapes.items()
+        for name, (*shape, kinds) in SHAPES.items()
         for kind in kinds
-    ]
-
-
-def _dtypes() -> list[Case]:
-    arithmetics = {
-        "fp32": (torch.float32, False),
-        "tf32": (torch.float32, True),
-        "fp16": (torch.float16, False),
-        "bf16": (torch.bfloat16, False),
-    }
-    return [
-        Case(f"{name}-{kind}", kind, 1, 16, 8192, 64, dtype=dtype, tf32=tf32, group="dtypes")
-        for kind in ("butterfly", "dense")
-        for name, (dtype, tf32) in arithmetics.items()
-    ]
-
-
-def _blocks() -> list[Case]:
-    return [
-        Case(f"block{block}-d{head_dim}-{kind}", kind, 1, heads, 16384, head_dim, block=block, group="blocks")
-        for head_dim, heads in ((64, 32), (128, 16))
+    ),
+    *(
+        Case(f"block{block}-d{dim}-{kind}", kind, 1, heads, 16384, dim, block=block, group="blocks")
+        for dim, heads in (D64, D128)
         for kind in ("butterfly", "random12")
         for block in (128, 64, 32, 16)
-    ]
-
-
-def _dims() -> list[Case]:
-    return [
-        Case(f"dim{head_dim}-{kind}", kind, 1, 16, 16384, head_dim, group="dims")
-        for head_dim in (32, 64, 96, 128, 256)
+    ),
+    *(
+        Case(f"dim{dim}-{kind}", kind, 1, 16, 16384, dim, group="dims")
+        for dim in (32, 64, 96, 128, 256)
         for kind in ("butterfly", "dense")
-    ]
-
-
-def _heads() -> list[Case]:
-    return [
-        Case(
-            f"kv{kv_heads}of{heads}-d{head_dim}-{kind}",
-            kind,
-            1,
-            heads,
-            16384,
-            head_dim,
-            kv_heads=kv_heads,
-            group="heads",
-        )
-        for head_dim, heads, counts in ((64, 32, (32, 8, 1)), (128, 16, (4,)))
-        for kv_heads in counts
+    ),
+    *(
+        Case(f"{name}-{kind}", kind, 1, 16, 8192, 64, dtype=dtype, tf32=tf32, group="dtypes")
+        for kind in ("butterfly", "dense")
+        for name, (dtype, tf32) in ARITHMETICS.items()
+    ),
+    *(
+        Case(f"kv{kv}of{heads}-d{dim}-{kind}", kind, 1, heads, 16384, dim, kv_heads=kv, group="heads")
+        for (dim, heads), counts in ((D64, (32, 8, 1)), (D128, (4,)))
+        for kv in counts
         for kind in ("butterfly", "causal")
-    ]
-
-
-def _tuned() -> list[Case]:
-    # Masks of one shape whose blocks are all full share the tuned kernel, so three cost little more than one.
-    return [
-        Case(f"tuned-d{head_dim}-{kind}", kind, 1, heads, 16384, head_dim, group="tuned", tuned=True)
-        for head_dim, heads in ((64, 32), (128, 16))
+    ),
+    *(
+        Case(f"d{dim}-{kind}", kind, 1, heads, 16384, dim, group="windows")
+        for dim, heads in (D128, D64)
+        for kind in ("window256", "window64")
+    ),
+    *(
+        # Masks of one shape whose blocks are all full share the tuned kernel, so three cost little more than one.
+        Case(f"tuned-d{dim}-{kind}", kind, 1, heads, 16384, dim, group="tuned", tuned=True)
+        for dim, heads in (D64, D128)
         for kind in ("butterfly", "bigbird", "random12")
-    ]
-
-
-# Calls come first, while torch.compile has few guards, as for a user with one mask.
-CASES: tuple[Case, ...] = (
-    *_calls(),
-    *_masks(128, 16),
-    *_masks(64, 32),
-    *_memory(),
-    *_lengths(),
-    *_shapes(),
-    *_blocks(),
-    *_dims(),
-    *_dtypes(),
-    *_heads(),
-    *_windows(128, 16),
-    *_windows(64, 32),
-    *_tuned(),
+    ),
+    *WORKLOADS,
 )
 
 
 def select(patterns: str, *, groups: tuple[str, ...] = (), quick: bool = False) -> list[Case]:
-    """The cases of `groups` (all if empty) whose name matches one of the comma-separated globs; with `quick`
-    the main ones only, without the pass BOTH."""
+    """The cases of `groups` whose name matches one of the comma-separated globs.
+
+    groups: all but workloads if empty. quick: the main cases only, without the pass BOTH.
+    """
     unknown = [name for name in groups if name not in GROUPS]
     if unknown:
         raise ValueError(f"--group must be from {', '.join(GROUPS)}; got {', '.join(unknown)}.")
+    wanted = groups or tuple(name for name in GROUPS if name != ON_REQUEST)
     globs = [glob.strip() for glob in patterns.split(",")]
-    offered = [case for case in CASES if (case.main or not quick) and (not groups or case.group in groups)]
+    offered = [case for case in CASES if (case.main or not quick) and case.group in wanted]
     chosen = [case for case in offered if any(fnmatch(case.name, glob) for glob in globs)]
     if not chosen:
         names = (

@@ -1,4 +1,4 @@
-"""Neighbourhood attention on an image whose tokens are ordered tile by tile, defined independently of the library.
+"""The rule of neighbourhood attention on an image whose tokens are ordered tile by tile.
 
 One tile of the image is one mask block, so that near tokens share blocks. The rule uses only `//`, `%`, comparisons,
 `&` and `|`, so the same code runs on PyTorch's tensors and inside the kernels of FlexAttention and FlashAttention-4.
@@ -7,8 +7,6 @@ One tile of the image is one mask block, so that near tokens share blocks. The r
 from __future__ import annotations
 
 from typing import Any, NamedTuple
-
-import numpy as np
 
 WINDOW = 33  # tokens on each side
 TILES = {16: (4, 4), 32: (4, 8), 64: (8, 8), 128: (8, 16)}  # tokens a block -> rows and columns of a tile
@@ -24,11 +22,6 @@ class Grid(NamedTuple):
     window_height: int
     window_width: int
 
-    @property
-    def kept(self) -> int:
-        """The number of live scores. A window moves inwards at an edge, so every query sees a whole window."""
-        return self.height * self.width * self.window_height * self.window_width
-
     def live(self, q: Any, k: Any) -> Any:
         """Whether score (q, k) is live, for positions in the order of tiles, of any type that has the operators."""
         q_row, q_col = self._place(q)
@@ -43,25 +36,12 @@ class Grid(NamedTuple):
             tile % across * self.tile_width + inside % self.tile_width,
         )
 
-    def blocks(self) -> tuple[np.ndarray, np.ndarray]:
-        """Layouts [M, M] of the wholly live and of the partly live blocks."""
-        some_rows, all_rows = _tiles_near(self.height, self.window_height, self.tile_height)
-        some_cols, all_cols = _tiles_near(self.width, self.window_width, self.tile_width)
-        full = np.kron(all_rows, all_cols)  # blocks are numbered like tiles, row by row
-        return full, np.kron(some_rows, some_cols) & ~full
-
 
 def near(q: Any, k: Any, side: int, window: int) -> Any:
     """Whether k is in the window of q, on one axis."""
     # The window begins at s = min(max(q - window // 2, 0), side - window); s <= k < s + window without minima.
     first = q - window // 2
     return ((k >= first) | (k >= side - window)) & ((k < first + window) | (k < window))
-
-
-def _tiles_near(side: int, window: int, tile: int) -> tuple[np.ndarray, np.ndarray]:
-    places = np.arange(side)
-    live = near(places[:, None], places[None, :], side, window).reshape(side // tile, tile, side // tile, tile)
-    return live.any((1, 3)), live.all((1, 3))
 
 
 def grid(length: int, block: int) -> Grid:

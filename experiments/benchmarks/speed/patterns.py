@@ -1,81 +1,38 @@
-"""The masks of the benchmark: which blocks and scores are live, defined independently of the library.
-
-The exactness check uses these definitions, not `BlockMask`, so that a fault in the library's mask is found.
-"""
+"""The masks of the benchmark as a user of the library makes them, with the rules of their partial tiles for peers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
-import sparseflash.masks as masks
-from experiments.benchmarks.speed.grid import grid
-from sparseflash import BlockMask
+from experiments.benchmarks.speed.cases import Case
+from experiments.benchmarks.speed.grid import grid, near
+from sparseflash import BlockMask, masks
 
-Rule = Callable[[Tensor, Tensor], Tensor]
+# (batch, head, query, key) -> live. Without `//` of tensors and the like, it also runs inside kernels of CuTe.
+Rule = Callable[[Any, Any, Any, Any], Any]
 
 
-@dataclass(frozen=True)
-class Pattern:
-    """The live scores of one head, with blocks of `block` tokens and M = length / block blocks on each side.
+class Pattern(NamedTuple):
+    """A mask, and the rule of its partial tiles; None if all its tiles are full."""
 
-    A score (q, k) is live where `full[q // block, k // block]`, and where `partial[q // block, k // block]` and
-    `rule(q, k)`. `kept` is the number of live scores, from a closed form if there is a rule.
-    """
-
-    length: int  # tokens
-    block: int  # tokens
-    full: Tensor  # bool [M, M]
-    partial: Tensor  # bool [M, M]
-    kept: int  # scores
+    mask: BlockMask
     rule: Rule | None = None
 
     @property
-    def density(self) -> float:
-        """Live scores over all scores."""
-        return self.kept / self.length**2
-
-    def live(self, q_idx: Tensor, k_idx: Tensor) -> Tensor:
-        """Bools for broadcastable int64 token positions, on the device of the pattern."""
-        rows, columns = q_idx // self.block, k_idx // self.block
-        live = self.full[rows, columns]
-        if self.rule is not None:
-            live = live | (self.partial[rows, columns] & self.rule(q_idx, k_idx))
-        return live
-
-    def to(self, device: torch.device | str) -> Pattern:
-        """The same pattern with its layouts on `device`."""
-        return replace(self, full=self.full.to(device), partial=self.partial.to(device))
-
-
-def dense(blocks: int) -> np.ndarray:
-    """Layout [M, M]: everything."""
-    return np.ones((blocks, blocks), dtype=bool)
-
-
-def _indices(blocks: int) -> tuple[np.ndarray, np.ndarray]:
-    """Block rows [M, 1] and columns [1, M], in int32: a million tokens have 67 million pairs of blocks."""
-    places = np.arange(blocks, dtype=np.int32)
-    return places[:, None], places[None, :]
-
-
-def butterfly(blocks: int) -> np.ndarray:
-    """Layout [M, M]: i == j, or i XOR j a power of two."""
-    i, j = _indices(blocks)
-    differing = i ^ j
-    layout: np.ndarray = (differing & (differing - 1)) == 0
-    return layout
+    def kept(self) -> int:
+        """Live scores of a head, the mean over the batch."""
+        return round(self.mask.density * self.mask.q_len * self.mask.k_len)
 
 
 def local(blocks: int, reach: int = 4) -> np.ndarray:
     """Layout [M, M]: |i - j| <= reach, in blocks."""
-    i, j = _indices(blocks)
-    layout: np.ndarray = np.abs(i - j) <= reach
+    places = np.arange(blocks, dtype=np.int32)  # a million tokens have 67 million pairs of blocks
+    layout: np.ndarray = np.abs(places[:, None] - places) <= reach
     return layout
 
 
@@ -100,86 +57,148 @@ def random(blocks: int, density: float = 0.129, *, seed: int = 0) -> np.ndarray:
     return layout
 
 
-def of_layout(layout: np.ndarray, length: int, block: int) -> Pattern:
-    """The pattern whose blocks are wholly live or wholly dead."""
-    full = torch.from_numpy(layout)
-    return Pattern(length, block, full, torch.zeros_like(full), int(layout.sum()) * block**2)
-
-
-def causal(length: int, block: int) -> Pattern:
-    """k <= q, exact to the element."""
-    i, j = _indices(length // block)
-    kept = length * (length + 1) // 2
-    return Pattern(length, block, torch.from_numpy(i > j), torch.from_numpy(i == j), kept, lambda q, k: k <= q)
-
-
-def window(length: int, block: int, reach: int) -> Pattern:
-    """|q - k| <= reach, in tokens, exact to the element."""
-    i, j = _indices(length // block)
-    offset = np.abs(i - j) * block
-    nearest, farthest = np.maximum(offset - (block - 1), 0), offset + block - 1
-    full = farthest <= reach
-    partial = (nearest <= reach) & ~full
-    near = min(reach, length - 1)
-    kept = length + 2 * (near * length - near * (near + 1) // 2)
-    return Pattern(
-        length,
-        block,
-        torch.from_numpy(full),
-        torch.from_numpy(partial),
-        kept,
-        lambda q, k: (q - k).abs() <= reach,
-    )
-
-
-def neighborhood(length: int, block: int) -> Pattern:
-    """The tokens of an image near the query's, in tile order; grid.py has the rule."""
-    image = grid(length, block)
-    full, partly = (torch.from_numpy(layout) for layout in image.blocks())
-    return Pattern(length, block, full, partly, image.kept, image.live)
-
-
 LAYOUTS: dict[str, Callable[[int], np.ndarray]] = {
-    "dense": dense,
-    "butterfly": butterfly,
     "local": local,
     "bigbird": bigbird,
     "random12": random,
     "random03": partial(random, density=0.03),
     "random50": partial(random, density=0.5),
 }
-WINDOWS = {"window64": 64, "window256": 256}  # reach in tokens
-KINDS = ("causal", *LAYOUTS, *WINDOWS, "neighborhood")
 
 
-def pattern(kind: str, length: int, block: int) -> Pattern:
-    """The pattern named `kind` (one of KINDS) over `length` tokens, a multiple of `block`."""
-    if length % block:
-        raise ValueError(f"length must be a multiple of the block; got {length} tokens in blocks of {block}.")
-    if kind == "causal":
-        return causal(length, block)
-    if kind in WINDOWS:
-        return window(length, block, WINDOWS[kind])
-    if kind == "neighborhood":
-        return neighborhood(length, block)
-    if kind in LAYOUTS:
-        return of_layout(LAYOUTS[kind](length // block), length, block)
-    raise ValueError(f"kind must be one of {', '.join(KINDS)}; got {kind!r}.")
+def _of_layout(case: Case, device: torch.device) -> Pattern:
+    layout = torch.from_numpy(LAYOUTS[case.kind](case.length // case.block))
+    return Pattern(BlockMask.from_layout(layout, block=case.block))
+
+
+def _dense(case: Case, device: torch.device) -> Pattern:
+    return Pattern(BlockMask.dense(case.length, case.k_len, block=case.block))
+
+
+def _butterfly(case: Case, device: torch.device) -> Pattern:
+    return Pattern(masks.butterfly(case.length, block=case.block))
+
+
+def _causal(case: Case, device: torch.device) -> Pattern:
+    return Pattern(masks.causal(case.length, block=case.block), lambda b, h, q, k: k <= q)
+
+
+def window_of(case: Case) -> tuple[int, int] | None:
+    """The keys before and after a query that it sees, if the mask is a window."""
+    if case.kind == "window":
+        return case.sizes[0] - 1, 0
+    both = {"window64": 64, "window256": 256}.get(case.kind)
+    return None if both is None else (both, both)
+
+
+def _window(case: Case, device: torch.device) -> Pattern:
+    found = window_of(case)
+    assert found is not None
+    left, right = found
+    mask = masks.local(case.length, left=left, right=right, block=case.block)
+    return Pattern(mask, lambda b, h, q, k: (k >= q - left) & (k <= q + right))
+
+
+def _prefix(case: Case, device: torch.device) -> Pattern:
+    (prefix,) = case.sizes
+    mask = masks.prefix_lm(case.length, prefix=prefix, block=case.block)
+    return Pattern(mask, lambda b, h, q, k: (k < prefix) | (k <= q))
+
+
+def _longformer(case: Case, device: torch.device) -> Pattern:
+    window, tokens = case.sizes
+    side = window // 2
+
+    def rule(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return ((k <= q + side) & (q <= k + side)) | (q < tokens) | (k < tokens)
+
+    return Pattern(masks.longformer(case.length, window=window, global_tokens=tokens, block=case.block), rule)
+
+
+def _neighborhood(case: Case, device: torch.device) -> Pattern:
+    """The tokens of an image near the query's, in tile order."""
+    image = grid(case.length, case.block)
+    shape, tile = (image.height, image.width), (image.tile_height, image.tile_width)
+    window = image.window_height, image.window_width
+    mask = masks.neighborhood(shape, window=window, order=masks.order.tiles(shape, tile), block=case.block)
+    return Pattern(mask, lambda b, h, q, k: image.live(q, k))
+
+
+def _image(case: Case, device: torch.device) -> Pattern:
+    """A square image, or a cube of a video, in rows."""
+    side, window = case.sizes
+    axes = {"image": 2, "video": 3}[case.kind]
+
+    def rule(b: Any, h: Any, q: Any, k: Any) -> Any:
+        live = near(q % side, k % side, side, window)
+        for _ in range(axes - 1):
+            q, k = q // side, k // side
+            live = live & near(q % side, k % side, side, window)
+        return live
+
+    return Pattern(masks.neighborhood((side,) * axes, window=window, block=case.block), rule)
+
+
+def lengths_of(case: Case) -> list[int]:
+    """Lengths of documents, whose sum is `length`, or of padded sequences, of which the longest has `length` tokens.
+
+    They are very different, and at least one token each.
+    """
+    is_packed = case.kind == "documents"
+    shares = np.random.default_rng(0).lognormal(sigma=1.0, size=case.sizes[0] if is_packed else case.batch)
+    whole = shares.sum() if is_packed else shares.max()
+    found = np.maximum(1, (shares / whole * case.length).astype(int))
+    if is_packed:
+        found[found.argmax()] += case.length - found.sum()
+    return [int(each) for each in found]
+
+
+def _documents(case: Case, device: torch.device) -> Pattern:
+    lengths = lengths_of(case)
+    document = torch.repeat_interleave(torch.tensor(lengths)).to(device)
+    mask = masks.documents(lengths, causal=True, block=case.block)
+    return Pattern(mask, lambda b, h, q, k: (document[q] == document[k]) & (k <= q))
+
+
+def _padded(case: Case, device: torch.device) -> Pattern:
+    """Every batch element has a length of its own."""
+    lengths = lengths_of(case)
+    of_batch = torch.tensor(lengths, device=device)
+    mask = BlockMask.dense(case.length, block=case.block).with_lengths(lengths)
+    return Pattern(mask, lambda b, h, q, k: (q < of_batch[b]) & (k < of_batch[b]))
+
+
+KINDS: dict[str, Callable[[Case, torch.device], Pattern]] = {  # comment: the sizes
+    "dense": _dense,
+    "causal": _causal,
+    "butterfly": _butterfly,
+    **dict.fromkeys(LAYOUTS, _of_layout),
+    "window64": _window,  # the reach in tokens, both ways
+    "window256": _window,
+    "neighborhood": _neighborhood,
+    "window": _window,  # keys, causal
+    "prefix": _prefix,  # keys that every query sees
+    "longformer": _longformer,  # keys, global tokens
+    "image": _image,  # side, window
+    "video": _image,
+    "documents": _documents,  # their number
+    "padded": _padded,
+}
+READS_MEMORY = ("documents", "padded")  # rules that FlashAttention-4's mask_mod cannot be
+_SIZED = ("window", "prefix", "longformer", "image", "video", "documents", "padded")
+PLAIN_KINDS = tuple(kind for kind in KINDS if kind not in _SIZED)
+
+
+def pattern(case: Case, device: torch.device | str = "cpu") -> Pattern:
+    """The mask of a case on a device, and its rule."""
+    if case.kind not in KINDS:
+        raise ValueError(f"kind must be one of {', '.join(KINDS)}; got {case.kind!r}.")
+    if case.kind in LAYOUTS and case.length % case.block:
+        raise ValueError(f"length must be a multiple of the block; got {case.length} tokens in blocks of {case.block}.")
+    found = KINDS[case.kind](case, torch.device(device))
+    return found._replace(mask=found.mask.to(device))
 
 
 def block_mask(kind: str, length: int, block: int) -> BlockMask:
-    """The same mask as a user of the library would make it."""
-    if kind == "dense":
-        return BlockMask.dense(length, block=block)
-    if kind == "causal":
-        return masks.causal(length, block=block)
-    if kind == "butterfly":
-        return masks.butterfly(length, block=block)
-    if kind in WINDOWS:
-        return masks.local(length, window=2 * WINDOWS[kind], block=block)  # a window of w keys sees |q - k| <= w // 2
-    if kind == "neighborhood":
-        image = grid(length, block)
-        shape, tile = (image.height, image.width), (image.tile_height, image.tile_width)
-        window_ = (image.window_height, image.window_width)
-        return masks.neighborhood(shape, window=window_, order=masks.order.tiles(shape, tile), block=block)
-    return BlockMask.from_layout(pattern(kind, length, block).full, block=block)
+    """The mask of this kind over `length` tokens, for kinds without sizes."""
+    return pattern(Case(kind, kind, 1, 1, length, 64, block=block)).mask

@@ -1,198 +1,177 @@
-"""A case from inputs to rows: check ours, then time ours and its peers in turns on the same inputs."""
+"""Ways of computing one attention: ours is compared with fp64, the others with ours, and all are timed in turns."""
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
+from math import isfinite
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from experiments.benchmarks import timing
-from experiments.benchmarks.speed import first_call
-from experiments.benchmarks.speed.candidate import Candidate, compare, inference, prepare, verify
-from experiments.benchmarks.speed.cases import BACKWARD, BOTH, CALL, FIRST, MEMORY, Case, useful_flops
-from experiments.benchmarks.speed.check import checked_heads
-from experiments.benchmarks.speed.inputs import Options, make_inputs
+from experiments.benchmarks.harness import SAME_FUNCTION, Bench, Unavailable, Way, difference, reason
+from experiments.benchmarks.speed.cases import BOTH, FORWARD, MEMORY, Case, useful_flops
 from experiments.benchmarks.speed.patterns import Pattern, pattern
-from experiments.benchmarks.speed.peers.runner import Peer
+from experiments.benchmarks.speed.peers import runner_of
+from experiments.benchmarks.speed.peers.runner import Inputs, Runner
 from experiments.benchmarks.speed.precision import products_in_tf32
-from experiments.benchmarks.speed.rows import NOT_RUN, OK, OURS, SKIPPED, Row
+from sparseflash import testing
+
+OURS = "sparseflash"
+ALLOWED = "of what is allowed"  # the unit of errors
+LIVE_SCORES_IN_FULL = 2**30  # of a head whose rows are all compared with fp64: 0.2 s on an H100
+MIB = 2**20
 
 
-def _time(candidates: Mapping[str, Candidate], direction: str, options: Options) -> dict[str, timing.Timing]:
-    calls: dict[str, timing.Timed] = {}
-    for name, candidate in candidates.items():
-        runner = candidate.runner
-        if runner is None or candidate.status(direction) != OK:
-            continue
-        if direction == BACKWARD:
-            assert candidate.backward is not None
-            calls[name] = timing.Timed(candidate.backward, runner.context)
-        elif direction == BOTH:
-            calls[name] = timing.Timed(runner.step, runner.context)
-        else:
-            calls[name] = timing.Timed(runner.inference(), partial(inference, runner))
-    if direction == CALL:
-        return timing.of_single_calls(calls, options.device, rounds=options.rounds, count=options.calls)
-    return timing.in_turns(calls, options.device, rounds=options.rounds, round_ms=options.round_ms)
-
-
-def run_case(case: Case, ours: Peer, peers: Mapping[str, Peer], options: Options) -> list[Row]:
-    """The rows of one case. A pass in which ours fails or is wrong is not timed, not for peers either."""
-    with products_in_tf32(case.tf32 and options.device.type == "cuda"):
-        if set(case.passes) <= set(FIRST):
-            return _first_calls(case, peers, options)
-        return _run_case(case, ours, peers, options)
-
-
-def _run_case(case: Case, ours: Peer, peers: Mapping[str, Peer], options: Options) -> list[Row]:
-    live = pattern(case.kind, case.length, case.block).to(options.device)
-    inputs = make_inputs(case, options)
-    first = prepare(OURS, ours, case, live, inputs, options.device)
-    verify(first, inputs, live, checked_heads(case.batch, case.heads_of_keys, options.heads, options.seed))
-    candidates = {OURS: first}
-    if any(first.status(direction) == OK for direction in case.passes):
-        for name, peer in peers.items():
-            candidates[name] = prepare(name, peer, case, live, inputs, options.device)
-            compare(candidates[name], first, case.dtype)
-            candidates[name].results = {}
-    first.results = {}
-    rows = []
-    for direction in case.passes:
-        right = first.status(direction) == OK
-        timings = _time(candidates, direction, options) if right and direction != MEMORY else {}
-        for name, candidate in candidates.items():
-            measured = timings.get(name)
-            if measured is not None and measured.failure is not None:
-                candidate.fail(measured.failure, direction)
-            if right or name == OURS:
-                rows.append(_row(case, live, direction, candidate, measured, timings.get(OURS)))
-    return rows
-
-
-def _row(
-    case: Case,
-    live: Pattern,
-    direction: str,
-    candidate: Candidate,
-    measured: timing.Timing | None,
-    ours: timing.Timing | None,
-) -> Row:
-    status, reason = candidate.verdicts.get(direction, (OK, ""))
-    row = Row(
-        case,
-        candidate.name,
-        direction,
-        status,
-        density=live.density,
-        first_call_s=candidate.first_call_s.get(direction),
-        error=candidate.errors.get(direction),
-        difference=candidate.differences.get(direction),
-        checked=candidate.checked,
-        reason=reason,
-    )
-    if direction == MEMORY and status == OK:
-        row.memory_mib = candidate.memory_mib
-    if measured is not None and measured.failure is None:
-        row.ms, row.spread = measured.ms, measured.spread
-        row.flops = useful_flops(case, live.kept, direction)
-        if candidate.name != OURS and ours is not None and ours.failure is None:
-            row.ratio = measured.ms / ours.ms
-    return row
-
-
-def _first_calls(case: Case, peers: Mapping[str, Peer], options: Options) -> list[Row]:
-    """The rows of the first calls, each implementation in a new process."""
-    live = pattern(case.kind, case.length, case.block).to(options.device)
-    inputs = make_inputs(case, options)
-    rows: list[Row] = []
-    first: dict[str, float] = {}
-    for name in (OURS, *peers):
-        try:
-            if name != OURS:
-                peers[name](case, live, inputs)  # whether it can serve the case at all needs no new process
-            answers = first_call.in_new_process(case, name, options)
-        except Exception as failure:
-            refused = Candidate(case, name)
-            refused.fail(failure, *case.passes)
-            answers = [first_call.Answer(*refused.verdicts[way]) for way in case.passes]
-        for way, answer in zip(case.passes, answers):
-            if name == OURS and answer.seconds is not None:
-                first[way] = answer.seconds
-            elif way not in first and name != OURS:
-                continue  # ours is wrong or failed, so nothing is compared with it
-            row = Row(case, name, way, answer.status, live.density, first_call_s=answer.seconds, reason=answer.reason)
-            row.error, row.difference, row.checked = answer.error, answer.difference, answer.checked
-            if answer.seconds is not None:
-                row.ms = answer.seconds * 1e3
-                row.ratio = None if name == OURS else answer.seconds / first[way]
-            rows.append(row)
-    return rows
-
-
-def _progress(rows: Sequence[Row]) -> str:
-    """A case on one line: the implementation, then pass after pass."""
-    parts: dict[str, list[str]] = {}
-    for row in rows:
-        value = row.status if row.ms is None else f"{row.ms:.3f} ms"
-        if row.memory_mib is not None:
-            value = f"{row.memory_mib:.0f} MiB"
-        if row.ratio is not None:
-            value = f"x{row.ratio:.2f}"
-        if row.error is not None:
-            value += f" error {row.error:.2f}"
-        if row.status != SKIPPED:
-            parts.setdefault(row.peer, []).append(f"{row.direction} {value}" if row.peer == OURS else value)
-    return "; ".join(f"{peer} {', '.join(values)}" for peer, values in parts.items()) or "skipped"
-
-
-def _release(device: torch.device) -> str:
-    """Frees cached memory. Returns a reason if the device cannot continue, as after an illegal access by a kernel."""
-    if device.type == "cuda":
-        try:
-            torch.cuda.synchronize(device)
-            torch.cuda.empty_cache()
-        except Exception as failure:
-            print(failure, file=sys.stderr, flush=True)
-            return "the device was lost in an earlier case"
-    return ""
-
-
-def run_cases(
-    cases: Sequence[Case],
-    ours: Peer,
-    peers: Mapping[str, Peer],
-    options: Options,
-    *,
-    minutes: float = float("inf"),
-    done: Callable[[list[Row]], None] = lambda rows: None,
-) -> list[Row]:
-    """All rows. `done` receives the rows of each case; no case begins after `minutes` minutes."""
-    begin = time.monotonic()
-    rows: list[Row] = []
-    lost = ""
-    for number, case in enumerate(cases, 1):
-        begin_case = time.monotonic()
-        late = f"the limit of {minutes:g} minutes was reached" if begin_case - begin > 60 * minutes else ""
-        if lost or late:
-            new = [Row(case, OURS, direction, NOT_RUN, reason=lost or late) for direction in case.passes]
-        else:
-            try:
-                new = run_case(case, ours, peers, options)
-            except Exception as failure:  # a failure of the benchmark itself, such as too little memory for the check
-                broken = Candidate(case, OURS)
-                broken.fail(failure, *case.passes)
-                verdicts = broken.verdicts.items()
-                new = [Row(case, OURS, way, status, reason=reason) for way, (status, reason) in verdicts]
-            lost = _release(options.device)
-        rows += new
-        now = time.monotonic()
-        took = f"({now - begin_case:.1f} s)"
-        print(
-            f"[{number:2}/{len(cases)}] {now - begin:4.0f} s  {case.name}: {_progress(new)} {took}",
-            flush=True,
+def make_inputs(case: Case, device: torch.device, seed: int = 0) -> Inputs:
+    """Normal random q and output gradient [B, H, N, .], k and v [B, heads of keys, Nk, .]."""
+    generator = torch.Generator(device).manual_seed(seed)
+    kv_heads, v_dim = case.heads_of_keys, case.v_dim or case.head_dim
+    q, k, v, dout = (
+        torch.randn(case.batch, *shape, generator=generator, device=device, dtype=case.dtype)
+        for shape in (
+            (case.heads, case.length, case.head_dim), (kv_heads, case.k_len, case.head_dim),
+            (kv_heads, case.k_len, v_dim), (case.heads, case.length, v_dim),
         )
-        done(new)
-    return rows
+    )  # fmt: skip
+    return Inputs(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout)
+
+
+def run_case(bench: Bench, case: Case, peers: Sequence[str], seed: int, heads: int) -> bool:
+    """Records our error and the times of all ways that agree with ours. Returns whether ours was right and was timed.
+
+    A peer that fails, or that computes something else, is recorded with the reason. heads: of keys, with their query
+    heads, that are compared with fp64.
+    """
+    with products_in_tf32(case.tf32 and bench.device.type == "cuda"):
+        return _run_case(bench, case, peers, seed, heads)
+
+
+def _run_case(bench: Bench, case: Case, peers: Sequence[str], seed: int, heads: int) -> bool:
+    live, inputs = pattern(case, bench.device), make_inputs(case, bench.device, seed)
+    settings = case.settings | {"live": live.mask.density}
+    wrong = _exactness(bench, case, live, inputs, heads)
+    expected: dict[int, tuple[Tensor, ...]] = {}  # our results, by their number
+    ways: dict[str, Way] = {}
+    right = not wrong
+    for name in (OURS, *peers):
+        before = torch.cuda.memory_allocated(bench.device) if bench.device.type == "cuda" else 0
+        runner: Runner | None = None
+        for which in case.passes:
+            try:
+                if wrong:
+                    raise ValueError(wrong)
+                runner = runner or runner_of(name, case, live, inputs)
+                if which == MEMORY:  # first, while nothing else of the implementation is in memory
+                    peak = peak_mib(runner, inputs, before, bench.device)
+                found = results(runner, which)
+                if name == OURS:
+                    expected[len(found)] = found
+                elif len(found) not in expected:
+                    raise ValueError("there are no results of ours to compare with")
+                apart = max(map(difference, found, expected[len(found)]))
+                if not apart <= SAME_FUNCTION[case.dtype]:
+                    raise ValueError(f"differs from ours by {apart:.2g}, relative")
+                if which == MEMORY:
+                    bench.add(f"{case.path}/{which}/{name}", peak, "MiB", **settings)
+                else:
+                    of_pass = settings | {"flops": useful_flops(case, live.kept, which)}
+                    ways[f"{which}/{name}"] = Way(*call_of(runner, which), of_pass, peer=True)
+            except Exception as failure:
+                right = right and (name != OURS or isinstance(failure, Unavailable))
+                unit = "MiB" if which == MEMORY else "ms"
+                bench.add(f"{case.path}/{which}/{name}", None, unit, failure=reason(failure), **settings)
+    if ways:
+        bench.time(case.path, ways)
+    bench.save()
+    return right
+
+
+def _exactness(bench: Bench, case: Case, live: Pattern, inputs: Inputs, heads: int) -> str:
+    """Records our largest error; returns the reason why ours must not be timed, if there is one."""
+    path, (q, k, v, dout) = f"{case.path}/exactness/{OURS}", inputs.tensors
+    # NaN in freed memory, so that a value that a kernel does not write is noticed.
+    freed = [torch.full_like(q, float("nan"), dtype=dtype) for dtype in (q.dtype, torch.float32)]
+    del freed
+    try:
+        error = testing.compare(
+            runner_of(OURS, case, live, inputs).call, q, k, v, live.mask, dout=dout,
+            gradients=set(case.passes) != {FORWARD}, heads=heads,
+            blocks=None if live.kept <= LIVE_SCORES_IN_FULL else 16, every_draw=False,
+        ).worst  # fmt: skip
+        if not isfinite(error):
+            raise ValueError("a result of ours is not finite, or is wrong where it should be exact")
+    except Exception as failure:
+        bench.add(path, None, ALLOWED, failure=reason(failure))
+        return reason(failure)
+    bench.add(path, error, ALLOWED)
+    return "" if error <= 1 else f"an error of ours is {error:.3g} times what is allowed"
+
+
+@contextmanager
+def inference(runner: Runner) -> Iterator[None]:
+    """The runner's context, without gradients."""
+    with runner.context(), torch.no_grad():
+        yield
+
+
+def call_of(runner: Runner, which: str) -> tuple[Callable[[], object], Callable[[], Any]]:
+    """The call of a pass to time, and its context. A backward runs on a graph that is kept."""
+    if which == FORWARD:
+        return runner.inference(), partial(inference, runner)
+    if which == BOTH:
+        return runner.step, runner.context
+    with runner.context():
+        return partial(runner.gradients, runner.forward(), retain_graph=True), runner.context
+
+
+def results(runner: Runner, which: str) -> tuple[Tensor, ...]:
+    """The output; with a backward also the gradients of q, k and v, as [B, H, N, D]."""
+    if which == FORWARD:
+        with inference(runner):
+            found = (runner.inference()(),)
+    else:
+        with runner.context():
+            found = runner.step()
+    return tuple(runner.to_bhnd(x) for x in found)
+
+
+def peak_mib(runner: Runner, inputs: Inputs, before: int, device: torch.device) -> float:
+    """The peak of a second forward and backward in MiB, with the inputs and all that the implementation keeps.
+
+    before: bytes that were allocated when the runner was not yet built, `inputs` included. Raises Unavailable on a CPU.
+    """
+    if device.type != "cuda":
+        raise Unavailable("PyTorch counts memory on a CUDA device only")
+    with runner.context():
+        runner.step()
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        runner.step()
+        torch.cuda.synchronize(device)
+    # A peer with its own order of dimensions has copies of the inputs, which then count as the inputs, once.
+    given = {tensor.data_ptr(): tensor.nbytes for tensor in inputs.tensors}
+    shared = sum(given.get(tensor.data_ptr(), 0) for tensor in runner.inputs.tensors)
+    return (torch.cuda.max_memory_allocated(device) - before + shared) / MIB
+
+
+def run_all(bench: Bench, todo: Mapping[str, Callable[[], bool]], minutes: float) -> bool:
+    """Records subjects by path until the minutes have passed; the others are marked. Returns whether ours was right."""
+    begin, right = time.monotonic(), True
+    for number, (path, run) in enumerate(todo.items(), 1):
+        if time.monotonic() - begin > 60 * minutes:
+            bench.add(f"{path}/exactness/{OURS}", None, ALLOWED, failure=f"not run: the limit was {minutes:g} minutes")
+            continue
+        print(f"[{number}/{len(todo)}] {time.monotonic() - begin:.0f} s  {path}", flush=True)
+        try:
+            right = run() and right
+            if bench.device.type == "cuda":
+                torch.cuda.empty_cache()
+        except Exception as failure:  # of the benchmark itself, or of a device that an earlier case has lost
+            bench.add(f"{path}/exactness/{OURS}", None, ALLOWED, failure=reason(failure))
+            right = False
+    bench.save()
+    return right

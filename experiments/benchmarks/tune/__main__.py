@@ -1,4 +1,4 @@
-"""`python -m experiments.benchmarks.tune`: tile sizes compiled, timed, checked and, if they are better, written."""
+"""`python -m experiments.benchmarks.tune`: tile sizes compiled, timed and checked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 console = Console()
 
-WORTH = 0.98  # a candidate replaces the shipped configuration if it takes at most this part of its time
 SHIPPED = "of the shipped configuration's time"  # the unit of a candidate's time, its mean over the masks
 CHECKED = 3  # of the fastest candidates
 
@@ -53,15 +52,16 @@ def main(
     workers: Annotated[int | None, typer.Option(help="Processes that compile.", show_default="all cores")] = None,
     commit: Commit = None,
     out: Out = Path("runs/tune"),
-    write: Annotated[bool, typer.Option("--write", help="Put what is faster into configs.py.")] = False,
 ) -> None:
-    """Find tile sizes for the kernels. A candidate is compiled; one that spills registers or whose matrix instructions
-    wait for one another is dropped; the others are timed under six masks in turns with the shipped configuration; the
-    fastest that passes the exactness check is reported, and written with --write."""
+    """Find tile sizes for the kernels.
+
+    Candidates are compiled; those that spill registers or serialise their matrix instructions are dropped; the others
+    are timed under six masks in turns with the shipped configuration. The fastest that is exact is reported.
+    """
     compile_kernels()
     import torch
 
-    from experiments.benchmarks.speed.patterns import KINDS as EVERY_MASK
+    from experiments.benchmarks.speed.patterns import PLAIN_KINDS
     from experiments.benchmarks.tune.compiling import compile_candidates
     from experiments.benchmarks.tune.measuring import KINDS
     from experiments.benchmarks.tune.space import ARITHMETICS, DIMS, KERNELS, Target, candidates, configs_of
@@ -71,7 +71,7 @@ def main(
     from sparseflash.backends.triton.architecture import architecture_of
 
     both = ("descriptors", "pointers")
-    known = {"kernel": KERNELS, "arithmetic": ARITHMETICS, "dim": DIMS, "loads": both, "mask": EVERY_MASK}
+    known = {"kernel": KERNELS, "arithmetic": ARITHMETICS, "dim": DIMS, "loads": both, "mask": PLAIN_KINDS}
     given = {"kernel": kernel, "arithmetic": arithmetic, "dim": dim, "loads": loads, "mask": mask}
     for name, values in known.items():
         chosen(f"--{name}", given[name], values)
@@ -115,7 +115,7 @@ def main(
                 bench.add(_path(each), float(each.report.registers), "registers", spilled=each.report.spilled)
         console.print(f"{target}: {len(good)} of {len(found)} candidates compile as they should")
         if good and not compile_only:
-            _time(bench, target, good, tuple(mask or KINDS), length, write)
+            _time(bench, target, good, tuple(mask or KINDS), length)
         bench.save()
     bench.finish()
 
@@ -130,13 +130,13 @@ def _registers(each: Compiled) -> dict[str, Any]:
     return {} if each.report is None else {"registers": each.report.registers, "spilled": each.report.spilled}
 
 
-def _time(bench: Bench, target: Target, good: list[Compiled], masks: tuple[str, ...], length: int, write: bool) -> None:
+def _time(bench: Bench, target: Target, good: list[Compiled], masks: tuple[str, ...], length: int) -> None:
     """Times the candidates of a target, checks the fastest, and reports the first that is exact."""
     import torch
 
     from experiments.benchmarks.tune.measuring import Candidates
-    from experiments.benchmarks.tune.table import shipped, write_entry
     from experiments.training.progress_bar import counting_bar
+    from sparseflash.backends.triton.architecture import architecture_of
 
     capability = torch.cuda.get_device_capability()
     candidates = Candidates(target, length, bench.device, masks)
@@ -155,9 +155,9 @@ def _time(bench: Bench, target: Target, good: list[Compiled], masks: tuple[str, 
         if error is not None and error <= 1:  # False for NaN
             best = each
     if best is not None:
-        console.print(f"{target}: {best.config} takes {best.mean:.3f} of the time of {shipped(target, capability)}")
-        if write and best.mean <= WORTH:
-            console.print(f"{write_entry(capability, target, best.config)}: {target} is now {best.config}")
+        table = architecture_of(capability).tables.of(target.descriptors)
+        shipped = table[target.kernel, target.arithmetic, target.dim]
+        console.print(f"{target}: {best.config} takes {best.mean:.3f} of the time of {shipped}")
 
 
 if __name__ == "__main__":

@@ -1,32 +1,32 @@
-"""Times candidates on a GPU, in turns with the shipped configuration, under masks of several kinds."""
+"""Times candidates on a GPU, in turns with the shipped configuration, under masks of several kinds.
+
+A forward is timed whole, and so is a backward, in which the other kernel keeps its shipped configuration.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from statistics import geometric_mean
 from typing import NamedTuple
 
 import torch
 
 from experiments.benchmarks import timing
-from experiments.benchmarks.speed import check
-from experiments.benchmarks.speed.patterns import block_mask, pattern
-from experiments.benchmarks.speed.peers.runner import Inputs
+from experiments.benchmarks.speed.patterns import block_mask
 from experiments.benchmarks.speed.precision import products_in_tf32
-from experiments.benchmarks.tune.kernel_call import KernelOfAttention
 from experiments.benchmarks.tune.space import Target
-from sparseflash import attention
+from sparseflash import attention, testing
 from sparseflash.backends.triton.configs import Config
 from sparseflash.backends.triton.overrides import override
 
 KINDS = ("dense", "causal", "butterfly", "local", "bigbird", "random12")
-SHIPPED = "shipped"
 _CHANNELS = 2048  # all heads together
 
 
 class Measured(NamedTuple):
-    """A candidate's time relative to the shipped configuration, by mask and as the mean; below 1 it is faster."""
+    """The time of the pass relative to the shipped configuration, by mask and as the mean; below 1 is faster."""
 
     config: Config
     ratios: dict[str, float]
@@ -34,7 +34,7 @@ class Measured(NamedTuple):
 
 
 class Candidates:
-    """The inputs and masks of one target, and its kernel as a call."""
+    """The inputs and masks of one target."""
 
     def __init__(self, target: Target, length: int, device: torch.device, kinds: Sequence[str] = KINDS) -> None:
         self.target, self.length, self.device = target, length, device
@@ -43,13 +43,14 @@ class Candidates:
         if device.type == "cpu" and self.dtype == torch.bfloat16:
             self.dtype = torch.float16  # the interpreter has no bf16
         self.block = 128 if length >= 1024 else 32
-        self.patterns = {kind: pattern(kind, length, self.block).to(device) for kind in kinds}
         self.masks = {kind: block_mask(kind, length, self.block).to(device) for kind in kinds}
         generator = torch.Generator(device).manual_seed(0)
         shape = (1, self.heads, length, target.dim)
-        self.q, self.k, self.v, self.dout = (
+        *self.leaves, self.dout = (
             torch.randn(shape, generator=generator, device=device, dtype=self.dtype) for _ in range(4)
         )
+        for leaf in self.leaves:
+            leaf.requires_grad_()
 
     def ratios(
         self, candidates: Sequence[Config], *, rounds: int, round_ms: float, progress: Callable[[int], None]
@@ -57,19 +58,19 @@ class Candidates:
         """The times of all candidates, fastest first, without those that cannot run."""
         times: dict[Config, dict[str, float]] = {config: {} for config in candidates}
         for number, kind in enumerate(self.masks, start=1):
-            named = {SHIPPED: None, **{repr(config): config for config in candidates}}
-            kernel = self.kernel(kind)
-            calls = {}
-            for name, config in named.items():
-                with chosen(self.target, config):
-                    calls[name] = timing.Timed(kernel.call().run, nullcontext)
-            found = timing.in_turns(calls, self.device, rounds=rounds, round_ms=round_ms)
-            if found[SHIPPED].failure is not None:
-                raise RuntimeError(f"the shipped configuration fails on {kind}") from found[SHIPPED].failure
+            calls = {None: self.timed(kind, None)}
             for config in candidates:
-                measured = found[repr(config)]
-                if measured.failure is None:
-                    times[config][kind] = measured.ms / found[SHIPPED].ms
+                with suppress(RuntimeError, ValueError):  # it cannot run
+                    calls[config] = self.timed(kind, config)
+            named = {repr(config): timed for config, timed in calls.items()}
+            found = timing.in_turns(named, self.device, rounds=rounds, round_ms=round_ms)
+            shipped = found[repr(None)]
+            if shipped.failure is not None:
+                raise RuntimeError(f"the shipped configuration fails on {kind}") from shipped.failure
+            for config in candidates:
+                measured = found.get(repr(config))
+                if measured is not None and measured.failure is None:
+                    times[config][kind] = measured.ms / shipped.ms
             progress(number)
         whole = [
             Measured(config, ratios, geometric_mean(ratios.values()))
@@ -78,34 +79,34 @@ class Candidates:
         ]
         return sorted(whole, key=lambda each: each.mean)
 
-    def kernel(self, kind: str) -> KernelOfAttention:
-        """The target's kernel under a mask."""
-        with chosen(self.target, None):
-            return KernelOfAttention(
-                self.target.kernel, self.masks[kind], self.q, self.k, self.v, self.dout,
-                tf32=self.target.arithmetic == "tf32",
-            )  # fmt: skip
+    def timed(self, kind: str, config: Config | None) -> timing.Timed:
+        """The target's pass with a configuration. Its kernels are prepared again in every turn, before it is timed."""
+        attend = partial(attention, *self.leaves, self.masks[kind], backend="triton")
+        with chosen(self.target, config):
+            if self.target.kernel == "forward":
+                call = torch.no_grad()(attend)
+            else:
+                call = partial(torch.autograd.grad, attend(), self.leaves, self.dout, retain_graph=True)
+        return timing.Timed(call, partial(chosen, self.target, config))
 
     def error(self, config: Config, heads: int = 1) -> float:
-        """The largest error of the forward and the gradients with this configuration, in units of the yardstick."""
+        """The largest error of the forward and the gradients with this configuration, in units of the allowed error."""
         worst = 0.0
-        for kind in self.masks:
-            q, k, v = (x.clone().requires_grad_() for x in (self.q, self.k, self.v))
-            with chosen(self.target, config), products_in_tf32(self.target.arithmetic == "tf32"):
-                out = attention(q, k, v, self.masks[kind], backend="triton")
-                gradients = torch.autograd.grad(out, (q, k, v), self.dout)
-            results = dict(zip(check.NAMES, (out.detach(), *gradients), strict=True))
-            inputs = Inputs(q, k, v, self.dout)
-            with products_in_tf32(self.target.arithmetic == "tf32"):
-                pairs = check.checked_heads(1, self.heads, heads)
-                worst = max(worst, *check.error_ratios(results, inputs, self.patterns[kind], pairs).values())
+        with chosen(self.target, config):
+            for mask in self.masks.values():
+                found = testing.compare(
+                    partial(attention, mask=mask, backend="triton"), *self.leaves, mask, dout=self.dout, heads=heads,
+                    every_draw=False,
+                )  # fmt: skip
+                worst = max(worst, found.worst)
         return worst
 
 
-def chosen(target: Target, config: Config | None) -> AbstractContextManager[None]:
-    """Inside the context, launches are prepared with this configuration for the target's kernel, and with the target's
-    loads.
-
-    config: None for the shipped one.
+@contextmanager
+def chosen(target: Target, config: Config | None) -> Iterator[None]:
+    """Inside the context, launches are prepared with this configuration for the target's kernel, with its loads and its
+    arithmetic. config: None for the shipped one.
     """
-    return override(configs={} if config is None else {target.kernel: config}, descriptors=target.descriptors)
+    configs = {} if config is None else {target.kernel: config}
+    with override(configs=configs, descriptors=target.descriptors), products_in_tf32(target.arithmetic == "tf32"):
+        yield

@@ -1,8 +1,7 @@
 """The text files of a folder: found, deduplicated, and split into training and validation.
 
-A document is a file, and the hash of its contents decides its part: two copies of a folder give the same parts. Or a
-document is a package (all files below one folder), and its name decides: two versions of a package are in the same
-part.
+The hash of a document's contents decides its part: two copies of a folder give the same parts. A document may also be a
+package (all files below one folder), whose name decides.
 """
 
 from __future__ import annotations
@@ -76,14 +75,11 @@ class Found:
 def find(
     folders: Sequence[Path], suffixes: Sequence[str] = (), excluded: Sequence[str] = (), packages: bool = False
 ) -> Found:
-    """The text files below some folders, each text once.
+    """The text files below some folders, each text once; near copies are kept.
 
-    suffixes: of the wanted files, such as .py; empty: all.
-    excluded: names of skipped folders.
-    packages: join the files below each folder inside `folders` into one document, in the order of their paths.
-
-    Files are equal if their texts are, apart from white space at both ends; near copies are kept. Raises
-    FileNotFoundError if a folder is missing, and ValueError if no text is found.
+    suffixes: such as .py; empty: all. excluded: names of skipped folders. packages: join the files below each folder
+    inside `folders` into one document. Raises FileNotFoundError for a missing folder, and ValueError if no text is
+    found.
     """
     known: dict[bytes, Document] = {}
     skipped = duplicates = 0

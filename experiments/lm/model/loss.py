@@ -1,8 +1,7 @@
 """Cross-entropy from features, without all logits in memory at once.
 
-T tokens with a vocabulary of V have T * V logits: 13 GB in fp32 for 65,536 tokens and GPT-2's vocabulary, and as much
-for their gradient. Here each chunk of tokens goes forward and backward at once, so only one chunk's logits exist at a
-time, and none is computed twice.
+T tokens with a vocabulary of V have T * V logits: 13 GB in fp32 for 65,536 tokens and GPT-2's vocabulary. Here each
+chunk of tokens goes forward and backward at once.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The order of the training examples: a pure function of seed and step, so a resumed run needs no loader state.
 
-Each epoch has all examples once, in its own order. Epochs are concatenated, and batches are cut from this sequence, so
-a batch may lie in two epochs.
+Each epoch has all examples once. Batches are cut from the concatenated epochs, so a batch may lie in two.
 """
 
 from __future__ import annotations

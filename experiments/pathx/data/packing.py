@@ -1,8 +1,7 @@
 """Images as the tokens of one batch, in one of two layouts with one data type:
 
-- **packed**: only drawn (not black) pixels are tokens. All images of a batch are concatenated into one sequence of
-  fixed length, each image beginning with a new block. Only the last block of an image is padded, and every step has
-  the same shape. Rows with lengths would have more padding and another shape at every step.
+- **packed**: only drawn (not black) pixels are tokens. All images are concatenated into one sequence of fixed length,
+  each beginning with a new block, so every step has the same shape.
 - **whole**: all pixels are tokens, with one image in each row. The masks are the same for all images and steps.
 """
 

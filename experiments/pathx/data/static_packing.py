@@ -1,10 +1,8 @@
 """Tensors at fixed addresses, for CUDA graphs; packings are copied into them.
 
-Packings of a stage differ in three numbers: images, blocks of the fullest image, and tiles of the masks. The tensors
-are larger than a packing, and the filling has no effect: an image without blocks and label is in no loss, and tiles
-after the last row belong to no row (sparseflash.blockmask.dynamic). Images and blocks have room for the largest
-possible batch, so that sums always have the same order. The number of tiles affects no sum: there the room is 1.5 times
-the first packing's.
+The tensors are larger than a packing, and the filling has no effect: an image without blocks and label is in no loss,
+and tiles after the last row belong to no row (sparseflash.blockmask.dynamic). Images and blocks have room for the
+largest possible batch, so that sums always have the same order; tiles for 1.5 times the first packing's.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The tiles of one image with live scores: the part of a mask that the CPU makes.
 
-The worker that draws an image knows its pixels before the GPU does, and an image has only some dozens of blocks. So the
-worker finds the tiles: the GPU needs no worst-case memory, and the host knows all array sizes without a
-synchronisation. The device computes the live scores inside the tiles; see packed_masks.py.
+The worker that draws an image finds its tiles, so the GPU needs no worst-case memory, and the host knows all array
+sizes without a synchronisation. The device computes the live scores inside the tiles; see packed_masks.py.
 """
 
 from __future__ import annotations

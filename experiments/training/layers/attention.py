@@ -48,8 +48,8 @@ class ElementMask:
 def row_multiple(implementation: str, block: int) -> int:
     """Rows whose length is a multiple of this number of tokens are fastest.
 
-    `sparseflash` works in whole mask blocks. `standard` stores rows of scores, and matrix products are slow unless rows
-    begin at multiples of 16 bytes, so it needs multiples of eight. `sdpa` stores no scores.
+    `sparseflash` works in whole mask blocks; `standard` stores rows of scores, which should begin at multiples of 16
+    bytes.
     """
     return {"sparseflash": block, "sdpa": 1, "standard": math.gcd(8, block)}[implementation]
 

@@ -102,11 +102,10 @@ class Halves(NamedTuple):
 
 
 def compiled_halves() -> Halves:
-    """The halves compiled by torch.compile, which fuses their operations; attention is already one kernel.
+    """The halves compiled by torch.compile; attention is already one kernel.
 
-    All layers of a model share two pairs of graphs: one for the first batch shape and one for all others. Another
-    width, precision or dropout has its own graphs. Past the limit, torch.compile raises an error instead of running
-    slowly.
+    All layers of a model share two pairs of graphs: one for the first batch shape and one for all others. Past the
+    limit of graphs, torch.compile raises an error.
     """
     torch._dynamo.config.recompile_limit = max(_GRAPHS, torch._dynamo.config.recompile_limit)
     return Halves(torch.compile(before_attention, fullgraph=True), torch.compile(after_attention, fullgraph=True))

@@ -10,7 +10,7 @@ import torch
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from experiments.benchmarks.calls.ways import through_triton
+from experiments.benchmarks.calls import through_triton
 from sparseflash import attention, masks
 from sparseflash.backends.triton import compile_ahead, launcher
 from sparseflash.backends.triton.launcher import BoundLaunch, Describe, Launch, Variant

@@ -7,6 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from experiments import measurements
 from experiments.lm import bench, flops
 from experiments.lm.bench_plot import lines
 from experiments.lm.bench_report import over_sdpa, table, write
@@ -91,8 +92,12 @@ def test_the_default_cases_cover_what_the_table_shows():
 def test_results_are_written_with_what_is_needed_to_repeat_them(tmp_path):
     words = ["bench", "--case", "cpu:64:dense:sparseflash,flex", "--tokens", "128", "--rounds", "1", "--device", "cpu"]
     options = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
+    options += ["--record", str(tmp_path / "cpu.jsonl")]
     done = CliRunner().invoke(app, [*words, *options, "--out", str(tmp_path)], env={"COLUMNS": "200"})
     assert done.exit_code == 0, done.output
+    ours, flex = measurements.read(tmp_path / "cpu.jsonl")[1]
+    assert ours.name == "lm-speed/cpu/64/dense/tokens/sparseflash" and ours.value > 0
+    assert flex.way == "flex" and flex.failure.startswith("NotImplementedError")
     with open(tmp_path / "bench.csv") as file:
         first, second = csv.DictReader(file)
     assert float(first["tokens_per_s"]) > 0 and second["failure"].startswith("NotImplementedError")

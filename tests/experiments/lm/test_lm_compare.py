@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from experiments import measurements
 from experiments.lm import compare, compare_report
 from experiments.lm.cases import Case
 from experiments.lm.cli import app
@@ -56,6 +57,17 @@ def test_the_table_has_every_run_at_equal_tokens_and_positions(store, whole):
     assert (out / "compare.md").read_text() in shown and (out / "compare.png").stat().st_size > 1000
     with open(out / "losses.csv") as file:
         assert [row["run"] for row in csv.DictReader(file)] == [name for name in NAMES for _ in range(4)]
+
+
+def test_a_comparison_writes_its_record(store, whole, tmp_path):
+    done = invoke(store, whole[0], f"--record={tmp_path / 'cpu.jsonl'}")
+    assert done.exit_code == 0, done.output
+    run, found = measurements.read(tmp_path / "cpu.jsonl")
+    rows = json.loads((whole[0] / "compare.json").read_text())["runs"]
+    assert run.commit == "abc" and "--record" not in run.command and "--out" not in run.command
+    losses = {each.way: each.value for each in found if each.name.startswith("lm/8-steps/loss/")}
+    assert sorted(losses.values()) == sorted(each["val_loss"] for each in rows)
+    assert all(each.settings["run_seeds"] == [0] for each in found)
 
 
 def test_every_row_states_what_its_run_was_given(whole):

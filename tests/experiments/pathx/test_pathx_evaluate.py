@@ -5,12 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from experiments.measurements import read
 from experiments.pathfinder import testset
 from experiments.pathfinder.cnn import results
 from experiments.pathfinder.parameters import parameters_of
 from experiments.pathfinder.vectors import load as load_vectors
-from experiments.pathx import evaluate, rendering_table, table, weights
+from experiments.pathx import cli, evaluate, rendering_table, table, weights
 from experiments.pathx.analyse import analyse
 from experiments.pathx.config import Config
 from experiments.pathx.curricula import CURRICULA
@@ -76,6 +78,38 @@ def test_only_whole_results_are_stored_and_others_are_compared(finished, tests, 
     assert weights.file_in(path.parent) == weights.file_in(path) == path
     assert evaluate.agrees(said | {"images": 500, "accuracy": 0.90}, {"accuracy": 0.93})
     assert not evaluate.agrees(said | {"images": 500, "accuracy": 0.86}, {"accuracy": 0.93})
+
+
+def test_a_result_becomes_measurements(finished, tests, stream):
+    found, evaluation = scored(finished, tests[1], stream)
+    said = evaluation.result(found, tests[1])
+    about = {"helped": {"labels": 0.0, "hidden": 0.0}}
+    cost = weights.beside(finished[0])["cost"]
+    named = evaluate.trained_as(evaluation.stage, evaluation.config, about)
+    accuracy, minutes, images = evaluate.measurements_of(said, cost, named)
+    assert accuracy.name.startswith("pathx/32-pixels-9/accuracy/labels-alone")
+    assert accuracy.value == pytest.approx(100 * said["accuracy"]) and accuracy.settings["images"] == said["images"]
+    assert (minutes.value, images.value) == (cost["minutes"], cost["images"] / 1e6)
+    whole = replace(evaluation.stage, size=128, contour=14)
+    config = replace(evaluation.config, renderings=True)
+    named = evaluate.trained_as(whole, config, {"helped": {"labels": 0.5, "hidden": 0.0}})
+    assert named[:2] == ("path-x", "pixel-labels")
+    rows = {"rows": [{"rendering": "brightness 0.85", "images": 40, "accuracy": 0.9, "error": 0.05}]}
+    (one,) = rendering_table.measurements_of(rows, named)
+    assert one.name == f"pathx/renderings/brightness-0.85/path-x-pixel-labels-{named[2]}" and one.value == 90.0
+
+
+def test_the_command_adds_a_seed_to_a_record(finished, tests, monkeypatch, tmp_path):
+    monkeypatch.setattr(cli, "made_test_set", lambda *_: tests[1])
+    record = tmp_path / "cpu.jsonl"
+    words = ["evaluate", str(finished[0]), "--images=30", "--device=cpu", "--workers=0", f"--record={record}"]
+    done = CliRunner().invoke(cli.app, words)
+    assert done.exit_code in (0, 1), done.output  # 1: another accuracy than the stored one
+    run, (accuracy, *_) = read(record)
+    assert accuracy.settings["run_seeds"] == [run.seed] and f"{accuracy.value:.1f} %" in done.output
+    assert "--record" not in run.command and run.command.startswith("python -m experiments.pathx ")
+    again = CliRunner().invoke(cli.app, words)
+    assert again.exit_code == 2 and "each seed must be added once" in " ".join(again.output.split())
 
 
 def test_the_stage_of_a_test_is_the_last_of_its_size():

@@ -7,6 +7,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from experiments import measurements
 from experiments.selection import cli
 from experiments.selection.cli import app
 from experiments.selection.moba import MoBA
@@ -173,8 +174,11 @@ def test_ways_that_do_not_exist_are_refused():
 
 
 def test_the_command_writes_a_table_numbers_and_a_picture(tmp_path, monkeypatch):
-    found = CliRunner().invoke(app, ["--preset", "test", "--out", str(tmp_path)])
+    record = tmp_path / "cpu.jsonl"
+    found = CliRunner().invoke(app, ["--preset", "test", "--out", str(tmp_path), "--record", str(record)])
     assert found.exit_code == 0, found.output
+    right = [each for each in measurements.read(record)[1] if "/right-answers/" in each.name]
+    assert len(right) == len(WAYS) and all(each.settings["run_seeds"] == [0] for each in right)
     results = json.loads((tmp_path / "results.json").read_text())["results"]
     assert [each["way"] for each in results] == list(WAYS)
     assert (tmp_path / "table.md").read_text() == table(results) + "\n"

@@ -35,7 +35,6 @@ COMMANDS = {
     "lm show": ("experiments.lm.cli", "show {}", "log.jsonl"),
     "lm bench": ("experiments.lm.cli", "show {} --out {}/a.png", "bench.json"),
     "exactness": ("experiments.benchmarks.exactness.__main__", "drawn {}/records.jsonl", "records.jsonl"),
-    "blocks": ("experiments.benchmarks.blocks.fit", "{}/blocks.jsonl", "blocks.jsonl"),
     "patterns": ("experiments.benchmarks.patterns.__main__", "table --only causal --results {}/rows.json", "rows.json"),
 }
 

@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 
+from experiments.benchmarks.speed.cases import Case
+from experiments.benchmarks.speed.patterns import Pattern
 from experiments.benchmarks.speed.peers.cudnn_block_sparse import cudnn_sparse
 from experiments.benchmarks.speed.peers.flashattention4 import fa4, fa4_deterministic
 from experiments.benchmarks.speed.peers.flexattention import flex, flex_autotune
-from experiments.benchmarks.speed.peers.library import ours, reference
-from experiments.benchmarks.speed.peers.runner import Peer
+from experiments.benchmarks.speed.peers.library import ours, reference, varlen
+from experiments.benchmarks.speed.peers.runner import Inputs, Peer, Runner
 from experiments.benchmarks.speed.peers.scaled_dot_product import sdpa, sdpa_cudnn, sdpa_fa2
 
 PEERS: dict[str, Peer] = {
@@ -29,12 +31,18 @@ PEERS: dict[str, Peer] = {
     "sdpa": sdpa,
     "sparseflash-hopper": partial(ours, backend="hopper"),
     "sparseflash-portable": partial(ours, backend="triton"),
+    "sparseflash-varlen": varlen,
     "reference": reference,
 }
 DEFAULT_PEERS = {
-    "cuda": ("flex", "flex-autotune", "fa4", "sdpa-fa2", "sdpa-cudnn", "sdpa"),
+    "cuda": ("flex", "flex-autotune", "fa4", "sdpa-fa2", "sdpa-cudnn", "sdpa", "sparseflash-varlen"),
     "cpu": ("sdpa", "reference"),
 }
+
+
+def runner_of(name: str, case: Case, live: Pattern, inputs: Inputs) -> Runner:
+    """The implementation with this name, ready to be called: a peer, or ours."""
+    return PEERS.get(name, ours)(case, live, inputs)
 
 
 def named(text: str, offered: Iterable[str] = PEERS) -> tuple[str, ...]:
@@ -45,4 +53,4 @@ def named(text: str, offered: Iterable[str] = PEERS) -> tuple[str, ...]:
     return names
 
 
-__all__ = ["DEFAULT_PEERS", "PEERS", "named", "ours"]
+__all__ = ["DEFAULT_PEERS", "PEERS", "named", "ours", "runner_of"]

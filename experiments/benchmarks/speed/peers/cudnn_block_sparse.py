@@ -15,7 +15,7 @@ from torch import Tensor
 from experiments.benchmarks.harness import Unavailable
 from experiments.benchmarks.speed.cases import Case
 from experiments.benchmarks.speed.patterns import Pattern
-from experiments.benchmarks.speed.peers.flexattention import block_lists
+from experiments.benchmarks.speed.peers.flexattention import flex_mask
 from experiments.benchmarks.speed.peers.runner import Inputs, Runner, require_half_on_gpu
 
 BLOCKS = (64, 128)
@@ -52,17 +52,18 @@ class _Attention(torch.autograd.Function):
         return found["dq_tensor"], found["dk_tensor"], found["dv_tensor"], None, None
 
 
-def arguments(case: Case, pattern: Pattern, device: torch.device) -> dict[str, Any]:
+def arguments(case: Case, pattern: Pattern) -> dict[str, Any]:
     """The arguments of both passes for the mask."""
-    if pattern.rule is not None or bool(pattern.partial.any()):
+    flex = flex_mask(pattern)
+    if bool(flex.kv_num_blocks.any()):
         raise Unavailable("full tiles only")
     if case.block not in BLOCKS:
         raise Unavailable(f"blocks of {' or '.join(map(str, BLOCKS))} only")
-    counts, columns = block_lists(pattern.full)
-    rows = case.batch, case.heads, len(pattern.full)
+    counts = flex.full_kv_num_blocks
+    rows = case.batch, case.heads, counts.shape[-1]
     return {
-        "q2k_block_index": columns[..., : int(counts.max())].to(device).expand(*rows, -1).contiguous(),
-        "q2k_block_nums": counts.to(device).expand(rows).contiguous(),
+        "q2k_block_index": flex.full_kv_indices[..., : int(counts.max())].expand(*rows, -1).contiguous(),
+        "q2k_block_nums": counts.expand(rows).contiguous(),
         "sparse_block_size": case.block,
         "layout": "bhsd",
     }
@@ -76,7 +77,7 @@ def cudnn_sparse(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
 
 def runner(case: Case, pattern: Pattern, inputs: Inputs, package: Package) -> Runner:
     """`cudnn_sparse` with a given package."""
-    options = arguments(case, pattern, inputs.q.device)
+    options = arguments(case, pattern)
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         found: Tensor = _Attention.apply(q, k, v, package, options)  # type: ignore[no-untyped-call]

@@ -1,5 +1,5 @@
-"""FlashAttention-4 (`flash-attn-4`, the CuTe DSL). Dense, causal and window masks use its own arguments, all others
-block-sparse lists from `sparseflash.interop.fa4`.
+"""FlashAttention-4 (`flash-attn-4`, the CuTe DSL). Dense, causal and window masks use its own arguments, documents its
+packed sequences, all others block-sparse lists from `sparseflash.interop.fa4`.
 
 Inputs have its layout, [B, N, H, D], from the start, so no copy is timed.
 """
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from experiments.benchmarks.harness import Unavailable
 from experiments.benchmarks.speed.cases import Case
-from experiments.benchmarks.speed.patterns import WINDOWS, Pattern, Rule, block_mask
-from experiments.benchmarks.speed.peers.flexattention import block_lists
-from experiments.benchmarks.speed.peers.runner import Inputs, Runner, require_half_on_gpu
+from experiments.benchmarks.speed.patterns import READS_MEMORY, Pattern, Rule, lengths_of, window_of
+from experiments.benchmarks.speed.peers.flexattention import flex_mask
+from experiments.benchmarks.speed.peers.runner import Inputs, Runner, packed, require_half_on_gpu
 from sparseflash import BlockMask
 from sparseflash.interop.fa4 import BlockSparseTensors, to_fa4
 
@@ -45,7 +45,7 @@ def mask_mod(rule: Rule, package: Package) -> Callable[..., Any]:
 
     @package.cute.jit  # type: ignore[untyped-decorator]
     def live(batch: Any, head: Any, q_idx: Any, kv_idx: Any, seqlen_info: Any, aux_tensors: Any) -> Any:
-        return rule(q_idx, kv_idx)
+        return rule(batch, head, q_idx, kv_idx)
 
     return live
 
@@ -54,28 +54,33 @@ def small_blocks(pattern: Pattern) -> tuple[BlockSparseTensors, BlockSparseTenso
     """The lists of a mask whose blocks `to_fa4` refuses because FA4 does not train with them. FA4 may still run a pass:
     4.0.0b36 has a forward for blocks of 64 on Hopper. If it cannot, it raises an error when it is called.
     """
+    flex, size = flex_mask(pattern), pattern.mask.block_q
+    rows = flex.kv_num_blocks, flex.kv_indices, flex.full_kv_num_blocks, flex.full_kv_indices
+    columns = flex.q_num_blocks, flex.q_indices, flex.full_q_num_blocks, flex.full_q_indices
     forward, backward = (
-        BlockSparseTensors(*_lists(partly), *_lists(full), (pattern.block, pattern.block))
-        for partly, full in ((pattern.partial, pattern.full), (pattern.partial.mT, pattern.full.mT))
+        BlockSparseTensors(partly, _cut(listed, partly), full, _cut(whole, full), (size, size))
+        for partly, listed, full, whole in (rows, columns)
     )
     return forward, backward
 
 
-def _lists(layout: Tensor) -> tuple[Tensor, Tensor]:
-    counts, columns = block_lists(layout)
-    return counts, columns[..., : max(1, int(counts.max()))].contiguous()
+def _cut(indices: Tensor, counts: Tensor) -> Tensor:
+    """Lists as long as the longest."""
+    return indices[..., : max(1, int(counts.max()))].contiguous()
 
 
-def arguments(case: Case, pattern: Pattern, package: Package, device: torch.device) -> dict[str, Any]:
+def arguments(case: Case, pattern: Pattern, package: Package) -> dict[str, Any]:
     """The arguments of `flash_attn_func` for the mask."""
+    if case.kind in READS_MEMORY:
+        raise Unavailable("its rules read no memory")
     if case.kind == "dense":
         return {}
     if case.kind == "causal":
         return {"causal": True}
-    if case.kind in WINDOWS:
-        return {"window_size": (WINDOWS[case.kind], WINDOWS[case.kind])}
+    if (window := window_of(case)) is not None:
+        return {"window_size": window}
     if case.block == 128:
-        return of_mask(block_mask(case.kind, case.length, case.block).to(device), pattern.rule, package)
+        return of_mask(pattern.mask, pattern.rule, package)
     return _of_lists(*small_blocks(pattern), pattern.rule, package)
 
 
@@ -104,7 +109,7 @@ def fa4_deterministic(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
     """FlashAttention-4 with deterministic gradients, as ours are. In this mode, 4.0.0b36 asserts on Hopper that it has
     no block-sparse lists.
     """
-    if case.kind not in ("dense", "causal", *WINDOWS):
+    if case.kind not in ("dense", "causal") and window_of(case) is None:
         raise Unavailable("its deterministic backward has dense, causal and window masks only")
     return _runner(case, pattern, inputs, deterministic=True)
 
@@ -112,10 +117,21 @@ def fa4_deterministic(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
 def _runner(case: Case, pattern: Pattern, inputs: Inputs, **given: Any) -> Runner:
     require_half_on_gpu(case, inputs)
     package = load()
-    options = given | arguments(case, pattern, package, inputs.q.device)
+    if case.kind == "documents":
+        from flash_attn.cute import flash_attn_varlen_func
+
+        options = {**given, **sequences(lengths_of(case), inputs.q.device), "causal": True}
+        return packed(lambda q, k, v: flash_attn_varlen_func(q, k, v, **options)[0], inputs)
+    options = given | arguments(case, pattern, package)
     q, k, v, dout = (tensor.detach().transpose(1, 2).contiguous() for tensor in inputs.tensors)
     return Runner(
         lambda q, k, v: package.attention(q, k, v, **options)[0],
         Inputs(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout),
         to_bhnd=lambda tensor: tensor.transpose(1, 2),
     )
+
+
+def sequences(lengths: list[int], device: torch.device) -> dict[str, Tensor]:
+    """The bounds of packed sequences, as `flash_attn_varlen_func` takes them."""
+    ends = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
+    return {"cu_seqlens_q": ends, "cu_seqlens_k": ends}

@@ -1,8 +1,6 @@
-"""FlashInfer (`flashinfer-python`), which is for inference: attention of chosen blocks, forward alone, and decoding.
-Written for 0.7.2.post1; on an H200 its results agreed with ours.
+"""FlashInfer (`flashinfer-python`, written for 0.7.2.post1): attention of chosen blocks, forward alone, and decoding.
 
-Its wrappers plan a mask or a batch on the host and then run it many times. Functions here load the package and plan,
-and return the call that is to be timed.
+Its wrappers plan on the host and then run many times. Functions here plan, and return the call that is to be timed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""FlexAttention, compiled, with its BlockMask built directly from block lists.
+"""FlexAttention, compiled, with its BlockMask converted from ours.
 
 `create_block_mask` evaluates N x N scores (gigabytes at these lengths, or minutes of compilation) and produces the same
 lists. Masks of the same shape whose blocks are all full share one compiled kernel.
@@ -10,41 +10,20 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask as FlexMask
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import flex_attention, noop_mask
 
 from experiments.benchmarks.harness import Unavailable
 from experiments.benchmarks.speed.cases import Case
-from experiments.benchmarks.speed.patterns import Pattern, Rule
+from experiments.benchmarks.speed.patterns import Pattern
 from experiments.benchmarks.speed.peers.runner import Inputs, Runner
-
-
-def block_lists(layout: Tensor) -> tuple[Tensor, Tensor]:
-    """Counts int32 [1, 1, M] and padded column indices int32 [1, 1, M, M] of a bool layout [M, M].
-
-    The live columns of a row come first, in order; FlexAttention never reads the others.
-    """
-    counts = layout.sum(-1, dtype=torch.int32)
-    columns = torch.argsort(layout.to(torch.int8), dim=-1, descending=True, stable=True).to(torch.int32)
-    return counts[None, None], columns.contiguous()[None, None]
-
-
-def mask_mod(rule: Rule) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """The element rule with FlexAttention's arguments."""
-    return lambda b, h, q_idx, k_idx: rule(q_idx, k_idx)
+from sparseflash.interop import to_flex
 
 
 def flex_mask(pattern: Pattern) -> FlexMask:
-    """FlexAttention's mask for `pattern`, on its device, with full and partial blocks listed separately."""
-    return FlexMask.from_kv_blocks(
-        *block_lists(pattern.partial),
-        *block_lists(pattern.full),
-        BLOCK_SIZE=pattern.block,
-        mask_mod=None if pattern.rule is None else mask_mod(pattern.rule),
-        seq_lengths=(pattern.length, pattern.length),
-    )
+    """FlexAttention's mask. Full tiles need no rule, and none is compiled for masks of full tiles alone."""
+    return to_flex(pattern.mask, mask_mod=pattern.rule or noop_mask)
 
 
 @cache
@@ -75,10 +54,9 @@ def arguments(case: Case, pattern: Pattern) -> dict[str, Any]:
 
 
 def small_tiles(block: int) -> dict[str, int]:
-    """`kernel_options` for masks with blocks of fewer than 128 tokens.
+    """`kernel_options` for masks with blocks of fewer than 128 tokens, which its default tiles do not fit.
 
-    FlexAttention's default tiles do not fit small blocks, and it raises an error. Its forward tiles can be cut to the
-    block; for the backward it checks its own choice (PyTorch 2.11) and raises if that does not fit.
+    The backward takes no such options (PyTorch 2.11) and raises an error if its own choice does not fit.
     """
     tile = {"BLOCK_M": block, "BLOCK_N": block, "num_warps": 4}
     return {f"fwd_{name}": value for name, value in tile.items()}

@@ -68,6 +68,13 @@ class Runner:
         return partial(self.call, *(tensor.detach() for tensor in (self.inputs.q, self.inputs.k, self.inputs.v)))
 
 
+def packed(call: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: Inputs) -> Runner:
+    """A call on the tokens of one batch element, [tokens, heads, dim]."""
+    q, k, v, dout = (x.detach()[0].transpose(0, 1).contiguous() for x in inputs.tensors)
+    own = Inputs(q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), dout)
+    return Runner(call, own, to_bhnd=lambda x: x.transpose(0, 1)[None])
+
+
 def require_half_on_gpu(case: Case, inputs: Inputs) -> None:
     """Raises Unavailable unless the inputs are fp16 or bf16 on a GPU."""
     if inputs.q.device.type != "cuda":

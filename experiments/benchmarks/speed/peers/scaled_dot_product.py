@@ -7,7 +7,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from experiments.benchmarks.harness import Unavailable
-from experiments.benchmarks.speed.cases import CALL, Case
+from experiments.benchmarks.speed.cases import Case
 from experiments.benchmarks.speed.patterns import Pattern
 from experiments.benchmarks.speed.peers.runner import Inputs, Runner
 
@@ -27,11 +27,9 @@ def _runner(case: Case, inputs: Inputs, backend: SDPBackend | None) -> Runner:
 
 
 def sdpa(case: Case, pattern: Pattern, inputs: Inputs) -> Runner:
-    """The backend that PyTorch chooses. On a GPU only for single calls and fp32, because FA2 and cuDNN have their own
-    rows.
-    """
-    if inputs.q.device.type == "cuda" and CALL not in case.passes and case.dtype != torch.float32:
-        raise Unavailable("single calls and fp32 only; FA2 and cuDNN are timed by name")
+    """The backend that PyTorch chooses. On a GPU only for fp32, because FA2 and cuDNN have their own rows."""
+    if inputs.q.device.type == "cuda" and case.dtype != torch.float32:
+        raise Unavailable("fp32 only; FA2 and cuDNN are timed by name")
     return _runner(case, inputs, None)
 
 

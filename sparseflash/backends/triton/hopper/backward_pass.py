@@ -53,6 +53,7 @@ class BackwardLayout:
     """The launches of a backward for tensors of one layout and all plans with the same number of chains."""
 
     keys = BLOCK[1]  # of an item
+    has_gaps = False  # whether parts have channels that the kernel does not write
     dpairs: PairGradients | StoredPairGradients | None
 
     def __init__(
@@ -80,7 +81,10 @@ class BackwardLayout:
         dq, dk, dv = (empty_gradient(like(x)) for x in (q, k, v))
         lse, out = empty_lse(like(q)), like(out)
         counted = torch.empty(counters, dtype=torch.int32, device="meta")
-        self._workspace = [one_number_of(x, device) for x in (rows, acc, counted)]
+        self._workspace = {
+            ("rows_ptr", "rows_desc"): one_number_of(rows, device), ("acc_ptr", "acc_desc"): one_number_of(acc, device),
+            ("counter_ptr",): one_number_of(counted, device),
+        }  # fmt: skip
         lengths = of_call(SOME_LENGTHS if setting.lengths else None)
         wanted_by_kind = {} if changes is None else changes.by_kind(wanted)
         self.wants_sink = any(wanted_by_kind.get("sink", ()))
@@ -172,18 +176,25 @@ class BackwardLayout:
         examples = {"x_ptr": dk, "y_ptr": dv}
         return merge_launch(combine_gradients_kernel, constants, by_name, examples, setting.plan.device)
 
-    def workspace(self) -> list[Tensor]:
-        """Memory for one call, except for parts: rows of -lse and -delta, chains of dq, counters."""
-        return [torch.empty_like(each) for each in self._workspace]
+    def workspace(self) -> dict[str, Tensor]:
+        """Memory for one call, by the names of arguments, except for parts: rows of -lse and -delta, chains of dq,
+        counters.
+        """
+        made = ((names, torch.empty_like(each)) for names, each in self._workspace.items())
+        return {name: each for names, each in made for name in names}
 
 
 class Backward:
     """The gradients of q, k and v."""
 
+    computes = "dk, dv and dq"  # by the main kernel
+    warps = 11
+
     def __init__(self, layout: BackwardLayout, plan: BackwardPlan, setting: Setting) -> None:
         self.layout, self.plan = layout, plan
         self._dpairs = None if layout.dpairs is None else layout.dpairs.bind(setting.plan, setting.block)
-        self._finish = layout.finish.bind(layout.pieces, chain_ptr=plan.chain)
+        self._ready = [plan.ready]
+        self._finish = self._bind_finish(setting)
         # Without a live tile the entries are empty, and an empty tensor has no address; the kernel does not read this
         # one.
         entries = plan.entries if len(plan.entries) else torch.empty_like(plan.work[:1])
@@ -193,6 +204,10 @@ class Backward:
         self._combine: BoundLaunch | None = None
         if layout.combine is not None:
             self._combine = bind_merge(layout.combine, plan.merged, layout.keys)
+
+    def _bind_finish(self, setting: Setting) -> BoundLaunch:
+        """The launch that ends dq."""
+        return self.layout.finish.bind(self.layout.pieces, chain_ptr=self.plan.chain)
 
     def __call__(
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None, dropout: Dropout | None
@@ -258,13 +273,13 @@ class Backward:
         """The gradients, and the -lse and -delta that `begin_kernel` writes."""
         q, k, v, out, lse, _ = saved
         dq, dk, dv = empty_gradient(q), empty_gradient(k), empty_gradient(v)
-        rows, acc, counters = self.layout.workspace()
+        workspace = self.layout.workspace()
         if not self.layout.as_they_are:
             q, k, v, dout = as_read(q), as_read(k), as_read(v), as_read(dout)
         given: dict[str, Any] = {
-            "out_ptr": out, "dout_ptr": dout, "lse_ptr": lse, "dlse_ptr": dlse, "rows_ptr": rows,
-            "q_desc": q, "k_desc": k, "v_desc": v, "dout_desc": dout, "rows_desc": rows, "acc_desc": acc,
-            "dk_desc": dk, "dv_desc": dv, "dk_ptr": dk, "dv_ptr": dv, "counter_ptr": counters, "acc_ptr": acc,
+            "out_ptr": out, "dout_ptr": dout, "lse_ptr": lse, "dlse_ptr": dlse, **workspace,
+            "q_desc": q, "k_desc": k, "v_desc": v, "dout_desc": dout, "q_rest_desc": q, "k_rest_desc": k,
+            "v_rest_desc": v, "dout_rest_desc": dout, "dk_desc": dk, "dv_desc": dv, "dk_ptr": dk, "dv_ptr": dv,
             "dq_ptr": dq, "x_ptr": dk, "y_ptr": dv, **of_call(lengths), **_of_kernel(tensors_of(changes, q)),
         }  # fmt: skip
         given |= written or {}
@@ -274,14 +289,17 @@ class Backward:
             if self.layout.pairs is not None:
                 given |= self.layout.pairs(changes)
         if self._combine is not None:
-            given["parts_ptr"] = torch.empty(self.plan.parts, self.layout.part, dtype=torch.float32, device=q.device)
-        self.plan.ready.wait()
+            # The merge also reads channels that no kernel writes, if some are between the pieces and a power of 2.
+            make = torch.zeros if self.layout.has_gaps else torch.empty
+            given["parts_ptr"] = make(self.plan.parts, self.layout.part, dtype=torch.float32, device=q.device)
+        for ready in self._ready:
+            ready.wait()
         self.layout.begin(given)
         self._launch(given)
         self._finish(given)
         if self._combine is not None:
             self._combine(given)
-        return (dq, dk, dv), rows
+        return (dq, dk, dv), workspace["rows_ptr"]
 
     def launches(self) -> list[BoundLaunch]:
         """All kernels that a call launches."""
@@ -298,7 +316,7 @@ class Backward:
         loads = torch.stack([each.sum() for each in counts.tensor_split(self.plan.start[1:-1].tolist())])
         block = self.layout.rows, self.layout.keys
         stages, parts = self.layout.stages, self.plan.parts
-        return [described_choice("dk, dv and dq", block, 11, stages, self._launch, loads, parts)]
+        return [described_choice(self.computes, block, self.warps, stages, self._launch, loads, parts)]
 
 
 def _of_kernel(tensors: Mapping[str, Any]) -> dict[str, Any]:

@@ -94,15 +94,38 @@ class BackwardConfig(NamedTuple):
 
 
 class WideConfig(NamedTuple):
-    """The tuning parameters of the backward kernel for wide heads."""
+    """The tuning parameters of the kernel for dk and dv of wide heads."""
 
-    dim: int  # of tiles of queries and keys, and of values
-    v_dim: int
-    q_stages: int = 2
-    chunks: int = 2  # pieces of channels in which dq is sent, 2 or 4
-    registers: int = 24
+    dims: tuple[int, int]  # channels of queries and keys, in one or two pieces
+    v_dim: int  # of values, a power of 2
+    stages: int  # of queries and dout
+    registers: int = 24  # a thread of the warp that loads
     start_registers: int = 168
     rows: int = 64
+
+    @property
+    def padded_dim(self) -> int:
+        """The channels of dk in parts: a power of 2."""
+        return padded(sum(self.dims))
+
+
+class DqConfig(NamedTuple):
+    """The tuning parameters of the kernel for dq of wide heads."""
+
+    dims: tuple[int, int]  # channels of queries and keys, and of values, in one or two pieces
+    v_dims: tuple[int, int]
+    stages: int  # of keys
+    v_stages: int  # of values
+    registers: int = 240
+    loader_registers: int = 24
+    start_registers: int = 168
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes."""
+        dim, v_dim = sum(self.dims), sum(self.v_dims)
+        of_keys = WIDE_KEYS * (self.stages * dim + self.v_stages * v_dim)
+        return 2 * (BLOCK[0] * (dim + v_dim) + of_keys) + _SMALL_THINGS
 
 
 class Limits(NamedTuple):
@@ -194,15 +217,26 @@ WIDE_KEYS = 64  # of an item of the kernel for wider heads
 
 
 def wide_config_for(head_dim: int, value_dim: int) -> WideConfig | None:
-    """The configuration of the backward for wide heads; None for others.
+    """The configuration of the kernel for dk and dv of wide heads; None for others.
 
-    >>> wide_config_for(192, 128)[:2], wide_config_for(128, 128)
-    ((256, 128), None)
+    >>> wide_config_for(192, 128)[:3], wide_config_for(128, 128)
+    (((128, 64), 128, 3), None)
     """
     if max(head_dim, value_dim) <= WIDEST_BACKWARD:
         return None
-    dims = max(64, padded(head_dim)), max(64, padded(value_dim))
-    return WideConfig(*dims, chunks=4 if min(dims) == 256 else 2)
+    dims, v_dim = pieces_of(max(64, head_dim)), max(64, padded(value_dim))
+    return WideConfig(dims, v_dim, stages=2 if sum(dims) + v_dim > 320 else 3)
+
+
+def dq_config_for(head_dim: int, value_dim: int) -> DqConfig:
+    """The configuration of the kernel for dq of wide heads: as many stages as shared memory has room for.
+
+    >>> dq_config_for(192, 128)[:4], dq_config_for(256, 256)[2:4]
+    (((128, 64), (128, 0), 3, 3), (2, 1))
+    """
+    stages = ((3, 3), (3, 2), (2, 2), (2, 1))
+    tried = (DqConfig(pieces_of(head_dim), pieces_of(value_dim), *each) for each in stages)
+    return next(each for each in tried if each.shared_memory <= SHARED_MEMORY)
 
 
 @bounded(256)

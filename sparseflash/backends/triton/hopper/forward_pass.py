@@ -201,10 +201,11 @@ def _described(tiles: Mapping[str, Tensor], config: Config) -> dict[str, Describ
 
 def planned_forward(plan: Plan, tile: tuple[int, int], programs: int) -> Worklist:
     """The work list of the forward in these tiles, from the cache of `plan`. programs: how many items run at a time."""
-    return plan.derived(("hopper forward", tile, programs), lambda: _planned(plan, tile, programs))
+    return plan.derived(("hopper forward", tile, programs), lambda: forward_worklist(plan, tile, programs))
 
 
-def _planned(plan: Plan, tile: tuple[int, int], programs: int) -> Worklist:
+def forward_worklist(plan: Plan, tile: tuple[int, int], programs: int, *, may_cut: bool = True) -> Worklist:
+    """The work list over tiles of queries, made anew. may_cut: whether long rows may be cut into chunks."""
     lists = plan.lists.get(0, Tiling(*tile))
     lists.ready.wait()
     pattern, (q_len, k_len) = plan.pattern, plan.lists.tokens
@@ -213,7 +214,7 @@ def _planned(plan: Plan, tile: tuple[int, int], programs: int) -> Worklist:
     if plan.lists.pattern is not None:
         pattern = plan.lists.pattern.expand(plan.pattern.shape)
     pattern = pattern.to(lists.index.device)
-    made = forward_plan(lists, pattern, q_len, k_len, programs=programs, may_wait=plan.lists.reusable)
+    made = forward_plan(lists, pattern, q_len, k_len, programs=programs, may_wait=plan.lists.reusable, may_cut=may_cut)
     return made.to(plan.device)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import triton
 from triton.experimental.gluon.language._core import (
@@ -39,7 +40,12 @@ else:
 @builtin
 def accumulator(products, _semantic=None):
     """The result of products that may still be in flight, as an accumulator for more products."""
-    return tensor(products.handle, products.type.tensor_type)
+    return tensor(products.handle, _tensor_type(products))
+
+
+def _tensor_type(products: Any) -> Any:
+    """Products in flight have a type of their own until `accumulator` hides it."""
+    return getattr(products.type, "tensor_type", products.type)
 
 
 @builtin
@@ -48,7 +54,7 @@ def local_mma_wait(products, pending, _semantic=None):
 
     `warpgroup_mma_wait` also makes the warpgroups of a partition wait for one another (Triton 3.7 and later).
     """
-    kind = products.type.tensor_type
+    kind = _tensor_type(products)
     count = math.prod(kind.shape) // (32 * math.prod(kind.layout.warps_per_cta))  # of a thread
     in_place = ["=f"] * count + [str(i) for i in range(count)]
     return inline_asm_elementwise(

@@ -13,7 +13,11 @@ from sparseflash.backends.triton.hopper.backward_pass import Backward, BackwardL
 from sparseflash.backends.triton.hopper.configs import config_for, tile_for, wide_config_for
 from sparseflash.backends.triton.hopper.forward_pass import Forward, ForwardLayout, planned_forward
 from sparseflash.backends.triton.hopper.plan import programs_of
-from sparseflash.backends.triton.hopper.wide_backward_pass import WideBackwardLayout, planned_wide_backward
+from sparseflash.backends.triton.hopper.wide_backward_pass import (
+    WideBackward,
+    WideBackwardLayout,
+    planned_wide_backward,
+)
 from sparseflash.blockmask.cache import BoundedDict
 from sparseflash.scores.change import Scores
 
@@ -54,4 +58,4 @@ def backward(
             changes=changes, wanted=wanted,
         )  # fmt: skip
         layout = _layouts.put(("backward", dlse, key, size), made)
-    return Backward(layout, plan, setting)
+    return (Backward if wide is None else WideBackward)(layout, plan, setting)

@@ -26,11 +26,15 @@ class Rule(NamedTuple):
     A row far longer than the others of its pattern, such as the row of a global token, would still run when all others
     are done, unless there are many others. With 2 global rows of 128 tiles among 126 rows of about 8, an SM has 9 tiles
     to do for one head and 150 for 16. A chunk costs about two tiles, to write its sums and to merge them.
+
+    Few queries of many keys are few items, whatever their lengths: a chunk of a long prompt, or cross-attention.
     """
 
     far: float = 4.0  # a row is cut if it is longer than this many times the mean of its pattern,
     chunk: int = 32  # tiles of the longest chunk,
-    worth: float = 1.5  # and longer than this many chunks
+    worth: float = 1.5  # and longer than this many chunks.
+    few: int = 4  # With more tiles of keys than this for each tile of queries, all long rows are cut,
+    few_chunk: int = 128  # into longer chunks.
 
 
 RULE = Rule()
@@ -65,7 +69,8 @@ ITEM_UNUSED = place(ForwardItem, "unused")
 
 
 def forward_plan(
-    lists: TileLists, pattern: Tensor, q_len: int, k_len: int, *, programs: int, may_wait: bool = True
+    lists: TileLists, pattern: Tensor, q_len: int, k_len: int, *, programs: int, may_wait: bool = True,
+    may_cut: bool = True,
 ) -> Worklist:  # fmt: skip
     """The plan for `pattern [B, Hq]`, with items `[W, ITEM]`.
 
@@ -73,7 +78,7 @@ def forward_plan(
 
     programs: how many run at a time; only the order depends on it. may_wait: False for a dynamic mask. Then no row is
     cut, and the order is the portable kernels'; on a GPU `dynamic_plan.py` makes the same plan with kernels. Otherwise
-    the host waits for the device, once, where rows may have to be cut.
+    the host waits for the device, once, where rows may have to be cut; if not may_cut, none is.
     """
     batch, heads = pattern.shape
     rows = -(-q_len // lists.tiling.held)
@@ -84,8 +89,9 @@ def forward_plan(
     start = lists.start[row]
     items = Items(number, start, lists.full[row], lists.count[row], torch.zeros_like(start))
     parts, merged = 0, None
-    if may_wait and -(-k_len // lists.tiling.streamed) > RULE.worth * RULE.chunk:
-        chunks = _chunks(lists.count, rows)[row.view(-1)]
+    columns = -(-k_len // lists.tiling.streamed)
+    if may_wait and may_cut and columns > RULE.worth * RULE.chunk:
+        chunks = _chunks(lists.count, rows, columns)[row.view(-1)]
         total, cut = torch.stack([chunks.sum(), (chunks > 1).sum()]).tolist()
         if cut:
             cuts = Cuts(chunks, total, cut)
@@ -99,12 +105,14 @@ def forward_plan(
     return Worklist(_work(items, index, tile)[order].contiguous(), index, tile, lists.words, parts, merged)
 
 
-def _chunks(count: Tensor, rows: int) -> Tensor:
+def _chunks(count: Tensor, rows: int, columns: int) -> Tensor:
     """The number of chunks of each row: int64. count: each `rows` numbers are one pattern."""
     tiles = count.view(-1, rows).long()
+    is_few = columns > RULE.few * rows
     is_far = tiles * rows > RULE.far * tiles.sum(1, keepdim=True)
-    is_worth = tiles > RULE.worth * RULE.chunk
-    return torch.where(is_far & is_worth, -(-tiles // RULE.chunk), 1).view(-1)
+    chunk = torch.where(is_far, RULE.chunk, RULE.few_chunk)
+    is_worth = tiles > RULE.worth * chunk
+    return torch.where((is_far | is_few) & is_worth, -(-tiles // chunk), 1).view(-1)
 
 
 def _work(items: Items, index: Tensor, tile: Tensor) -> Tensor:

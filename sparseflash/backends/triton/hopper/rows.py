@@ -32,7 +32,7 @@ def begin_kernel(
     out_ptr, dout_ptr, lse_ptr, dlse_ptr,  # [B, Hq, Nq, Dv] both; fp32 [B, Hq, Nq] contiguous, the last or None
     # fp32 [B * Hq * row_tiles * TILE_ROWS // ROWS, 2, ROWS], written: -lse in the units of scores.py, and -delta
     rows_ptr,
-    counter_ptr, counters,  # int32 [counters], zeroed
+    counter_ptr, counters,  # int32 [counters], zeroed, or None
     lengths_ptr, lengths_stride,  # int32 [2, B] or None
     inverse_unit, heads, q_len, row_tiles, out_strides, dout_strides,
     D: tl.constexpr, PADDED_D: tl.constexpr, ROWS: tl.constexpr,
@@ -65,11 +65,12 @@ def begin_kernel(
     target = rows_ptr + tl.cast(number, tl.int64) * (2 * ROWS) + tl.arange(0, ROWS)
     tl.store(target, tl.where(lse >= LOWEST_LSE, finite_product(-lse, inverse_unit), float("-inf")))
     tl.store(target + ROWS, -delta)
-    each = tl.cdiv(counters, tl.num_programs(0))
-    stop = tl.minimum((number + 1) * each, counters)
-    for first in range(number * each, stop, ROWS):
-        place = first + tl.arange(0, ROWS)
-        tl.store(counter_ptr + place, tl.zeros([ROWS], tl.int32), mask=place < stop)
+    if counter_ptr is not None:
+        each = tl.cdiv(counters, tl.num_programs(0))
+        stop = tl.minimum((number + 1) * each, counters)
+        for first in range(number * each, stop, ROWS):
+            place = first + tl.arange(0, ROWS)
+            tl.store(counter_ptr + place, tl.zeros([ROWS], tl.int32), mask=place < stop)
 
 
 @triton.jit

@@ -1,44 +1,35 @@
-"""The backward kernel for Hopper (sm_90) for wide heads: like `backward.py`, with tiles of 64 keys.
+"""The kernel for dk and dv of wide heads on Hopper (sm_90): like `backward.py`, with items of 64 keys and without dq.
 
 An item has KEYS keys, half a tile of the mask, and steps have ROWS queries. The warpgroups share all keys and split
-channels: each holds half the columns of dk, dv and dq, and computes S and dP of half the queries. So the weights pass
-through shared memory, too. dq is sent in CHUNKS pieces of channels, two or four, as shared memory has room for two
-pieces, one for each sending warp. Every piece has its own counter and order. dk and dv are stored from registers, once
-an item. The kernel supports no score modification except a sink, which lse includes.
+channels: each holds half the columns of dk and dv, and computes S and dP of half the queries. So the weights pass
+through shared memory, too, each step through the other of two buffers. The next scores are multiplied while dS is
+computed, and the next dP under the next exponentials. After an item's last step, the product of its next scores reads
+old queries; its result is not used.
 
-It cannot deadlock for the same reason as `backward.py`: the pieces of an entry are sent in order, one right after the
-other, and each waits only for pieces of earlier entries.
+dk and dv are stored from registers, once an item. The kernel supports no score modification except a sink, which lse
+includes. dq is computed by `wide_dq.py`.
+
+Head dims that are not a power of 2 have two pieces, as in `forward.py`; values are padded to a power of 2.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
 from sparseflash.backends.triton.hopper.backward import (
-    SENDERS,
     THREADS,
-    hand_over,
     header,
     heard,
-    in_registers,
-    in_thread_order,
     items_of_program,
     part_of,
-    sent_is_visible,
     told,
-    wait_for_turn,
 )
-from sparseflash.backends.triton.hopper.backward_plan import ENTRY, ENTRY_CHAIN, ENTRY_RANK, ENTRY_ROW, ENTRY_TILE
+from sparseflash.backends.triton.hopper.backward_plan import ENTRY, ENTRY_ROW, ENTRY_TILE
 from sparseflash.backends.triton.hopper.configs import BLOCK, WIDE_KEYS
-from sparseflash.backends.triton.hopper.forward import opaque
-from sparseflash.backends.triton.hopper.gluon_api import accumulator, async_add, async_load, async_store, local_mma_wait
-from sparseflash.backends.triton.hopper.rows import TILE_ROWS, WIDTH
+from sparseflash.backends.triton.hopper.forward import bytes_of, opaque, tiles_of
+from sparseflash.backends.triton.hopper.gluon_api import accumulator, async_load, local_mma_wait
+from sparseflash.backends.triton.hopper.rows import TILE_ROWS
 
 KEYS = gl.constexpr(WIDE_KEYS)  # of an item
 ROWS = gl.constexpr(64)  # queries of a step
@@ -47,15 +38,16 @@ STEPS = gl.constexpr(BLOCK[0] // 64)
 
 
 @gluon.jit
-def loader(loads, Q_STAGES: gl.constexpr):
+def loader(loads, D: gl.constexpr, STAGES: gl.constexpr):
     """Loads queries, with their -lse and -delta, and dout for every step; keys and values once an item."""
-    descriptors, tiles_s, bars, lists, sizes = loads
-    q_desc, dout_desc, k_desc, v_desc, rows_desc = descriptors
+    descriptors, tiles_s, rests_s, bars, lists, sizes = loads
+    q_desc, dout_desc, k_desc, v_desc, rows_desc, q_rest_desc, k_rest_desc = descriptors
     q_s, dout_s, k_s, v_s, rows_s, number_s = tiles_s
-    q_full, q_empty, dout_full, dout_empty, kv_full = bars
+    q_rest_s, k_rest_s = rests_s
+    q_full, dout_full, empty, kv_full, kv_empty = bars
     start_ptr, work_ptr, entry_ptr = lists
     heads, kv_heads, row_tiles = sizes
-    step = 0
+    step, turn = 0, 0
     begin, end = items_of_program(start_ptr)
     for item in range(begin, end):
         number, first_k, first, count = header(work_ptr, item)
@@ -66,50 +58,36 @@ def loader(loads, Q_STAGES: gl.constexpr):
             piece = i % STEPS
             head = row // row_tiles % heads
             first_q = row % row_tiles * TILE_ROWS + piece * ROWS
-            stage = step % Q_STAGES
-            mbarrier.wait(q_empty.index(stage), ((step // Q_STAGES) & 1) ^ 1)
+            stage = step % STAGES
+            mbarrier.wait(empty.index(stage), ((step // STAGES) & 1) ^ 1)
             told(number_s, stage, 0, tile, OF=1)
-            mbarrier.expect(q_full.index(stage), q_desc.block_type.nbytes + rows_desc.block_type.nbytes)
+            mbarrier.expect(q_full.index(stage), bytes_of(q_desc, q_rest_desc) + rows_desc.block_type.nbytes)
             async_load(q_desc, [batch, head, first_q, 0], q_full.index(stage), q_s.index(stage))
+            if q_rest_desc is not None:
+                async_load(q_rest_desc, [batch, head, first_q, D], q_full.index(stage), q_rest_s.index(stage))
             async_load(rows_desc, [(row * STEPS + piece) * 2, 0], q_full.index(stage), rows_s.index(stage))
-            # The previous item's keys and values have been read once dout of its last step has been read.
-            mbarrier.wait(dout_empty.index(0), (step & 1) ^ 1)
             if i == 0:
-                mbarrier.expect(kv_full.index(0), k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-                async_load(k_desc, [batch, kv_head, first_k, 0], kv_full.index(0), k_s)
-                async_load(v_desc, [batch, kv_head, first_k, 0], kv_full.index(0), v_s)
-            mbarrier.expect(dout_full.index(0), dout_desc.block_type.nbytes)
-            async_load(dout_desc, [batch, head, first_q, 0], dout_full.index(0), dout_s)
+                # The last product with the previous item's keys and values was that of dP, or the unused scores.
+                mbarrier.wait(kv_empty.index(0), (turn & 1) ^ 1)
+                turn += 1
+                mbarrier.expect(kv_full.index(0), bytes_of(k_desc, k_rest_desc) + v_desc.block_type.nbytes)
+                async_load(k_desc, [batch, kv_head, first_k, 0], kv_full.index(0), k_s.index(0))
+                if k_rest_desc is not None:
+                    async_load(k_rest_desc, [batch, kv_head, first_k, D], kv_full.index(0), k_rest_s.index(0))
+                async_load(v_desc, [batch, kv_head, first_k, 0], kv_full.index(0), v_s.index(0))
+            mbarrier.expect(dout_full.index(stage), dout_desc.block_type.nbytes)
+            async_load(dout_desc, [batch, head, first_q, 0], dout_full.index(stage), dout_s.index(stage))
             step += 1
 
 
 @gluon.jit
-def sender(sends, WHICH: gl.constexpr, CHUNKS: gl.constexpr):
-    """Sends every second piece of dq of every step, in the order of its chain."""
-    acc_desc, dq_s, full, empty, counter_ptr, lists = sends
-    start_ptr, work_ptr, entry_ptr = lists
-    sent = 0
-    begin, end = items_of_program(start_ptr)
-    for item in range(begin, end):
-        _, _, first, count = header(work_ptr, item)
-        for i in range(count * STEPS):
-            at = entry_ptr + (first + i // STEPS) * ENTRY
-            place = gl.load(at + ENTRY_CHAIN) * STEPS + i % STEPS
-            rank = gl.load(at + ENTRY_RANK)
-            for c in gl.static_range(WHICH, CHUNKS, SENDERS):
-                which_ptr = counter_ptr + (place * CHUNKS + c)
-                wait_for_turn(which_ptr, rank)
-                mbarrier.wait(full.index(WHICH), sent & 1)
-                first_row = (place * CHUNKS + c) * dq_s.shape[1]
-                if rank == 0:
-                    async_store(acc_desc, [first_row, 0], dq_s.index(WHICH))
-                else:
-                    async_add(acc_desc, [first_row, 0], dq_s.index(WHICH))
-                tma.store_wait(0)
-                mbarrier.arrive(empty.index(WHICH), count=1)
-                sent_is_visible()
-                gl.atomic_add(which_ptr, 1, sem="relaxed", scope="gpu")
-                sent += 1
+def unknown(number):
+    """A whole number that the compiler takes for one that changes at every step. As the index of tiles that stay the
+    same, it keeps the descriptors of their products in the loop. Triton 3.6 would make them before it, and spill them.
+    """
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -133,47 +111,67 @@ def masked(x, words_ptr, tile, first_key, first_row, k_left, HAS_LENGTHS: gl.con
 
 
 @gluon.jit
-def in_halves(x):
-    """The first and the second half of the rows of x."""
-    return gl.split(x.reshape([2, x.shape[0] // 2, x.shape[1]]).permute((1, 2, 0)))
-
-
-@gluon.jit
-def hand_over_both(pieces, dq_s, full, empty, parities):
-    """Gives a piece to each sender, and returns the new `parities`."""
-    for c in gl.static_range(SENDERS):
-        hand_over(pieces[c], c, dq_s.index(c), full, empty, parities)
-    return parities ^ ((1 << SENDERS) - 1)
-
-
-@gluon.jit
-def store_rows(x, x_ptr, strides, number, kv_heads, first_k, k_len, DIM: gl.constexpr):
-    """Writes the first DIM channels of the keys of one head, from `first_k` on, up to `k_len`."""
+def store_rows(x, x_ptr, strides, number, kv_heads, first_k, k_len, FIRST: gl.constexpr, DIM: gl.constexpr):
+    """Writes channels from FIRST on, up to DIM, of the keys of one head, from `first_k` on, up to `k_len`."""
     batch, head = gl.cast(number // kv_heads, gl.int64), gl.cast(number % kv_heads, gl.int64)
     # `opaque` keeps the compiler from computing the addresses before the loop, where they would spill.
     key = first_k + opaque(gl.arange(0, KEYS, layout=gl.SliceLayout(1, x.type.layout)))
-    column = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))
+    column = FIRST + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))
     x_ptr += batch * strides[0] + head * strides[1]
     at = gl.cast(key, gl.int64)[:, None] * strides[2] + column[None, :]
-    gl.store(x_ptr + at, x, mask=(key < k_len)[:, None] & (column < DIM)[None, :])
+    gl.store(x_ptr + at, x.to(x_ptr.dtype.element_ty), mask=(key < k_len)[:, None] & (column < DIM)[None, :])
+
+
+@gluon.jit
+def store_part(part_ptr, x, FIRST: gl.constexpr, WIDTH: gl.constexpr):
+    """Writes channels from FIRST on of a part, [KEYS, WIDTH]."""
+    key = opaque(gl.arange(0, KEYS, layout=gl.SliceLayout(1, x.type.layout)))
+    column = FIRST + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))
+    gl.store(part_ptr + (key[:, None] * WIDTH + column[None, :]), x)
+
+
+@gluon.jit
+def product(x_s, y_s, S: gl.constexpr):
+    """x y^T [KEYS, ROWS], in flight. Unlike in `backward.py`, the sums do not start as -lse or -delta: ptxas would wait
+    for all earlier products before it sets them (C7515).
+    """
+    zero = gl.zeros([KEYS, ROWS], gl.float32, layout=S)
+    return accumulator(warpgroup_mma(x_s, y_s.permute((1, 0)), zero, use_acc=False, is_async=True))
+
+
+@gluon.jit
+def plus_product(x, y_s, z_s):
+    """x + y z^T, in flight."""
+    return accumulator(warpgroup_mma(y_s, z_s.permute((1, 0)), x, is_async=True))
+
+
+@gluon.jit
+def of_queries(rows_s, stage, WHICH: gl.constexpr, S: gl.constexpr):
+    """-lse (0) or -delta (1) of the queries of a stage, for every key."""
+    return rows_s.index(stage).slice(WHICH, 1, dim=0).load(S).broadcast_to(KEYS, ROWS)
 
 
 @gluon.jit
 def consumer(
-    reads, Q_STAGES: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, DIM: gl.constexpr, V_DIM: gl.constexpr,
-    CHUNKS: gl.constexpr, HAS_LENGTHS: gl.constexpr, HAS_PARTS: gl.constexpr,
+    reads, STAGES: gl.constexpr, D: gl.constexpr, D_REST: gl.constexpr, DV: gl.constexpr,
+    PADDED_D: gl.constexpr, DIM: gl.constexpr, V_DIM: gl.constexpr, HAS_LENGTHS: gl.constexpr, HAS_PARTS: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv of every item, and dq of every step."""
-    tiles_s, bars, lists, words_ptr, lengths, parts_ptr, weights_s, dq_s, full, empty, sizes, written = reads
+    """dk and dv of every item."""
+    tiles_s, rests_s, bars, lists, words_ptr, lengths, parts_ptr, weights_s, sizes, written = reads
+    q_rest_s, k_rest_s = rests_s
     qk_scale, scale, kv_heads, k_len = sizes
     dk_ptr, dk_strides, dv_ptr, dv_strides = written
     p_s, ds_s = weights_s
     q_s, dout_s, k_s, v_s, rows_s, number_s = tiles_s
-    q_full, q_empty, dout_full, dout_empty, kv_full = bars
+    q_full, dout_full, empty, kv_full, kv_empty = bars
     start_ptr, work_ptr, _ = lists
     dtype: gl.constexpr = q_s.dtype
     S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, ROWS // 2, 16])
     K: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, D // 2, 16])
+    if D_REST > 0:
+        R: gl.constexpr = gl.NVMMADistributedLayout(
+            version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, D_REST // 2, 16]
+        )
     V: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 2], instr_shape=[16, DV // 2, 16])
     # The layout S of [KEYS, ROWS], seen as [KEYS, ROWS // 32, 32]: each thread holds the mask words of its scores.
     BITS: gl.constexpr = gl.DistributedLinearLayout(
@@ -183,9 +181,7 @@ def consumer(
         [],
         [KEYS, ROWS // 32, 32],
     )
-    no_dq = gl.zeros([ROWS, D], gl.float32, layout=K)
-    step = 0
-    parities = 0  # as in `backward.py`
+    step, turn = 0, 0
     begin, end = items_of_program(start_ptr)
     for item in range(begin, end):
         number, first_k, _first, count = header(work_ptr, item)
@@ -195,55 +191,60 @@ def consumer(
             k_left = gl.load(lengths_ptr + (lengths_stride + number // kv_heads)) - first_k
         dk = gl.zeros([KEYS, D], gl.float32, layout=K)
         dv = gl.zeros([KEYS, DV], gl.float32, layout=V)
-        if count > 0:
-            mbarrier.wait(kv_full.index(0), (parities >> SENDERS) & 1)
-            parities ^= 1 << SENDERS
-        for i in range(count * STEPS):
-            q_stage = step % Q_STAGES
-            mbarrier.wait(q_full.index(q_stage), (step // Q_STAGES) & 1)
-            tile = heard(number_s, q_stage, 0, OF=1)
+        if D_REST > 0:
+            dk_rest = gl.zeros([KEYS, D_REST], gl.float32, layout=R)
+        steps = count * STEPS
+        if steps > 0:
+            mbarrier.wait(kv_full.index(0), turn & 1)
+            turn += 1
+            mbarrier.wait(q_full.index(step % STAGES), (step // STAGES) & 1)
+        s = product(k_s.index(0), q_s.index(step % STAGES), S)
+        if D_REST > 0:
+            s = plus_product(s, k_rest_s.index(0), q_rest_s.index(step % STAGES))
+        s = local_mma_wait(s, 0)
+        for i in range(steps):
+            stage, buffer = step % STAGES, step & 1
+            tile = heard(number_s, stage, 0, OF=1)
             is_partial = (tile != 0) | (k_left < KEYS)
-            rows = rows_s.index(q_stage)
-            s = in_registers(rows.slice(0, 1, dim=0).load(S).broadcast_to(KEYS, ROWS))
-            dp = in_registers(rows.slice(1, 1, dim=0).load(S).broadcast_to(KEYS, ROWS))
-            s = warpgroup_mma(k_s, q_s.index(q_stage).permute((1, 0)), s, is_async=True)
-            mbarrier.wait(dout_full.index(0), step & 1)
-            dp = warpgroup_mma(v_s, dout_s.permute((1, 0)), dp, is_async=True)
-            s = local_mma_wait(s, 1)
+            mbarrier.wait(dout_full.index(stage), (step // STAGES) & 1)
+            only = unknown(0)
+            dp = product(v_s.index(only), dout_s.index(stage), S)
             if is_partial:
                 s = masked(s, words_ptr, tile, first_k % TILE_KEYS, i % STEPS * ROWS, k_left, HAS_LENGTHS, BITS)
-            p = gl.exp2(s * qk_scale)
-            p_s.store(p.to(dtype))
+            p = gl.exp2((s + of_queries(rows_s, stage, 0, S)) * qk_scale)
+            p_s.index(buffer).store(p.to(dtype))
             fence_async_shared()
-            dv = warpgroup_mma(p_s, dout_s, dv, is_async=True)
-            dp = local_mma_wait(dp, 1)
-            ds_s.store((p * dp).to(dtype))
+            dv = accumulator(warpgroup_mma(p_s.index(buffer), dout_s.index(stage), dv, is_async=True))
+            if i + 1 < steps:
+                mbarrier.wait(q_full.index((step + 1) % STAGES), ((step + 1) // STAGES) & 1)
+            s = product(k_s.index(only), q_s.index((step + 1) % STAGES), S)
+            if D_REST > 0:
+                s = plus_product(s, k_rest_s.index(only), q_rest_s.index((step + 1) % STAGES))
+            dp = local_mma_wait(dp, 2 if D_REST == 0 else 3)
+            ds_s.index(buffer).store((p * (dp + of_queries(rows_s, stage, 1, S))).to(dtype))
             fence_async_shared()
-            dq = warpgroup_mma(ds_s.permute((1, 0)), k_s, no_dq, use_acc=False, is_async=True)
-            dk = warpgroup_mma(ds_s, q_s.index(q_stage), dk, is_async=True)
-            dq, dv = local_mma_wait(dq, 1), accumulator(dv)
-            async_copy.mbarrier_arrive(dout_empty.index(0), increment_count=False)
-            halves = in_halves(in_thread_order(dq, ROWS, D))
-            if CHUNKS == 2:
-                parities = hand_over_both(halves, dq_s, full, empty, parities)
-            else:
-                parities = hand_over_both(in_halves(halves[0]), dq_s, full, empty, parities)
-                parities = hand_over_both(in_halves(halves[1]), dq_s, full, empty, parities)
-            dk = local_mma_wait(dk, 0)
-            async_copy.mbarrier_arrive(q_empty.index(q_stage), increment_count=False)
+            dk = accumulator(warpgroup_mma(ds_s.index(buffer), q_s.index(stage), dk, is_async=True))
+            if D_REST > 0:
+                dk_rest = warpgroup_mma(ds_s.index(buffer), q_rest_s.index(stage), dk_rest, is_async=True)
+                dk_rest = local_mma_wait(dk_rest, 0)
+            # ptxas accepts no product in flight from one step to the next.
+            dk, dv, s = local_mma_wait(dk, 0), local_mma_wait(dv, 0), local_mma_wait(s, 0)
+            async_copy.mbarrier_arrive(empty.index(stage), increment_count=False)
             step += 1
+        if steps > 0:
+            async_copy.mbarrier_arrive(kv_empty.index(0), increment_count=False)
         part = part_of(work_ptr, item, HAS_PARTS)
         if HAS_PARTS and part > 0:
-            key = opaque(gl.arange(0, KEYS, layout=gl.SliceLayout(1, K)))
-            column = gl.arange(0, D, layout=gl.SliceLayout(0, K))
-            part_ptr = parts_ptr + gl.cast(part - 1, gl.int64) * (KEYS * (D + DV))  # dk, then dv
-            gl.store(part_ptr + (key[:, None] * D + column[None, :]), dk)
-            key = opaque(gl.arange(0, KEYS, layout=gl.SliceLayout(1, V)))
-            column = gl.arange(0, DV, layout=gl.SliceLayout(0, V))
-            gl.store(part_ptr + KEYS * D + (key[:, None] * DV + column[None, :]), dv)
+            part_ptr = parts_ptr + gl.cast(part - 1, gl.int64) * (KEYS * (PADDED_D + DV))  # dk, then dv
+            store_part(part_ptr, dk, 0, PADDED_D)
+            if D_REST > 0:
+                store_part(part_ptr, dk_rest, D, PADDED_D)
+            store_part(part_ptr + KEYS * PADDED_D, dv, 0, DV)
         else:
-            store_rows(dv.to(dtype), dv_ptr, dv_strides, number, kv_heads, first_k, k_len, V_DIM)
-            store_rows((dk * scale).to(dtype), dk_ptr, dk_strides, number, kv_heads, first_k, k_len, DIM)
+            store_rows(dv, dv_ptr, dv_strides, number, kv_heads, first_k, k_len, 0, V_DIM)
+            store_rows(dk * scale, dk_ptr, dk_strides, number, kv_heads, first_k, k_len, 0, DIM)
+            if D_REST > 0:
+                store_rows(dk_rest * scale, dk_ptr, dk_strides, number, kv_heads, first_k, k_len, D, DIM)
 
 
 # Sizes are not specialised: another length or number of heads causes no recompilation.
@@ -253,66 +254,60 @@ def consumer(
 )  # fmt: skip
 def wide_backward_kernel(
     q_desc, k_desc, v_desc, dout_desc, rows_desc,  # as in `backward_kernel`, in boxes of D or DV channels
-    acc_desc,  # fp32 [chains * TILE_ROWS * D // WIDTH, WIDTH] in boxes of ROWS * D // CHUNKS each
+    q_rest_desc, k_rest_desc,  # q and k in boxes of D_REST channels, or None
     dk_ptr, dv_ptr, dk_strides, dv_strides,  # as k and v, written
     start_ptr, work_ptr, entry_ptr, words_ptr,  # as in `backward_kernel`
-    counter_ptr,  # int32 [chains * TILE_ROWS // ROWS * CHUNKS], zeros
-    parts_ptr,  # fp32 [parts, KEYS * (D + DV)], written: dk without `scale` and dv of parts; None without parts
+    parts_ptr,  # fp32 [parts, KEYS * (PADDED_D + DV)], written: dk without `scale` and dv of parts; None without parts
     lengths_ptr, lengths_stride,  # int32 [2, B], of queries and of keys, or None
     qk_scale, scale,  # positive, as in `backward_kernel`
     heads, kv_heads, row_tiles, k_len,
-    D: gl.constexpr, DV: gl.constexpr, DIM: gl.constexpr, V_DIM: gl.constexpr,  # of tiles; of the tensors
-    Q_STAGES: gl.constexpr, CHUNKS: gl.constexpr, REGISTERS: gl.constexpr,
+    # Channels of queries and keys, in two pieces, the second 0 if there is one; of values; of dk in parts.
+    D: gl.constexpr, D_REST: gl.constexpr, DV: gl.constexpr, PADDED_D: gl.constexpr,
+    DIM: gl.constexpr, V_DIM: gl.constexpr,  # of the tensors
+    STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """dk and dv of all items, and the chains of dq, without the factor `scale`."""
+    """dk and dv of all items."""
     dtype: gl.constexpr = q_desc.dtype
     HAS_LENGTHS: gl.constexpr = lengths_ptr is not None
     HAS_PARTS: gl.constexpr = parts_ptr is not None
-    TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], dtype)
-    V_TILE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DV], dtype)
     WEIGHTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, ROWS], dtype)
-    q_s = gl.allocate_shared_memory(dtype, [Q_STAGES, ROWS, D], TILE)
-    dout_s = gl.allocate_shared_memory(dtype, [ROWS, DV], V_TILE)
-    k_s = gl.allocate_shared_memory(dtype, [KEYS, D], TILE)
-    v_s = gl.allocate_shared_memory(dtype, [KEYS, DV], V_TILE)
-    p_s = gl.allocate_shared_memory(dtype, [KEYS, ROWS], WEIGHTS)
-    ds_s = gl.allocate_shared_memory(dtype, [KEYS, ROWS], WEIGHTS)
-    rows_s = gl.allocate_shared_memory(gl.float32, [Q_STAGES, 2, ROWS], rows_desc.layout)
-    dq_s = gl.allocate_shared_memory(gl.float32, [SENDERS, ROWS * D // WIDTH // CHUNKS, WIDTH], acc_desc.layout)
-    number_s = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    q_s, dout_s = tiles_of(dtype, STAGES, ROWS, D), tiles_of(dtype, STAGES, ROWS, DV)
+    k_s, v_s = tiles_of(dtype, 1, KEYS, D), tiles_of(dtype, 1, KEYS, DV)
+    # In a tuple Gluon allows None only as an argument of the kernel, so the argument stands for the missing buffers.
+    q_rest_s, k_rest_s = q_rest_desc, k_rest_desc
+    if D_REST > 0:
+        q_rest_s, k_rest_s = tiles_of(dtype, STAGES, ROWS, D_REST), tiles_of(dtype, 1, KEYS, D_REST)
+    p_s = gl.allocate_shared_memory(dtype, [2, KEYS, ROWS], WEIGHTS)
+    ds_s = gl.allocate_shared_memory(dtype, [2, KEYS, ROWS], WEIGHTS)
+    rows_s = gl.allocate_shared_memory(gl.float32, [STAGES, 2, ROWS], rows_desc.layout)
+    number_s = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
-    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BAR)
-    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BAR)
-    dout_full = gl.allocate_shared_memory(gl.int64, [1, 1], BAR)
-    dout_empty = gl.allocate_shared_memory(gl.int64, [1, 1], BAR)
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)  # with -lse and -delta
+    dout_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)  # both
     kv_full = gl.allocate_shared_memory(gl.int64, [1, 1], BAR)
-    full = gl.allocate_shared_memory(gl.int64, [SENDERS, 1], BAR)
-    empty = gl.allocate_shared_memory(gl.int64, [SENDERS, 1], BAR)
-    for c in gl.static_range(Q_STAGES):
+    kv_empty = gl.allocate_shared_memory(gl.int64, [1, 1], BAR)
+    for c in gl.static_range(STAGES):
         mbarrier.init(q_full.index(c), count=1)
-        mbarrier.init(q_empty.index(c), count=THREADS)
-    mbarrier.init(dout_full.index(0), count=1)
-    mbarrier.init(dout_empty.index(0), count=THREADS)
+        mbarrier.init(dout_full.index(c), count=1)
+        mbarrier.init(empty.index(c), count=THREADS)
     mbarrier.init(kv_full.index(0), count=1)
-    for c in gl.static_range(SENDERS):
-        mbarrier.init(full.index(c), count=1)
-        mbarrier.init(empty.index(c), count=1)
+    mbarrier.init(kv_empty.index(0), count=THREADS)
     tiles_s = (q_s, dout_s, k_s, v_s, rows_s, number_s)
-    bars = (q_full, q_empty, dout_full, dout_empty, kv_full)
+    bars = (q_full, dout_full, empty, kv_full, kv_empty)
     lists = (start_ptr, work_ptr, entry_ptr)
     lengths = (lengths_ptr, lengths_stride)
-    loads = ((q_desc, dout_desc, k_desc, v_desc, rows_desc), tiles_s, bars, lists, (heads, kv_heads, row_tiles))
-    sends = (acc_desc, dq_s, full, empty, counter_ptr, lists)
+    descriptors = (q_desc, dout_desc, k_desc, v_desc, rows_desc, q_rest_desc, k_rest_desc)
+    rests_s = (q_rest_s, k_rest_s)
+    loads = (descriptors, tiles_s, rests_s, bars, lists, (heads, kv_heads, row_tiles))
     sizes = (qk_scale, scale, kv_heads, k_len)
     written = (dk_ptr, dk_strides, dv_ptr, dv_strides)
-    reads = (tiles_s, bars, lists, words_ptr, lengths, parts_ptr, (p_s, ds_s), dq_s, full, empty, sizes, written)
+    reads = (tiles_s, rests_s, bars, lists, words_ptr, lengths, parts_ptr, (p_s, ds_s), sizes, written)
     gl.warp_specialize(
         [
-            (consumer, (reads, Q_STAGES, D, DV, DIM, V_DIM, CHUNKS, HAS_LENGTHS, HAS_PARTS)),
-            (loader, (loads, Q_STAGES)),
-            (sender, (sends, 0, CHUNKS)),
-            (sender, (sends, 1, CHUNKS)),
+            (consumer, (reads, STAGES, D, D_REST, DV, PADDED_D, DIM, V_DIM, HAS_LENGTHS, HAS_PARTS)),
+            (loader, (loads, D, STAGES)),
         ],
-        [1, 1, 1],
-        [REGISTERS, REGISTERS, REGISTERS],
+        [1],
+        [REGISTERS],
     )

@@ -15,6 +15,7 @@ from sparseflash import scores
 from sparseflash.backends.triton.hopper import backward as backward_module
 from sparseflash.backends.triton.hopper import backward_plan, cuts
 from sparseflash.backends.triton.hopper import wide_backward as wide_backward_module
+from sparseflash.backends.triton.hopper import wide_dq as wide_dq_module
 from sparseflash.backends.triton.launcher import Launch
 from sparseflash.scores.change import Scores
 from tests.backends.triton.hopper.hopper_problems import PARTS, assert_exact, drawn, interpreted, run, some_problem
@@ -158,7 +159,8 @@ def right():
     return [run(some_problem(), **HOW, **case) for case in CASES]
 
 
-WIDE = partial(run, some_problem(dim=192, v_dim=16), gradients=True, programs=4)
+# With few stages no wait is implied by another.
+WIDE = partial(run, some_problem(dim=256, v_dim=256), gradients=True, programs=4)
 
 
 @pytest.fixture(scope="module")
@@ -166,9 +168,15 @@ def right_of_wide():
     return WIDE()
 
 
-@pytest.mark.parametrize("line", synchronising_lines(wide_backward_module))
-def test_the_interpreter_notices_a_missing_one_of_the_kernel_for_wide_heads(line, right_of_wide):
-    changed = partial(WIDE, change_wide=without(line))
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        *(("change_wide", line) for line in synchronising_lines(wide_backward_module)),
+        *(("change_dq", line) for line in synchronising_lines(wide_dq_module)),
+    ],
+)
+def test_the_interpreter_notices_a_missing_one_of_the_kernels_for_wide_heads(change, line, right_of_wide):
+    changed = partial(WIDE, **{change: without(line)})
     assert_noticed([(changed, right_of_wide)], [{"seed": seed} for seed in range(20)])
 
 

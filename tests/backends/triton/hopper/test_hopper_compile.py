@@ -14,6 +14,7 @@ from sparseflash.backends.triton.hopper.configs import (
     SMALL,
     backward_config_for,
     config_for,
+    dq_config_for,
     tile_for,
     wide_config_for,
 )
@@ -119,13 +120,22 @@ def check_backward(reports, dims, features):
         assert ("wide_backward_kernel" in reports) is not is_changed
         if is_changed:
             return
-        found = reports["wide_backward_kernel"]
-        # S and dP, then dV, dQ and dK.
-        assert found["products"] == (wide.dim + wide.v_dim) // 16 + 3 * 64 // 16
-        assert sum(found["exponentials"]) >= 64 * 64 // 256, found
-        # Triton 3.9 spills one; 3.6 spills up to 45 addresses and descriptors of products at D = 256, and 6 at 192 and
-        # 128.
-        assert found["spilled_in_loop"] <= (45 if wide.v_dim == 256 else 6), found
+        found, of_dq, config = reports["wide_backward_kernel"], reports["wide_dq_kernel"], dq_config_for(*dims)
+        pieces = sum(piece > 0 for piece in config.dims)
+        # The first scores of an item, then those of the next step, dP, dV and dK.
+        assert found["products"] == (2 * sum(wide.dims) + wide.v_dim) // 16 + (1 + pieces) * 64 // 16
+        channels = sum(config.dims) + sum(config.v_dims)
+        assert of_dq["products"] == GROUPS * (channels // 16 + pieces * 64 // 16)
+        for each in (found, of_dq):
+            assert (
+                each["spilled"] <= 32
+                and each["spilled_in_loop"] == 0
+                and each["warnings"] == []
+                and each["shared"] <= SHARED_MEMORY
+            ), each
+            assert each["direct"] and not each["two_layouts"]
+        assert config.shared_memory >= of_dq["shared"]
+        return
     assert found["warnings"] == [] and found["shared"] <= SHARED_MEMORY, found
     assert found["direct"] and found["resident"] and not found["two_layouts"]
 

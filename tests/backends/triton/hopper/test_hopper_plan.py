@@ -88,6 +88,15 @@ def test_rows_of_global_tokens_are_cut_and_rows_that_are_alike_are_not():
     assert planned(mask_of("butterfly"), 1, 1).parts == 0
 
 
+def test_long_rows_of_few_queries_are_cut():
+    for q_len, k_len, chunks in ((1024, 65_536, 4), (1024, 24_576, 1), (16_384, 65_536, 1), (128, 25_000, 2)):
+        items = planned(masks.dense(q_len, k_len, block=128), 1, 2)
+        rows = 2 * -(-q_len // 128)
+        assert (len(items.work), items.parts) == (rows * chunks, rows * chunks if chunks > 1 else 0)
+        counts = items.work[:, plan.ITEM_COUNT.value]
+        assert counts.sum() == rows * -(-k_len // 128) and counts.max() - counts.min() <= 1
+
+
 @given(st.data(), SEEDS)
 def test_a_mask_made_at_every_step_is_walked_alike_but_never_cut(data, seed):
     """Whatever its arrays are, planned by operations and by kernels."""
@@ -188,6 +197,6 @@ def test_work_of_another_size_has_another_layout():
     assert forward.layout.combine is None and other.layout.combine is not None
     with mock.patch.object(backward_plan, "_SHORTEST_CHAIN", 1), mock.patch.object(backward_plan, "_LONG_CHAIN", 0):
         _, several = prepared(masks.dense(512))
-    assert [each.numel() for each in several.layout.workspace()] != [
-        each.numel() for each in backward.layout.workspace()
+    assert [each.numel() for each in several.layout.workspace().values()] != [
+        each.numel() for each in backward.layout.workspace().values()
     ]

@@ -7,9 +7,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from typer.testing import CliRunner
 
-from experiments.benchmarks.calls import first_calls
-from experiments.benchmarks.calls.__main__ import app
-from experiments.benchmarks.calls.ways import (
+from experiments.benchmarks import calls as benchmark
+from experiments.benchmarks.calls import (
     CHOICE,
     FIRST_CALLS,
     FLEX,
@@ -18,6 +17,7 @@ from experiments.benchmarks.calls.ways import (
     SDPA,
     WAYS,
     Shape,
+    app,
     calls_of,
 )
 from experiments.benchmarks.harness import Bench
@@ -81,11 +81,11 @@ def test_every_way_of_calling_runs(implementations, name):
 
 def test_first_calls_are_those_of_a_process_of_their_own(tmp_path):
     bench = Bench("calls", Run("H200", "", {}, "", "", ""), tmp_path, CPU)
-    with mock.patch.object(first_calls, "answer_of", return_value=dict.fromkeys(FIRST_CALLS, 0.5)) as run:
-        first_calls.record_first_calls(bench, OURS)
-    assert run.call_args.args == (first_calls.seconds_of, OURS)
-    with mock.patch.object(first_calls, "answer_of", side_effect=RuntimeError("the process ended with 1")):
-        first_calls.record_first_calls(bench, FLEX)
+    with mock.patch.object(benchmark, "answer_of", return_value=dict.fromkeys(FIRST_CALLS, 0.5)) as run:
+        benchmark.record_first_calls(bench, OURS)
+    assert run.call_args.args == (benchmark.seconds_of, OURS)
+    with mock.patch.object(benchmark, "answer_of", side_effect=RuntimeError("the process ended with 1")):
+        benchmark.record_first_calls(bench, FLEX)
     found = read(tmp_path / "calls.jsonl")[1]
     assert [each.name for each in found] == [f"calls/{what}/{name}" for name in (OURS, FLEX) for what in FIRST_CALLS]
     assert [(each.value, each.unit, each.failure) for each in found] == [

@@ -6,8 +6,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from experiments.benchmarks.exactness.__main__ import app
-from experiments.benchmarks.exactness.summary import RESULTS, condense, read
+from experiments.benchmarks.exactness.__main__ import RESULTS, app, condense, read
 from experiments.benchmarks.harness import Bench
 from experiments.measurements import Run
 from experiments.measurements import read as measured

@@ -163,4 +163,4 @@ def test_one_command_runs_every_benchmark_and_shows_records(tmp_path):
     helped = subprocess.run([*program, "calls", "--help"], capture_output=True, text=True, check=True)
     assert "python -m experiments.benchmarks calls" in helped.stdout
     refused = subprocess.run([*program, "clals"], capture_output=True, text=True)
-    assert refused.returncode == 1 and "the benchmark must be from blocks, calls" in refused.stderr
+    assert refused.returncode == 1 and "the benchmark must be from calls, compile" in refused.stderr

@@ -1,4 +1,4 @@
-"""The table of operations, bytes and time: the model against a count by hand, the counters' parser, the command."""
+"""The table of operations, bytes and time: the model against a count by hand, the counters' parser, the io."""
 
 from dataclasses import replace
 from unittest import mock
@@ -7,22 +7,20 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from experiments.benchmarks import timing
+from experiments.benchmarks import io, timing
 from experiments.benchmarks.harness import Bench
-from experiments.benchmarks.io import __main__ as command
-from experiments.benchmarks.io import counters
-from experiments.benchmarks.io.__main__ import app
-from experiments.benchmarks.io.cases import (
+from experiments.benchmarks.io import (
     BUTTERFLY,
     DENSE,
     STANDARD,
     Case,
+    app,
     calls_of,
+    cost,
     every_density,
     largest_difference,
     of_words,
 )
-from experiments.benchmarks.io.model import cost
 from experiments.measurements import Run, read
 
 CPU = torch.device("cpu")
@@ -83,7 +81,7 @@ RAW = """==PROF== Connected to process 1
 
 
 def test_the_counters_are_summed_over_kernels():
-    found = counters.parse(RAW)
+    found = io.parse(RAW)
     assert found.hbm == 1224 and found.l2 == 32 * 44
 
 
@@ -96,8 +94,8 @@ def test_the_counters_are_summed_over_kernels():
     ],
 )
 def test_what_ncu_cannot_count_has_a_reason(text, message):
-    with pytest.raises(counters.NoCountersError, match=message):
-        counters.parse(text)
+    with pytest.raises(io.NoCountersError, match=message):
+        io.parse(text)
 
 
 @pytest.fixture
@@ -106,15 +104,15 @@ def bench(tmp_path):
 
 
 def test_without_ncu_the_record_says_so(monkeypatch, bench):
-    monkeypatch.setattr(counters.shutil, "which", lambda name: None)
-    command.count(bench, "small", SMALL, counters=True)
+    monkeypatch.setattr(io.shutil, "which", lambda name: None)
+    io.count(bench, "small", SMALL, counters=True)
     *_, found = bench.measurements
     assert (found.name, found.failure) == ("io/small/hbm-bytes/forward/dense", "ncu is not installed")
 
 
 def test_counted_bytes_are_recorded(monkeypatch, bench):
-    monkeypatch.setattr(command, "counted", lambda case, which: counters.Counted(2e9, 3e9))
-    command.count(bench, "small", SMALL, counters=True)
+    monkeypatch.setattr(io, "counted", lambda case, which: io.Counted(2e9, 3e9))
+    io.count(bench, "small", SMALL, counters=True)
     found = {each.name.removeprefix("io/small/"): (each.value, each.unit) for each in bench.measurements}
     assert found == {
         "modelled-bytes/forward/dense": (cost(SMALL).forward_bytes / 1e9, "GB"),
@@ -125,16 +123,16 @@ def test_counted_bytes_are_recorded(monkeypatch, bench):
 
 
 def test_a_case_that_fails_is_recorded_with_its_reason(monkeypatch, bench):
-    real = command.calls_of
+    real = io.calls_of
 
     def without_memory(case, device):
         if case.kind == STANDARD:
             raise torch.OutOfMemoryError("out of memory\nand more")
         return real(case, device)
 
-    monkeypatch.setattr(command, "calls_of", without_memory)
+    monkeypatch.setattr(io, "calls_of", without_memory)
     cases = [replace(SMALL, kind=STANDARD), SMALL]
-    bench.time("small/both", {case.way: command.way_of(case, "both", CPU) for case in cases})
+    bench.time("small/both", {case.way: io.way_of(case, "both", CPU) for case in cases})
     failed, fine = bench.measurements
     assert failed.failure == "out of memory" and fine.value > 0
     assert fine.settings == {"flops": cost(SMALL).flops, "live": 1.0}

@@ -12,16 +12,15 @@ from typer.testing import CliRunner
 from experiments.benchmarks.harness import Bench
 from experiments.benchmarks.layer import Layer, app, step_of, ways_of
 from experiments.benchmarks.speed.cases import Case
-from experiments.benchmarks.speed.inputs import Options, make_inputs
 from experiments.benchmarks.speed.patterns import pattern
 from experiments.benchmarks.speed.peers import PEERS, ours
 from experiments.benchmarks.speed.peers.runner import Runner
+from experiments.benchmarks.speed.run import make_inputs
 from experiments.measurements import Run, read
 from sparseflash import attention
 
 CPU = torch.device("cpu")
 CASE = Case("small", "butterfly", 1, 2, 128, 16, dtype=torch.float32, block=32)
-OPTIONS = Options(CPU, rounds=1, round_ms=0.0)
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +40,7 @@ def test_the_layer_attends_by_heads_and_keeps_its_input():
 
 
 def test_a_peer_gets_its_own_order_of_tokens_and_heads():
-    inputs = make_inputs(CASE, OPTIONS)
+    inputs = make_inputs(CASE, CPU)
     by_tokens = Runner(
         lambda q, k, v: attention(*(each.transpose(1, 2) for each in (q, k, v))).transpose(1, 2),
         inputs,
@@ -52,8 +51,8 @@ def test_a_peer_gets_its_own_order_of_tokens_and_heads():
 
 
 def test_a_step_has_the_gradients_of_eager_code_and_leaves_none_behind():
-    live = pattern(CASE.kind, CASE.length, CASE.block)
-    step = step_of("ours", ours(CASE, live, make_inputs(CASE, OPTIONS)), CASE, CPU, 0)
+    live = pattern(CASE)
+    step = step_of("ours", ours(CASE, live, make_inputs(CASE, CPU)), CASE, CPU, 0)
     first, second = step().clone(), step()
     assert torch.equal(first, second)
     weight, by_step = step.layer.qkv.weight, step.x.grad.clone()
@@ -69,7 +68,7 @@ def test_each_backend_of_one_call_gets_a_graph_of_its_own(monkeypatch):
     for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH):
         runner = Runner(
             lambda q, k, v: scaled_dot_product_attention(q, k, v),
-            make_inputs(CASE, OPTIONS),
+            make_inputs(CASE, CPU),
             context=partial(sdpa_kernel, backend),
         )
         step_of("sdpa", runner, CASE, CPU, 0)()
@@ -90,7 +89,7 @@ def test_if_ours_cannot_run_the_peers_are_not_timed_either(monkeypatch, tmp_path
     def broken(*_):
         raise RuntimeError("no kernel")
 
-    monkeypatch.setattr("experiments.benchmarks.layer.ours", broken)
+    monkeypatch.setattr("experiments.benchmarks.speed.peers.ours", broken)
     bench = Bench("layer", Run("CPU", "", {}, "", "", ""), tmp_path, CPU, rounds=1)
     bench.time("small/step", ways_of(CASE, ("reference",), CPU, 0))
     assert [each.failure for each in bench.measurements] == ["RuntimeError: no kernel"] * 2

@@ -5,8 +5,7 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 from typer.testing import CliRunner
 
-from experiments.benchmarks.scores.__main__ import app
-from experiments.benchmarks.scores.cases import NAMES, cases
+from experiments.benchmarks.scores import NAMES, app, cases
 from experiments.measurements import read
 from sparseflash import attention, interop, masks
 

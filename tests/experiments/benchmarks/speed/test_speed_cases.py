@@ -5,20 +5,9 @@ import pytest
 import torch
 
 from experiments.benchmarks.speed import patterns
-from experiments.benchmarks.speed.cases import (
-    BACKWARD,
-    BOTH,
-    CALL,
-    CASES,
-    FORWARD,
-    GROUPS,
-    WAYS,
-    Case,
-    select,
-    useful_flops,
-)
+from experiments.benchmarks.speed.cases import BACKWARD, BOTH, CASES, FORWARD, GROUPS, WAYS, Case, select, useful_flops
 from experiments.benchmarks.speed.grid import TILES, grid
-from experiments.benchmarks.speed.patterns import KINDS, block_mask, pattern
+from experiments.benchmarks.speed.patterns import KINDS, PLAIN_KINDS, block_mask, pattern
 
 
 @pytest.mark.parametrize(
@@ -34,8 +23,8 @@ from experiments.benchmarks.speed.patterns import KINDS, block_mask, pattern
     ],
 )
 def test_layouts_of_128_blocks_have_the_stated_densities(kind: str, percent: float) -> None:
-    layout = patterns.LAYOUTS[kind](128)
-    assert 100 * layout.mean() == pytest.approx(percent, abs=0.06)
+    layout = block_mask(kind, 16384, 128).to_layout()[0, 0]
+    assert 100 * layout.double().mean() == pytest.approx(percent, abs=0.06)
     assert layout.diagonal().all()
 
 
@@ -52,29 +41,26 @@ def test_bigbird_has_its_global_rows_and_columns_and_three_drawn_blocks_a_row() 
 
 
 @pytest.mark.parametrize("block", [16, 64])
-@pytest.mark.parametrize("kind", KINDS)
-def test_pattern_and_library_mask_keep_the_same_scores(kind: str, block: int) -> None:
-    length = 512
-    idx = torch.arange(length)
-    truth = pattern(kind, length, block)
-    live = truth.live(idx[:, None], idx[None, :])
-    assert live.sum() == truth.kept
-    assert torch.equal(live, block_mask(kind, length, block).to_dense()[0, 0])
-    assert live.any(1).all()  # the plain attention of check.py relies on it
+@pytest.mark.parametrize("kind", PLAIN_KINDS)
+def test_a_rule_says_which_scores_of_partial_tiles_are_live(kind: str, block: int) -> None:
+    found = pattern(Case(kind, kind, 1, 1, 512, 64, block=block))
+    live, idx = found.mask.to_dense()[0, 0], torch.arange(512)
+    if found.rule is None:
+        assert torch.equal(found.mask.to_layout()[0, 0].repeat_interleave(block, 0).repeat_interleave(block, 1), live)
+    else:
+        assert torch.equal(live, found.rule(None, None, idx[:, None], idx))
+    assert live.sum() == found.kept and live.any(1).all()
 
 
 @pytest.mark.parametrize(("kind", "reach"), [("window64", 64), ("window256", 256)])
 def test_windows_follow_their_element_rule(kind: str, reach: int) -> None:
     idx = torch.arange(640)
-    truth = pattern(kind, 640, 128)
-    expected = (idx[:, None] - idx[None, :]).abs() <= reach
-    assert torch.equal(truth.live(idx[:, None], idx[None, :]), expected)
-    assert not (truth.full & truth.partial).any()
+    assert torch.equal(block_mask(kind, 640, 128).to_dense()[0, 0], (idx[:, None] - idx).abs() <= reach)
 
 
 def test_useful_flops_count_kept_scores_only() -> None:
     case = Case("x", "causal", 2, 3, 256, 64)
-    kept = pattern("causal", 256, 128).kept
+    kept = pattern(case).kept
     assert kept == 256 * 257 // 2
     assert useful_flops(case, kept, FORWARD) == 4 * 64 * kept * 3 * 2
     assert useful_flops(case, kept, BACKWARD) == 2.5 * useful_flops(case, kept, FORWARD)
@@ -83,7 +69,7 @@ def test_useful_flops_count_kept_scores_only() -> None:
 
 def test_case_names_are_unique_and_lengths_are_whole_blocks() -> None:
     assert len({case.name for case in CASES}) == len(CASES)
-    assert all(case.length % case.block == 0 and case.kind in KINDS for case in CASES)
+    assert all(case.length % min(case.block, case.length) == 0 and case.kind in KINDS for case in CASES)
 
 
 def test_quick_is_the_six_masks_at_both_head_dimensions() -> None:
@@ -94,20 +80,22 @@ def test_quick_is_the_six_masks_at_both_head_dimensions() -> None:
 
 
 def test_globs_select_cases() -> None:
-    chosen = select("call-*, d64-dense")
-    assert [case.name for case in chosen] == ["call-dense", "call-causal", "call-butterfly", "d64-dense"]
-    assert chosen[0].passes == (CALL,)
-    with pytest.raises(ValueError, match="--cases must match at least one of call-dense"):
+    chosen = select("memory-*-local, d64-dense")
+    assert [case.name for case in chosen] == [
+        "d64-dense", *(f"memory-{length}-local" for length in ("16k", "64k", "256k", "1m"))
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="--cases must match at least one of d128-dense"):
         select("nothing")
 
 
 def test_groups_select_cases_and_together_hold_all() -> None:
     assert {case.name for group in GROUPS for case in select("*", groups=(group,))} == {case.name for case in CASES}
+    assert {case.group for case in select("*")} == GROUPS.keys() - {"workloads"}
     assert {case.group for case in select("*", groups=("dims", "memory"))} == {"dims", "memory"}
     assert [case.name for case in select("*-dense", groups=("dtypes",))] == [
         "fp32-dense", "tf32-dense", "fp16-dense", "bf16-dense"
     ]  # fmt: skip
-    with pytest.raises(ValueError, match=r"--group must be from calls, masks, .*; got fast\."):
+    with pytest.raises(ValueError, match=r"--group must be from masks, memory, .*; got fast\."):
         select("*", groups=("masks", "fast"))
     with pytest.raises(ValueError, match="which are none; got"):
         select("*", groups=("dims",), quick=True)
@@ -129,7 +117,7 @@ def test_the_benchmark_covers_what_it_promises() -> None:
     assert values("blocks", "block") == {16, 32, 64, 128}
     assert values("heads", "heads_of_keys") == {32, 8, 4, 1}
     assert {"memory-1m-local", "memory-1m-butterfly"} <= values("memory", "name")
-    assert all(case.passes == WAYS for case in CASES if case.group not in ("calls", "memory"))
+    assert all(case.passes == WAYS for case in CASES if case.group not in ("workloads", "memory"))
 
 
 def test_a_shrunk_case_keeps_its_grouping() -> None:
@@ -148,7 +136,7 @@ def test_images_are_as_square_as_their_tiles_allow(length: int, block: int, side
 
 
 def test_unknown_kinds_and_ragged_lengths_are_refused() -> None:
-    with pytest.raises(ValueError, match="kind must be one of causal"):
-        pattern("spiral", 256, 128)
+    with pytest.raises(ValueError, match="kind must be one of dense"):
+        block_mask("spiral", 256, 128)
     with pytest.raises(ValueError, match="length must be a multiple of the block; got 200"):
-        pattern("dense", 200, 128)
+        block_mask("bigbird", 200, 128)

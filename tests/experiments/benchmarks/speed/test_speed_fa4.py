@@ -13,14 +13,14 @@ from torch.nn.attention.flex_attention import create_mask
 
 from experiments.benchmarks.harness import Unavailable
 from experiments.benchmarks.speed.cases import Case
-from experiments.benchmarks.speed.patterns import KINDS, WINDOWS, block_mask, pattern
+from experiments.benchmarks.speed.patterns import KINDS, PLAIN_KINDS, pattern
 from experiments.benchmarks.speed.peers import flashattention4
 from experiments.benchmarks.speed.peers.runner import Inputs
 from sparseflash.interop.fa4 import BlockSparseTensors, from_fa4
 
 LENGTH = 1024
+OWN = ("dense", "causal", "window64", "window256")  # masks that it has arguments for
 CASE = Case("case", "butterfly", 1, 2, LENGTH, 16)
-CPU = torch.device("cpu")
 # compile() of the CuTe DSL, which here leaves the function as it is.
 PACKAGE = flashattention4.Package(
     attention=lambda *tensors, **options: (tensors[0], None),
@@ -31,16 +31,18 @@ PACKAGE = flashattention4.Package(
 
 def arguments(kind: str, **changes: Any) -> dict[str, Any]:
     case = replace(CASE, kind=kind, **changes)
-    return flashattention4.arguments(case, pattern(kind, case.length, case.block), PACKAGE, CPU)
+    return flashattention4.arguments(case, pattern(case), PACKAGE)
 
 
 @pytest.mark.parametrize("block", [128, 64])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("dense", "causal", *WINDOWS)])
+@pytest.mark.parametrize(
+    "kind", [kind for kind in PLAIN_KINDS if kind not in ("dense", "causal", "window64", "window256")]
+)
 def test_lists_and_rule_say_our_mask(kind: str, block: int) -> None:
     given = arguments(kind, block=block)
     rule = given.get("mask_mod")
     in_torch = None if rule is None else lambda b, h, q, k: rule(b, h, q, k, None, None)
-    expected = block_mask(kind, LENGTH, block).to_dense()
+    expected = pattern(replace(CASE, kind=kind, block=block)).mask.to_dense()
     back = from_fa4(given["block_sparse_tensors"], LENGTH, LENGTH, mask_mod=in_torch)
     assert torch.equal(back.to_dense(), expected)
     turned = from_fa4(given["block_sparse_tensors_bwd"], LENGTH, LENGTH, mask_mod=transposed(in_torch))
@@ -51,7 +53,7 @@ def test_lists_and_rule_say_our_mask(kind: str, block: int) -> None:
 
 @pytest.mark.parametrize("kind", ["butterfly", "random12", "neighborhood"])
 def test_lists_of_small_blocks_are_those_of_the_converter(kind: str) -> None:
-    forward, backward = flashattention4.small_blocks(pattern(kind, LENGTH, 128))
+    forward, backward = flashattention4.small_blocks(pattern(replace(CASE, kind=kind)))
     given = arguments(kind)
     for mine, theirs in ((forward, given["block_sparse_tensors"]), (backward, given["block_sparse_tensors_bwd"])):
         assert mine.block_size == theirs.block_size
@@ -68,6 +70,26 @@ def transposed(rule: Any) -> Any:
 def test_dense_causal_and_windows_are_its_own() -> None:
     assert arguments("dense") == {} and arguments("causal") == {"causal": True}
     assert arguments("window64") == {"window_size": (64, 64)}
+    assert arguments("window", sizes=(64,)) == {"window_size": (63, 0)}
+    with pytest.raises(Unavailable, match="its rules read no memory"):
+        arguments("padded")
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"), [("prefix", (100,)), ("longformer", (64, 2)), ("image", (32, 5)), ("video", (4, 3))]
+)
+def test_rules_with_sizes_say_our_mask(kind: str, sizes: tuple[int, ...]) -> None:
+    case = replace(CASE, kind=kind, sizes=sizes, length={"video": 64}.get(kind, LENGTH))
+    found = pattern(case)
+    given = flashattention4.arguments(case, found, PACKAGE)
+    rule = given["mask_mod"]
+    back = from_fa4(
+        given["block_sparse_tensors"],
+        case.length,
+        case.length,
+        mask_mod=lambda b, h, q, k: rule(b, h, q, k, None, None),
+    )
+    assert torch.equal(back.to_dense(), found.mask.to_dense()) and kind in KINDS
 
 
 class OnGpu(NamedTuple):
@@ -86,7 +108,7 @@ class Moved(torch.Tensor):
 def test_fp32_is_a_reason(dtype: torch.dtype) -> None:
     q: Any = OnGpu()
     with pytest.raises(Unavailable, match="fp16 and bf16 only"):
-        flashattention4.fa4(replace(CASE, dtype=dtype), pattern("dense", LENGTH, 128), Inputs(q, q, q, q))
+        flashattention4.fa4(replace(CASE, dtype=dtype), pattern(CASE), Inputs(q, q, q, q))
 
 
 def test_its_deterministic_mode_is_asked_for_where_it_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,10 +118,10 @@ def test_its_deterministic_mode_is_asked_for_where_it_has_one(monkeypatch: pytes
     q = torch.randn(1, 2, 256, 16, dtype=torch.bfloat16).as_subclass(Moved)
     inputs, case = Inputs(q, q, q, q), replace(CASE, kind="causal", length=256)
     for peer in (flashattention4.fa4, flashattention4.fa4_deterministic):
-        peer(case, pattern("causal", 256, 128), inputs).forward()
+        peer(case, pattern(case), inputs).forward()
     assert seen == [{"causal": True}, {"causal": True, "deterministic": True}]
     with pytest.raises(Unavailable, match="its deterministic backward has dense, causal and window masks only"):
-        flashattention4.fa4_deterministic(replace(case, kind="butterfly"), pattern("butterfly", 256, 128), inputs)
+        flashattention4.fa4_deterministic(replace(case, kind="butterfly"), pattern(case), inputs)
 
 
 def test_inputs_are_in_its_order_and_results_in_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,9 +130,7 @@ def test_inputs_are_in_its_order_and_results_in_ours(monkeypatch: pytest.MonkeyP
     seen: list[Tensor] = []
     inputs = Inputs(q.as_subclass(Moved), k, v, dout)
     monkeypatch.setattr(flashattention4, "arguments", lambda *a: {})
-    runner = flashattention4.fa4(
-        replace(CASE, kind="dense", length=256, kv_heads=1), pattern("dense", 256, 128), inputs
-    )
+    runner = flashattention4.fa4(replace(CASE, kind="dense", length=256, kv_heads=1), pattern(CASE), inputs)
     seen += list(runner.inputs.tensors)
     assert [tuple(tensor.shape) for tensor in seen] == [
         (1, 256, 2, 16),

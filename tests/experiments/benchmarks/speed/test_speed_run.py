@@ -11,18 +11,15 @@ import torch
 from typer.testing import CliRunner, Result
 
 from experiments.benchmarks import timing
-from experiments.benchmarks.harness import Unavailable
-from experiments.benchmarks.speed import first_call
+from experiments.benchmarks.harness import Bench, Unavailable
 from experiments.benchmarks.speed.__main__ import app
-from experiments.benchmarks.speed.cases import CASES, FIRST, GROUPS, Case
-from experiments.benchmarks.speed.inputs import Options, make_inputs
+from experiments.benchmarks.speed.cases import CASES, GROUPS, Case
 from experiments.benchmarks.speed.patterns import pattern
 from experiments.benchmarks.speed.peers import PEERS, ours
 from experiments.benchmarks.speed.peers.flashattention4 import load
 from experiments.benchmarks.speed.precision import products_in_tf32
-from experiments.benchmarks.speed.rows import FAILED, NOT_RUN, OK, OURS, SKIPPED
-from experiments.benchmarks.speed.run import run_case, run_cases
-from experiments.measurements import Measurement, read
+from experiments.benchmarks.speed.run import OURS, make_inputs, run_all, run_case
+from experiments.measurements import Measurement, Run, read
 from tests.processes.threads import threads
 
 CPU = torch.device("cpu")
@@ -48,14 +45,14 @@ def measured(folder: Path) -> list[Measurement]:
 
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """Every case but those that start processes. Folder and output of the run.
+    """Every case. Folder and output of the run.
 
     256 tokens: the largest error of a shorter fp32 output is a matter of luck, for the yardstick as for ours.
     """
     folder = tmp_path_factory.mktemp("everything")
-    globs = ",".join(case.name for case in CASES if not set(case.passes) & set(FIRST))
+    groups = [word for group in GROUPS for word in ("--group", group)]
     tiny = ("--device", "cpu", "--length", "256", "--block", "32", "--check-heads", "1")
-    result = run(*tiny, "--peers", "sdpa", "--cases", globs, "--out", folder, "--commit", "abc123")
+    result = run(*tiny, "--peers", "sdpa,sparseflash-varlen", *groups, "--out", folder, "--commit", "abc123")
     assert result.exit_code == 0, result.output
     return folder, result.output
 
@@ -63,19 +60,19 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def test_every_case_runs_on_a_cpu(everything: tuple[Path, str]) -> None:
     folder, shown = everything
     found = measured(folder)
-    cases = [case for case in CASES if not set(case.passes) & set(FIRST)]
+    cases = CASES
     ours_found = [each for each in found if each.way == OURS]
     assert [each.name for each in ours_found] == [
-        f"speed/{case.path}/{direction}/{OURS}" for case in cases for direction in case.passes
+        f"speed/{case.path}/{direction}/{OURS}" for case in cases for direction in ("exactness", *case.passes)
     ]
-    timed = [each for each in ours_found if each.unit != "MiB"]
-    assert all(each.value > 0 and each.settings["error"] <= 1 and each.settings["flops"] > 0 for each in timed)  # type: ignore[operator]
+    timed = [each for each in ours_found if each.unit in ("ms", "us")]
+    assert all(each.value > 0 and each.settings["flops"] > 0 for each in timed)  # type: ignore[operator]
+    assert all(each.value <= 1 for each in ours_found if "/exactness/" in each.name)  # type: ignore[operator]
     assert {each.failure for each in ours_found if each.unit == "MiB"} == {
         "skipped: PyTorch counts memory on a CUDA device only"
     }
     of_sdpa = [each for each in found if each.way == "sdpa" and not each.failure]
     assert {each.settings["mask"] for each in of_sdpa} == {"dense", "causal"}
-    assert all(each.settings["difference"] < 0.03 for each in of_sdpa)
     assert f"[{len(cases)}/{len(cases)}]" in shown
 
 
@@ -85,7 +82,6 @@ def test_a_run_leaves_its_record_and_shows_its_table(everything: tuple[Path, str
     assert (run.device, run.commit, run.seed) == ("CPU", "abc123", 0)
     assert run.versions["flash-attn-4"] == "not installed" and run.versions["torch"] == torch.__version__
     assert "| speed/butterfly/64/forward |" in shown and "skipped: dense and causal masks only" in shown
-    assert f"speed/butterfly/64/forward/{OURS}: " in shown and "of live x dense" in shown
 
 
 def test_groups_are_listed_and_chosen(tmp_path: Path) -> None:
@@ -125,41 +121,29 @@ def test_a_wrong_result_ends_with_1_and_is_not_timed(tmp_path: Path, monkeypatch
     monkeypatch.setattr(peers, "ours", wrong)
     result = run(*TINY, "--cases", "d64-dense", "--out", tmp_path)
     assert result.exit_code == 1, result.output
-    found = measured(tmp_path)
-    assert {each.way for each in found} == {OURS} and len(found) == 3
-    assert all(each.failure.startswith("WRONG: ") and "times the yardstick" in each.failure for each in found)
+    exactness, *others = measured(tmp_path)
+    assert exactness.value > 1 and {each.way for each in others} == {OURS, "sdpa", "reference"}  # type: ignore[operator]
+    assert all(each.failure.startswith("ValueError: an error of ours is") for each in others)
 
 
-def test_first_calls_are_those_of_new_processes() -> None:
-    case = next(case for case in CASES if case.name == "first-d64").shrunk(64, 16)
-    rows = run_case(case, ours, {"sdpa": PEERS["sdpa"]}, Options(CPU, heads=1))
-    assert [(row.peer, row.direction, row.status) for row in rows] == [
-        *((OURS, way, OK) for way in FIRST), *(("sdpa", way, SKIPPED) for way in FIRST)
-    ]  # fmt: skip
-    assert all(row.first_call_s is not None and row.error is not None and row.error <= 1 for row in rows[:2])
+@pytest.fixture
+def bench(tmp_path: Path) -> Bench:
+    return Bench("speed", Run("CPU", "", {}, "", "", ""), tmp_path, CPU, rounds=1)
 
 
-def test_a_process_that_gives_no_answer_is_reported() -> None:
-    case = next(case for case in CASES if case.name == "first-d64").shrunk(64, 16)
-    answers = first_call.in_new_process(case, OURS, Options(CPU), limit=0.01)
-    assert [(answer.status, answer.reason) for answer in answers] == [(FAILED, "no answer after 0.01 s")] * 2
+def test_no_case_begins_after_the_limit(bench: Bench) -> None:
+    assert run_all(bench, {"a": lambda: False, "b": lambda: False}, -1)
+    assert [each.failure for each in bench.measurements] == ["not run: the limit was -1 minutes"] * 2
 
 
-def test_no_case_begins_after_the_limit() -> None:
-    cases = [case.shrunk(64, 16) for case in (CASES[0], CASES[1], CASES[5])]
-    seen: list[int] = []
-    rows = run_cases(cases, ours, {}, Options(CPU), minutes=-1, done=lambda rows: seen.append(len(rows)))
-    assert [row.status for row in rows] == [NOT_RUN] * 5
-    assert seen == [1, 1, 3]
-    assert {row.reason for row in rows} == {"the limit of -1 minutes was reached"}
-
-
-def test_a_case_that_breaks_the_benchmark_does_not_end_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_case_that_breaks_the_benchmark_does_not_end_the_run(bench: Bench) -> None:
     good = CASES[0].shrunk(64, 16)
-    options = Options(CPU, rounds=1, calls=1, heads=1)
-    rows = run_cases([replace(good, kind="spiral"), good], ours, {}, options, minutes=1)
-    assert [row.status for row in rows] == [FAILED, OK]
-    assert "kind must be one of" in rows[0].reason and "spiral" in capsys.readouterr().err
+    cases = {"bad": replace(good, kind="spiral"), good.path: good}
+    todo = {path: lambda case=case: run_case(bench, case, [], 0, 1) for path, case in cases.items()}  # type: ignore[misc]
+    assert not run_all(bench, todo, 1)
+    bad, exactness, *passes = bench.measurements
+    assert "kind must be one of" in bad.failure and exactness.value <= 1  # type: ignore[operator]
+    assert len(passes) == len(good.passes) and all(each.value > 0 for each in passes)  # type: ignore[operator]
 
 
 def test_turns_alternate_and_the_median_is_of_all_rounds() -> None:
@@ -183,16 +167,16 @@ def test_single_calls_are_counted() -> None:
 
 def test_gpu_peers_refuse_a_cpu_with_a_reason() -> None:
     case = replace(CASES[0].shrunk(64, 16), tuned=True)
-    inputs = make_inputs(case, Options(CPU))
+    inputs = make_inputs(case, CPU)
     for name in ("flex", "flex-autotune", "fa4", "fa4-deterministic", "sdpa-fa2", "sdpa-cudnn"):
         with pytest.raises(Unavailable, match="needs a CUDA device"):
-            PEERS[name](case, pattern("dense", 64, 16), inputs)
+            PEERS[name](case, pattern(case), inputs)
 
 
 def test_flex_is_tuned_where_it_was_asked_for_only() -> None:
     case = CASES[0].shrunk(64, 16)
     with pytest.raises(Unavailable, match="see the group tuned, or give --flex-autotune"):
-        PEERS["flex-autotune"](case, pattern("dense", 64, 16), make_inputs(case, Options(CPU)))
+        PEERS["flex-autotune"](case, pattern(case), make_inputs(case, CPU))
 
 
 def test_fa4_that_is_not_installed_gives_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The tuner: what it tries, what it drops, how it judges, and how it writes the table."""
+"""The tuner: what it tries, what it drops and how it judges."""
 
 import json
 
@@ -8,13 +8,13 @@ from typer.testing import CliRunner
 
 from experiments.benchmarks.harness import Bench
 from experiments.benchmarks.tune import __main__ as program
-from experiments.benchmarks.tune import table
 from experiments.benchmarks.tune.__main__ import app
 from experiments.benchmarks.tune.compiling import Compiled
 from experiments.benchmarks.tune.measuring import Candidates
 from experiments.benchmarks.tune.space import ARITHMETICS, DIMS, KERNELS, Target, candidates
 from experiments.measurements import Run
 from sparseflash.backends.triton import configs
+from sparseflash.backends.triton.architecture import architecture_of
 from sparseflash.backends.triton.configs import Config
 from sparseflash.backends.triton.portable.forward_pass import Forward
 from tests.compiling.uninterpreted import python
@@ -27,9 +27,6 @@ TABLES = {
     (10, 3): "_BLACKWELL",
     (12, 0): "_CONSUMER",
 }
-WRITTEN = (
-    "_HOPPER", "_HOPPER_COPYING", "_HOPPER_POINTERS", "_BLACKWELL", "_BLACKWELL_POINTERS", "_AMPERE", "_CONSUMER",
-)  # fmt: skip
 
 
 @pytest.mark.parametrize("dim", DIMS)
@@ -49,42 +46,9 @@ def test_what_is_shipped_for_hopper_at_head_dim_64_is_among_the_candidates():
 
 @pytest.mark.parametrize(("capability", "name"), TABLES.items(), ids=str)
 def test_the_table_of_an_architecture(capability, name):
-    assert table.table_name(capability, True) == name
-    assert table.table_name((9, 0), False) == "_HOPPER_POINTERS"
-    assert table.table_name((10, 0), False) == "_BLACKWELL_POINTERS"
-
-
-@pytest.mark.parametrize("name", WRITTEN)
-@pytest.mark.parametrize("dim", [64, 256])
-def test_writing_an_entry_changes_that_table_and_those_that_take_it_over(name, dim):
-    source = table.SOURCE.read_text()
-    changed = table.with_entry(source, name, Target("dq", "half", dim, True), Config(16, 32, 8, 4))
-    before, after = {}, {"__name__": "configs"}
-    exec(compile(source, "before", "exec"), before)
-    exec(compile(changed, "after", "exec"), after)
-    assert after[name]["dq", "half", dim] == Config(16, 32, 8, 4)
-    for other in WRITTEN:
-        different = {key for key in before[other] if before[other][key] != after[other][key]}
-        assert different <= {("dq", "half", dim)}
-        assert before[other].keys() == after[other].keys()
-    assert len(changed.splitlines()) - len(source.splitlines()) in (0, 1)
-    assert table.with_entry(changed, name, Target("dq", "half", dim, True), Config(16, 32, 8, 4)) == changed
-
-
-@pytest.mark.parametrize("descriptors", [True, False])
-def test_the_tuner_on_a_b200_leaves_the_tiles_of_an_h100_as_they_are(descriptors):
-    source = table.SOURCE.read_text()
-    target = Target("dq", "half", 64, descriptors)
-    changed = {"__name__": "configs"}
-    exec(table.with_entry(source, table.table_name((10, 0), descriptors), target, Config(16, 32, 8, 4)), changed)
-    entry = "dq", "half", 64
-    assert changed["BLACKWELL"].of(descriptors)[entry] == Config(16, 32, 8, 4)
-    assert changed["HOPPER"].of(descriptors)[entry] == configs.HOPPER.of(descriptors)[entry]
-
-
-def test_a_table_that_is_not_there_is_an_error():
-    with pytest.raises(ValueError, match="has no table _TURING"):
-        table.with_entry(table.SOURCE.read_text(), "_TURING", Target("dq", "half", 64, True), Config(16, 16, 1, 1))
+    assert architecture_of(capability).tables.of(True) is getattr(configs, name)
+    assert architecture_of((9, 0)).tables.of(False) is configs._HOPPER_POINTERS
+    assert architecture_of((10, 0)).tables.of(False) is configs._BLACKWELL_POINTERS
 
 
 def test_a_candidate_that_spills_or_asks_for_too_much_memory_is_dropped():
@@ -127,7 +91,7 @@ def test_times_over_the_shipped_configuration_are_recorded_and_the_fastest_is_ch
     bench = Bench("tune", Run("CPU", "", {}, "", "", ""), tmp_path, torch.device("cpu"), rounds=1)
     target = Target("forward", "half", 32, False)
     tried = [Compiled(target, config, None, "") for config in (Config(16, 32, 1, 1), Config(32, 16, 1, 1))]
-    program._time(bench, target, tried, ("causal",), 64, write=False)
+    program._time(bench, target, tried, ("causal",), 64)
     first, second = bench.measurements
     names = {f"tune/forward/half/32/{each.config}-pointers" for each in tried}
     assert {first.name, second.name} == names and 0 < first.value <= second.value
@@ -152,11 +116,8 @@ def test_a_wrong_kernel_has_an_error_above_one(monkeypatch):
     [
         (("--kernel", "dv"), "--kernel must be from forward, dk_dv, dq"),
         (("--dim", "48"), "--dim must be from 32, 64, 128, 256"),
-        (("--mask", "dense", "--mask", "square"), "--mask must be from causal, dense"),
-        (
-            ("--config", "64x128"),
-            "--config: expected queries x keys x warps x stages, then",
-        ),
+        (("--mask", "dense", "--mask", "square"), "--mask must be from dense, causal"),
+        (("--config", "64x128"), "--config: expected queries x keys x warps x stages, then"),
         (("--config", "64x96x4x2"), "--config: tiles and warps must be powers of two; got '64x96x4x2'"),
         (("--arch", "80", "--loads", "descriptors", "--compile-only"), "nothing is left to tune"),
     ],

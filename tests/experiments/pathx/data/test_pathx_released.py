@@ -166,7 +166,8 @@ def test_the_command_tests_on_a_release_and_says_what_it_was(exported, tmp_path)
     assert found["images"] == 4 and found["test_set_sha256"] is None
     assert found["task"] == "pathfinder32, curv_baseline, generated, in the layout of the release, test images"
     for more, message in (
-        (["--store"], "--store keeps results of test sets"),
+        (["--store"], "--store and --record keep results of test sets"),
+        ([f"--record={tmp_path}/a.jsonl"], "--store and --record keep results of test sets"),
         (["--renderings"], "--renderings draws images anew"),
         (["--split=half"], "split must be one of test, validation, training, all; got 'half'"),
         (["--contour=14"], f"holds no pathfinder32/{FOLDS[14]}"),

@@ -1,23 +1,28 @@
-"""The timed calls, the same work for each implementation.
+"""`python -m experiments.benchmarks calls`: the host overhead of a call, beside PyTorch's own attention.
 
-All use one small shape, so that the GPU finishes before the host and consecutive calls take host time only.
+All calls use one small shape, so that the GPU finishes before the host and consecutive calls take host time only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from itertools import cycle
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 from unittest import mock
 
 import torch
+import typer
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask as FlexMask
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 import sparseflash
+from experiments.benchmarks.fresh_process import answer_of
+from experiments.benchmarks.harness import Bench, Commit, Out, Rounds, Way
+from experiments.benchmarks.timing import first_call
 from sparseflash import masks
 
 # The calls, in the order of the table. All but the last four have a causal mask made before.
@@ -209,3 +214,69 @@ def through_triton() -> AbstractContextManager[Any]:
     from sparseflash.backends.triton.launcher import Variant
 
     return mock.patch.object(Variant, "can_start_directly", lambda variant: False)
+
+
+def record_first_calls(bench: Bench, name: str, *, limit: float = 240.0) -> None:
+    """Seconds of FIRST_CALLS of one implementation, one after another, in a new process."""
+    seconds: dict[str, float] = {}
+    failure = ""
+    try:
+        seconds = answer_of(seconds_of, name, limit=limit)
+    except RuntimeError as failed:
+        failure = str(failed)
+    for what in FIRST_CALLS:
+        bench.add(f"{what}/{name}", seconds.get(what), "s", failure=failure)
+    bench.save()
+
+
+def seconds_of(name: str) -> dict[str, float]:
+    """Measures in this process."""
+    device = torch.device("cuda")
+    # Initialising the device and its libraries is not part of the measurement.
+    x = torch.ones(64, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+    (x @ x).sum().backward()
+    seconds = {}
+    for what, dim, way in zip(FIRST_CALLS, (64, 32, 128), (BOTH, BOTH, INFERENCE), strict=True):
+        call = calls_of(IMPLEMENTATIONS_OF[name](Shape(dim=dim), device), Shape(dim=dim), device)[way]
+        seconds[what], _ = first_call(call, device)
+    return seconds
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def calls(
+    batch: Annotated[int, typer.Option(min=1)] = 1,
+    heads: Annotated[int, typer.Option(min=1)] = 4,
+    tokens: Annotated[int, typer.Option(min=16)] = 256,
+    dim: Annotated[int, typer.Option(help="Head dim.", min=16, max=256)] = 64,
+    block: Annotated[int, typer.Option(help="Tokens a tile of the mask.", min=16, max=128)] = 64,
+    rounds: Rounds = 15,
+    count: Annotated[int, typer.Option(help="Calls a turn.", min=1)] = 100,
+    first: Annotated[bool, typer.Option(help="Also the first calls of new processes; a minute.")] = True,
+    launcher: Annotated[bool, typer.Option(help="Also time our kernels through Triton's own launcher.")] = False,
+    commit: Commit = None,
+    out: Out = Path("runs/calls"),
+) -> None:
+    """Host microseconds of short calls in bf16: sparseflash, SDPA and FlexAttention in turns. It takes two minutes."""
+    bench = Bench.start("calls", "cuda", commit, out, rounds=rounds)
+    shape = Shape(batch, heads, tokens, dim, block)
+    made = {name: calls_of(implementation(shape, bench.device), shape, bench.device)
+            for name, implementation in IMPLEMENTATIONS_OF.items()}  # fmt: skip
+    if launcher:
+        made[THROUGH_TRITON] = made[OURS]
+    contexts = {THROUGH_TRITON: through_triton}
+    for way in WAYS:
+        ways = {
+            name: Way(of_way[way], contexts.get(name, nullcontext), shape._asdict(), peer=True)
+            for name, of_way in made.items() if way in of_way
+        }  # fmt: skip
+        bench.time(way, ways, host_calls=count)
+    for name in IMPLEMENTATIONS_OF if first else ():
+        record_first_calls(bench, name)
+    bench.finish()
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,310 @@
+"""`python -m experiments.benchmarks scores`: the cost of score modifications, beside plain attention and Flex."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import typer
+from torch import Tensor
+
+from experiments.benchmarks.fresh_process import answer_of
+from experiments.benchmarks.harness import Bench, Commit, Device, Out, Rounds, Way, chosen
+from experiments.benchmarks.interpreter import run_kernels_on
+from experiments.benchmarks.timing import first_call
+from experiments.measurements import ratio
+from sparseflash import BlockMask, attention, interop, masks, scores
+
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+# The target for the time relative to plain attention, for the cases that have one.
+TARGETS = {
+    "alibi": 1.05, "fixed_alibi": 1.05, "softcap": 1.05, "sink": 1.05, "table": 1.10, "key_bias": 1.10, "bias": 1.25,
+    "tile_bias": 1.25,
+}  # fmt: skip
+NAMES = (*TARGETS, "function")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One score modification: its learned tensors, and its form for both libraries."""
+
+    name: str
+    learned: tuple[Tensor, ...]  # leaves that require gradients
+    changes: Callable[[], Any]  # makes the argument of attention(scores=)
+    score_mod: ScoreMod | None  # None if FlexAttention cannot express it
+
+
+def cases(heads: int, mask: BlockMask, dtype: torch.dtype, names: Sequence[str]) -> list[Case]:
+    """The named cases for one batch element under a mask, on the mask's device."""
+    generator = torch.Generator(mask.device).manual_seed(0)
+
+    def leaf(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=mask.device, dtype=dtype).requires_grad_()
+
+    made = {
+        "alibi": _alibi, "fixed_alibi": _fixed_alibi, "softcap": _softcap, "sink": _sink, "table": _table,
+        "key_bias": _key_bias, "bias": _bias, "tile_bias": _tile_bias, "function": _function,
+    }  # fmt: skip
+    return [made[name](leaf, heads, mask) for name in names]
+
+
+Leaf = Callable[..., Tensor]
+
+
+def _alibi(leaf: Leaf, heads: int, mask: BlockMask) -> Case:
+    slopes = leaf(heads)
+    return Case(
+        "alibi", (slopes,), lambda: scores.alibi(slopes), lambda s, b, h, q, k: s - slopes[h] * (q - k).abs()
+    )  # fmt: skip
+
+
+def _fixed_alibi(leaf: Leaf, heads: int, mask: BlockMask) -> Case:
+    """As in most models, the slopes are not learned."""
+    return replace(_alibi(lambda *shape: leaf(*shape).detach(), heads, mask), name="fixed_alibi", learned=())
+
+
+def _softcap(leaf: Leaf, heads: int, mask: BlockMask) -> Case:
+    return Case("softcap", (), lambda: scores.softcap(50.0), lambda s, b, h, q, k: 50.0 * torch.tanh(s / 50.0))
+
+
+def _sink(leaf: Leaf, heads: int, mask: BlockMask) -> Case:
+    logits = leaf(heads)
+    return Case("sink", (logits,), lambda: scores.sink(logits), None)
+
+
+def _table(leaf: Leaf, heads: int, mask: BlockMask) -> Case:
+    table, bucket = leaf(heads, 32), scores.t5_buckets(32, 128)
+    made = scores.relative(table, bucket)
+    return Case("table", (table,), lambda: made, lambda s, b, h, q, k: s + table[h, bucket(k - q)])
+
+
+def _key_bias(leaf: Leaf, heads: int, mask: BlockMask) -> Case:
+    values = leaf(1, heads, mask.k_len)
+    return Case(
+        "key_bias", (values,), lambda: scores.key_bias(values), lambda s, b, h, q, k: s + values[0, h, k]
+    )  # fmt: skip
+
+
+def _bias(leaf: Leaf, heads: int, mask: BlockMask) -> Case:
+    values = leaf(1, heads, mask.q_len, mask.k_len)
+    return Case("bias", (values,), lambda: scores.bias(values), lambda s, b, h, q, k: s + values[0, h, q, k])
+
+
+def _tile_bias(leaf: Leaf, heads: int, mask: BlockMask) -> Case:
+    """FlexAttention reads the same tiles, by the number of each in a table of all."""
+    values = leaf(1, heads, len(mask.indices), mask.block_q, mask.block_k)
+    number = (mask.to_layout().flatten().cumsum(0) - 1).int().view(mask.blocks)  # right where a tile is live
+
+    def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        tile = number[q // mask.block_q, k // mask.block_k]
+        return s + values[0, h, tile, q % mask.block_q, k % mask.block_k]
+
+    return Case("tile_bias", (values,), lambda: scores.tile_bias(values, mask), score_mod)
+
+
+def _function(leaf: Leaf, heads: int, mask: BlockMask) -> Case:
+    """A gain of each head for nearby keys, which no other modification can express."""
+    gains = leaf(heads)
+
+    def near(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, gain: Tensor) -> Tensor:
+        return torch.where((q - k).abs() < 256, s * gain[h], s)
+
+    made = scores.function(near, gains)
+    return Case("function", (gains,), lambda: made, lambda s, b, h, q, k: near(s, b, h, q, k, gains))
+
+
+def with_backward(run: Callable[[], Tensor], leaves: Sequence[Tensor], dout: Tensor) -> None:
+    """A forward and a backward, with the gradients of all leaves."""
+    torch.autograd.grad(run(), leaves, dout)
+
+
+def calls(run: Callable[[], Tensor], leaves: Sequence[Tensor], dout: Tensor) -> dict[str, Callable[[], object]]:
+    """The timed calls of an attention: the forward alone, and with the backward."""
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return run()
+
+    return {"forward": forward, "both": partial(with_backward, run, leaves, dout)}
+
+
+OURS, FLEX = "sparseflash", "flex"
+PLAIN = "plain"
+BACKENDS = {"auto": None, "triton": "triton", "hopper": "hopper"}
+
+
+class Attended(NamedTuple):
+    """A forward to time, and the tensors whose gradients its backward computes."""
+
+    run: Callable[[], Tensor]
+    wanted: Sequence[Tensor]
+
+
+class Sizes(NamedTuple):
+    """The sizes of one batch element, and its device."""
+
+    length: int
+    heads: int
+    dim: int
+    device: str
+    backend: str  # one of BACKENDS, for attention()
+
+
+class Ways:
+    """The implementations that are compared, of inputs that they share."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self.place, self.dim = torch.device(sizes.device), sizes.dim
+        self.ours = {"triton": f"{OURS}-portable", "hopper": f"{OURS}-hopper"}.get(sizes.backend, OURS)
+        on_gpu = self.place.type == "cuda"
+        # A backend of "auto" is the interpreted kernels on a CPU, where attention() would take another.
+        self.backend = BACKENDS[sizes.backend] if on_gpu else "triton"
+        generator = torch.Generator(self.place).manual_seed(0)
+        shape, dtype = (1, sizes.heads, sizes.length, sizes.dim), torch.bfloat16 if on_gpu else torch.float16
+        *self.leaves, self.dout = (
+            torch.randn(shape, generator=generator, device=self.place, dtype=dtype) for _ in range(4)
+        )
+        for leaf in self.leaves:
+            leaf.requires_grad_()
+        self.mask = masks.causal(sizes.length).to(self.place)
+
+    def cases(self, names: Sequence[str]) -> list[Case]:
+        q = self.leaves[0]
+        return cases(q.shape[1], self.mask, q.dtype, names)
+
+    def plain(self, library: str) -> Attended:
+        if library == FLEX:
+            return Attended(self._flex, self.leaves)
+        return Attended(lambda: attention(*self.leaves, self.mask, backend=self.backend), self.leaves)
+
+    def changed(self, case: Case, library: str) -> Attended | None:
+        """The way with a score modification; None if the library cannot express the case."""
+        wanted = [*self.leaves, *case.learned]
+        if library == FLEX:
+            return None if case.score_mod is None else Attended(lambda: self._flex(score_mod=case.score_mod), wanted)
+        return Attended(
+            lambda: attention(*self.leaves, self.mask, scores=case.changes(), backend=self.backend), wanted
+        )  # fmt: skip
+
+    @cached_property
+    def _flex(self) -> Callable[..., Any]:
+        from torch.nn.attention.flex_attention import flex_attention
+
+        from experiments.benchmarks.speed.peers.flexattention import compiled
+
+        call = compiled(None) if self.place.type == "cuda" else flex_attention
+        block_mask = interop.to_flex(self.mask, mask_mod=lambda b, h, q, k: k <= q)
+        return lambda **changes: call(*self.leaves, block_mask=block_mask, **changes)
+
+
+def seconds_of(name: str, library: str, sizes: Sizes) -> dict[str, float]:
+    """Seconds until the first results of a case, by CASE-PASS/WAY, after those of plain attention.
+
+    {} where the library cannot express the case. Raises RuntimeError if the process fails.
+    """
+    found: dict[str, float] = answer_of(measured, name, library, sizes)
+    return found
+
+
+def measured(name: str, library: str, sizes: Sizes) -> dict[str, float]:
+    """Measures in this process."""
+    ways = Ways(sizes)
+    run_kernels_on(ways.place.type)
+    (case,) = ways.cases([name])
+    seconds = {}
+    changed = ways.changed(case, library)
+    for label, way in ((PLAIN, ways.plain(library)), (name, changed)) if changed is not None else ():
+        for what, call in calls(way.run, way.wanted, ways.dout).items():
+            seconds[f"{label}-{what}/{library}"], _ = first_call(call, ways.place)
+    return seconds
+
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def main(
+    case: Annotated[list[str] | None, typer.Option(help="May be repeated.", show_default="all")] = None,
+    flex: Annotated[bool, typer.Option("--flex", help="Time FlexAttention with the same score_mod, too.")] = False,
+    first: Annotated[
+        bool,
+        typer.Option(
+            "--first", help="Instead: seconds until the first result of each case, in new processes with empty caches."
+        ),
+    ] = False,
+    length: Annotated[int, typer.Option(help="Tokens.")] = 8192,
+    heads: Annotated[int, typer.Option(help="Heads of one batch element.")] = 16,
+    dim: Annotated[int, typer.Option(help="Head dim.")] = 128,
+    backend: Annotated[
+        str, typer.Option(help="auto: the kernels that attention() takes; triton: the portable ones; hopper: those.")
+    ] = "auto",
+    rounds: Rounds = 5,
+    device: Device = "cuda",
+    commit: Commit = None,
+    out: Out = Path("runs/scores"),
+) -> None:
+    """Time causal attention in bf16 with each score modification, beside plain attention with the same --backend.
+
+    Plain attention may take other kernels: see explain(). All cases take about a minute of an H100, with --flex four of
+    an H200, with --first half a minute each.
+    """
+    names = chosen("--case", case, NAMES)
+    chosen("--backend", [backend], BACKENDS)
+    bench = Bench.start("scores", device, commit, out, rounds=rounds, round_ms=30.0)
+    sizes, libraries = Sizes(length, heads, dim, device, backend), (OURS, FLEX) if flex else (OURS,)
+    if first:
+        for name in names:
+            for library in libraries:
+                _first_use(bench, name, library, sizes)
+    else:
+        _times(bench, names, libraries, Ways(sizes), {"heads": heads, "tokens": length})
+    bench.finish()
+    for line in over_plain(bench):
+        print(line)
+
+
+def _times(bench: Bench, names: list[str], libraries: tuple[str, ...], ways: Ways, settings: dict[str, object]) -> None:
+    plain = {library: ways.plain(library) for library in libraries}
+    groups = {PLAIN: plain} if len(libraries) > 1 else {}
+    for each in ways.cases(names):
+        changed = {library: way for library in libraries if (way := ways.changed(each, library)) is not None}
+        groups[each.name] = changed | {f"{ways.ours}-{PLAIN}": plain[OURS]}
+    for name, group in groups.items():
+        timed = {
+            f"{what}/{ways.ours if library == OURS else library}": Way(call, settings=settings, peer=library == FLEX)
+            for library, way in group.items()
+            for what, call in calls(way.run, way.wanted, ways.dout).items()
+        }
+        bench.time(f"{ways.dim}/{name}", timed)
+
+
+def _first_use(bench: Bench, name: str, library: str, sizes: Sizes) -> None:
+    try:
+        for what, seconds in seconds_of(name, library, sizes).items():
+            if f"scores/first-use/{what}" not in [each.name for each in bench.measurements]:  # plain, of another case
+                bench.add(f"first-use/{what}", seconds, "s")
+    except RuntimeError as failure:  # keep the other results
+        bench.add(f"first-use/{name}-forward/{library}", None, "s", failure=str(failure))
+    bench.save()
+
+
+def over_plain(bench: Bench) -> list[str]:
+    """For each case and pass: the time relative to plain attention in the same turns, and the target."""
+    lines = []
+    for each in bench.measurements:
+        _, _, case, what = each.name.split("/")[:4]
+        if each.way.endswith(f"-{PLAIN}"):
+            times = ratio(bench.measurements, each.name.removesuffix(f"-{PLAIN}"), each.name)
+            aim = f", wanted {TARGETS[case]:.2f}" if case in TARGETS else ""
+            noise = "" if times.spread is None else f" (spread {times.spread:.3f})"
+            lines.append(f"{case}, {what}: {times.value:.3f} over plain{noise}{aim}")
+    return lines
+
+
+if __name__ == "__main__":
+    app()
