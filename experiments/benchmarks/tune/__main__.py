@@ -155,8 +155,9 @@ def _time(bench: Bench, target: Target, good: list[Compiled], masks: tuple[str, 
         if error is not None and error <= 1:  # False for NaN
             best = each
     if best is not None:
-        table = architecture_of(capability).tables.of(target.descriptors)
-        shipped = table[target.kernel, target.arithmetic, target.dim]
+        shipped = architecture_of(capability).tables.of(target.descriptors)[
+            target.kernel, target.arithmetic, target.dim
+        ]
         console.print(f"{target}: {best.config} takes {best.mean:.3f} of the time of {shipped}")
 
 

@@ -24,7 +24,7 @@ _CAPS = 1e-12, 1e30
 
 
 def flags_of(changes: Scores | None) -> int:
-    """The kernels' CHANGES."""
+    """The CHANGES of the backward kernel."""
     if changes is None:
         return 0
     decay = changes.find("distance")

@@ -77,18 +77,29 @@ def forward_kernel(
     scale, qk_scale,  # not negative; scale / ln 2
     one,  # 1.0, unknown to the compiler
     heads, group, q_len, k_len, row_tiles,
-    q_strides, k_strides, v_strides, out_strides,  # of batch, head, token
+    strides,  # of batch, head and token, of q, k, v and out
     changes, change_numbers,  # tensors and numbers of each score modification, see changes/kind.py; or None
     n0, n1, n2, n3, n4, n5, n6, n7,  # WHOLE_NUMBERS: `Kind.whole` of all score modifications, concatenated
     sink_ptr,  # [Hq], or None
-    D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,  # the tiles of the lists
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,  # the kernel's tiles; divisors of BLOCK_Q and BLOCK_K
-    GATHERED: tl.constexpr,  # block size in tokens of a gathered tile of keys, or 0: see loads.py
-    HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-    Q_IN_REGISTERS: tl.constexpr, CHANGES: tl.constexpr,
+    SHAPE: tl.constexpr, CHANGES: tl.constexpr,  # see shape.py and changes/kind.py
 ):  # fmt: skip
     """Computes out and lse of one tile of queries."""
+    D: tl.constexpr = SHAPE.D
+    DV: tl.constexpr = SHAPE.DV
+    PADDED_D: tl.constexpr = SHAPE.PADDED_D
+    PADDED_DV: tl.constexpr = SHAPE.PADDED_DV
+    BLOCK_Q: tl.constexpr = SHAPE.BLOCK_Q
+    BLOCK_K: tl.constexpr = SHAPE.BLOCK_K
+    BLOCK_M: tl.constexpr = SHAPE.BLOCK_M
+    BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
+    GATHERED: tl.constexpr = SHAPE.GATHERED
+    HAS_LENGTHS: tl.constexpr = SHAPE.HAS_LENGTHS
+    DROPOUT: tl.constexpr = SHAPE.DROPOUT
+    KEEP: tl.constexpr = SHAPE.KEEP
+    TMA: tl.constexpr = SHAPE.TMA
+    PRECISION: tl.constexpr = SHAPE.PRECISION
+    Q_IN_REGISTERS: tl.constexpr = SHAPE.Q_IN_REGISTERS
+    q_strides, k_strides, v_strides, out_strides = strides
     SPLIT: tl.constexpr = BLOCK_K // BLOCK_N
     tl.static_assert(GATHERED == 0 or SPLIT == 1, "a gathered tile is taken whole")
     item_ptr = work_ptr + tl.cast(tl.program_id(0), tl.int64) * ITEM

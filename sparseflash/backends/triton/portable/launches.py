@@ -27,6 +27,7 @@ from sparseflash.backends.triton.portable.dk_dv import dk_dv_kernel
 from sparseflash.backends.triton.portable.dq import dq_kernel
 from sparseflash.backends.triton.portable.forward import forward_kernel
 from sparseflash.backends.triton.portable.occupancy import resident_programs
+from sparseflash.backends.triton.portable.shape import Shape
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.backends.triton.schedule.work_item import ITEM_COUNT
@@ -38,6 +39,11 @@ if TYPE_CHECKING:
     from sparseflash.backends.triton.changes.kinds import Changed
 
 FUNCTIONS: dict[Kernel, Any] = {"forward": forward_kernel, "dk_dv": dk_dv_kernel, "dq": dq_kernel}
+# The tensors whose strides a kernel takes, in the order of its argument.
+STRIDES: dict[Kernel, tuple[str, ...]] = {
+    "forward": ("q", "k", "v", "out"), "dk_dv": ("q", "k", "v", "dout", "dk", "dv"),
+    "dq": ("q", "k", "v", "dout", "out", "dq"),
+}  # fmt: skip
 
 
 class Numbers(NamedTuple):
@@ -143,13 +149,13 @@ class KernelLayout:
             "PRECISION": precision_of(
                 choice.arithmetic, in_pieces=choice.pieces, corrected=self._architecture.corrects_sums
             ),
-            "CHANGES": None if self._changed is None else self._changed.constant(self._part),
         }  # fmt: skip
         own_constants: dict[str, dict[str, Any]] = {
             "forward": {"Q_IN_REGISTERS": config.q_in_registers},
             "dk_dv": {"ROWS_TMA": choice.describes_rows}, "dq": {"DELTA": self._means},
         }  # fmt: skip
-        constants |= own_constants[self.kernel]
+        shape = Shape(**constants, **own_constants[self.kernel])
+        changes = None if self._changed is None else self._changed.constant(self._part)
         count = -(-(numbers.k_len if over_columns else numbers.q_len) // tile)
         numbers_by_name: dict[str, Any] = {
             "dropped": numbers.dropped, "amplification": amplification(numbers.dropped),
@@ -157,7 +163,7 @@ class KernelLayout:
             "heads": numbers.heads, "kv_heads": numbers.kv_heads, "group": numbers.heads // numbers.kv_heads,
             "q_len": numbers.q_len, "k_len": numbers.k_len, "col_tiles": count, "row_tiles": count,
             "row_stride": self._row_stride, "lengths_stride": 0,
-            **{f"{name}_strides": strides_of(x) for name, x in self._strides.items()},
+            "strides": tuple(strides_of(self._strides[name]) for name in STRIDES[self.kernel]),
         }  # fmt: skip
         examples: dict[str, Any] = {**self._tiles, **self._varying}
         if split:
@@ -169,7 +175,8 @@ class KernelLayout:
             examples |= self._changed.examples | self._changed.learned(self._part)
         examples |= self._sink
         return launch_of(
-            FUNCTIONS[self.kernel], constants, numbers_by_name, examples, self.device, self._descriptors(choice),
+            FUNCTIONS[self.kernel], {"SHAPE": shape, "CHANGES": changes}, numbers_by_name,
+            examples, self.device, self._descriptors(choice),
             bound=("work_ptr", "index_ptr", "tile_ptr", "words_ptr"), num_warps=config.num_warps,
             num_stages=config.num_stages, registers=config.registers,
         )  # fmt: skip

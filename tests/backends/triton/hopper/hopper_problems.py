@@ -47,8 +47,8 @@ def as_it_is(source):
 
 def interpreted(
     mask, q, k, v, scale, dout=None, dlse=None, *, lengths=None, programs=3, seed=0, rule=plan.RULE, cut=cuts.RULE,
-    change=as_it_is, change_backward=as_it_is, change_wide=as_it_is, change_dq=as_it_is, backward=None, changes=None,
-    **config,
+    change=as_it_is, change_backward=as_it_is, change_wide=as_it_is, change_dq=as_it_is, change_others=None,
+    backward=None, changes=None, **config,
 ):  # fmt: skip
     """`(out, lse)` of the kernels, and the gradients if there is a `dout`.
 
@@ -69,7 +69,7 @@ def interpreted(
     replaced = [
         (plan, "RULE", rule),
         (cuts, "RULE", cut),
-        (forward_pass, "forward_kernel", Interpreted(forward_module, "forward_kernel", seed, change)),
+        (forward_pass, "forward_kernel", Interpreted(forward_module, "forward_kernel", seed, change, change_others)),
         (passes, "config_for", changed_config),
         (forward_pass, "counter", lambda device: counter),
         (backward_pass, "backward_kernel", Interpreted(backward_module, "backward_kernel", seed, change_backward)),

@@ -141,7 +141,6 @@ def check_backward(reports, dims, features):
 
 
 def compiled_by_another(dim, dtype, features):
-    """The reports of `hopper_compiled`, run in another process."""
     done = python("-m", "tests.backends.triton.hopper.hopper_compiled", dim, dtype, *features)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -155,10 +154,7 @@ def check(dim, dtype, features):
     assert reports.keys() == OURS | preparing | (MERGING if "parts" in features else set())
     for name in OURS | preparing:
         found = reports[name]
-        # From Triton 3.7 on ptxas gets `--regAllocOptLevel=2` and spills up to 29 numbers of the forward in parts at
-        # D=128, where 3.6 spills none.
-        bytes_spilled = 116 if name == "forward_kernel" and dim == 128 and "parts" in features else 0
-        assert found["spilled"] <= bytes_spilled or name == "backward_kernel", (name, found)
+        assert found["spilled"] == 0 or name == "backward_kernel", (name, found)
         assert found["warnings"] == [] and found["shared"] <= SHARED_MEMORY, (name, found)
         assert found["direct"] and not found["two_layouts"]
         assert found["resident"] == (name == "backward_kernel")
