@@ -78,7 +78,7 @@ def forward_plan(
 
     programs: how many run at a time; only the order depends on it. may_wait: False for a dynamic mask. Then no row is
     cut, and the order is the portable kernels'; on a GPU `dynamic_plan.py` makes the same plan with kernels. Otherwise
-    the host waits for the device, once, where rows may have to be cut.
+    the host waits for the device, once, where rows may have to be cut; if not may_cut, none is.
     """
     batch, heads = pattern.shape
     rows = -(-q_len // lists.tiling.held)
