@@ -47,9 +47,8 @@ def as_it_is(source):
 
 def interpreted(
     mask, q, k, v, scale, dout=None, dlse=None, *, lengths=None, programs=3, seed=0, rule=plan.RULE, cut=cuts.RULE,
-    change=as_it_is, change_backward=as_it_is, change_wide=as_it_is, change_dq=as_it_is, change_others=None, backward=None,
-    changes=None,
-    **config,
+    change=as_it_is, change_backward=as_it_is, change_wide=as_it_is, change_dq=as_it_is, change_others=None,
+    backward=None, changes=None, **config,
 ):  # fmt: skip
     """`(out, lse)` of the kernels, and the gradients if there is a `dout`.
 
