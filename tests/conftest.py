@@ -105,17 +105,13 @@ def kernels_run_as_on_a_gpu(request):
     if asks_for_gpu(request.config):
         yield
         return
+    from tests.interpreting import interpret_quickly
     from tests.interpreting.bounds import watch_addresses
-    from tests.interpreting.indices import index_by_scalars
-    from tests.interpreting.patched_once import patch_once_a_launch
     from tests.interpreting.products import summed_alike_in_either_order
-    from tests.interpreting.value_types import derive_types_once
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         watch_addresses(monkeypatch)
-        patch_once_a_launch(monkeypatch)
-        derive_types_once(monkeypatch)
-        index_by_scalars(monkeypatch)
+        interpret_quickly(monkeypatch)
         monkeypatch.setattr("triton.runtime.interpreter.InterpreterBuilder.create_dot", summed_alike_in_either_order)
         yield
 

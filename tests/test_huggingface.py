@@ -146,7 +146,6 @@ def name_of(model):
 
 
 def padded(where, length=70):
-    """Which of the tokens of two rows are no padding."""
     tokens = torch.ones(2, length, dtype=torch.long)
     tokens[0] = {
         "right": torch.arange(length) < length - 20,

@@ -212,8 +212,6 @@ def test_a_plan_dies_with_its_mask_without_the_garbage_collector(backend, dtype,
 
 
 class Seen(TorchDispatchMode):
-    """The names of the operators that pass."""
-
     def __init__(self):
         super().__init__()
         self.names = []

@@ -25,8 +25,6 @@ pytestmark = [
 
 
 class Problem:
-    """Some tensors, and changes that learn at most one."""
-
     def __init__(self, kind, backend):
         generator = torch.Generator().manual_seed(0)
         self.backend, self.mask = backend, masks.causal(N, block=16)
@@ -42,7 +40,6 @@ class Problem:
         self.wanted = [*self.inputs, *([] if kind == "softcap" else [self.learned])]
 
     def run(self, *inputs, **others):
-        """`(out, lse)` with dropout."""
         others = {"dropout_p": 0.3, "seed": 7} | others
         return attention(
             *(inputs or self.inputs), self.mask, scores=self.changes, return_lse=True, backend=self.backend, **others
@@ -54,8 +51,6 @@ class Problem:
 
 
 class Seen(TorchDispatchMode):
-    """The names of the operators that pass."""
-
     def __init__(self):
         super().__init__()
         self.names = set()

@@ -56,7 +56,6 @@ class Scored:
 
     @cached_property
     def mask(self):
-        """The problem's mask, or a dense mask if it has no tiles to store a bias for."""
         if self.problem.mask is None and "tile bias" in self.kinds:
             return BlockMask.dense(self.problem.q_len, self.problem.k_len, block=16)
         return self.problem.mask

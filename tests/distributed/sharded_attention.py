@@ -124,9 +124,6 @@ def check_transports(pool, ranks, strategy):
 
 
 def check_dropping(pool, ranks, problem, plan_options, **options):
-    """Raises AssertionError unless attention in several processes drops the weights that one process
-    drops, as exactly.
-    """
     options = {"scale": problem.scale, "dropout_p": problem.dropout_p, "seed": problem.seed, **options}
     q, k, v, dout, dlse = problem.tensors()
     out, lse = sharded(pool, ranks, problem.mask, plan_options, **options)(q, k, v)
@@ -135,7 +132,6 @@ def check_dropping(pool, ranks, problem, plan_options, **options):
 
 
 def check_scored(pool, ranks, case, plan_options, **options):
-    """Raises AssertionError unless attention with score modifications in several processes is exact."""
     plan = distributed.shard(case.problem.mask, ranks=ranks, **plan_options)
     parts = list(zip(*pool.run(ranks, scored_results, case, plan_options, options), strict=True))
     out, lse, dq, dk, dv, *learned = parts

@@ -41,7 +41,6 @@ def results(tmp_path):
 
 @pytest.fixture
 def page(tmp_path, results):
-    """Writes a page and fills it in."""
 
     def of(text, name="page.md"):
         path = tmp_path / name

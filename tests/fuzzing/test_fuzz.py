@@ -34,6 +34,7 @@ from hypothesis import settings
 
 from sparseflash import BlockMask, attention, clear_caches, decode, interop, masks, nn, scores, sdpa
 from tests.fuzzing import calls as fuzz
+from tests.fuzzing import of_attention, values
 
 
 @pytest.mark.parametrize("family", sorted(fuzz.FAMILIES))
@@ -44,8 +45,8 @@ def test_wild_calls_end_in_a_result_or_a_clear_error(family):
 def test_errors_of_others_are_not_taken_for_ours():
     for wrong in (lambda: torch.ones(2) @ torch.ones(3), lambda: [].pop(), lambda: int("x"), lambda: None.device):
         with pytest.raises((AssertionError, IndexError, AttributeError)):
-            fuzz.outcome(wrong)
-    assert fuzz.outcome(lambda: masks.causal(-1))[0] == "refused" and fuzz.outcome(lambda: 3) == ("result", 3)
+            values.outcome(wrong)
+    assert values.outcome(lambda: masks.causal(-1))[0] == "refused" and values.outcome(lambda: 3) == ("result", 3)
 
 
 @pytest.mark.parametrize("backend", ["triton", "blockwise"])
@@ -55,19 +56,19 @@ def test_scores_beyond_the_limit_of_half_precision_are_no_failures(backend):
     named = {"mask": "none", "dropout": 0.0, "backend": backend, "seed": None, "lse": False}
     for fill in ("normal", "zero"):  # zeros give scores of 0, but not gradients of 0
         specs[1]["fill"] = fill
-        assert fuzz.fuzz_attention(drawn=(specs, 99, None), scale=1e30, **named) == "result"
+        assert of_attention.fuzz_attention(drawn=(specs, 99, None), scale=1e30, **named) == "result"
 
 
 @pytest.mark.parametrize(("dtype", "scale"), [(torch.float16, None), (torch.float16, 2.0**12), (torch.float32, 1e30)])
 def test_gradients_that_are_not_finite_are_failures(dtype, scale):
     specs = [{"shape": [1, 2, 40, 16], "dtype": dtype, "fill": "normal", "grad": True} for _ in range(3)]
-    inputs = [fuzz.tensor(**spec) for spec in specs]
+    inputs = [values.tensor(**spec) for spec in specs]
     out = attention(*inputs, scale=scale)
-    fuzz.check_attention(inputs, specs, out, torch.ones((), dtype=torch.bool), scale)
+    of_attention.check_attention(inputs, specs, out, torch.ones((), dtype=torch.bool), scale)
     out = attention(*inputs, scale=scale)
     out.register_hook(lambda gradient: gradient * torch.inf)
     with pytest.raises(AssertionError):
-        fuzz.check_attention(inputs, specs, out, torch.ones((), dtype=torch.bool), scale)
+        of_attention.check_attention(inputs, specs, out, torch.ones((), dtype=torch.bool), scale)
 
 
 def test_a_run_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
@@ -95,7 +96,7 @@ def test_a_run_stops_at_the_call_by_which_a_gpu_failed(monkeypatch, capsys):
     def leave(code):
         raise SystemExit(code)
 
-    monkeypatch.setattr(fuzz, "DEVICE", torch.device("cuda"))
+    monkeypatch.setattr(values, "DEVICE", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "synchronize", fail)
     monkeypatch.setattr(fuzz.os, "_exit", leave)
     with pytest.raises(SystemExit):

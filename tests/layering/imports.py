@@ -97,7 +97,6 @@ def path_of(module):
 
 @cache
 def row_of(path):
-    """The row of a file: its own, its group's or its folder's."""
     group = next((name for name, files in GROUPS.items() if path in files), None)
     return next(row for row in (path, group, path.rpartition("/")[0]) if row in MAY_IMPORT)
 

@@ -51,7 +51,7 @@ SATURATING = {
 
 
 @pytest.mark.parametrize("build", SATURATING.values(), ids=SATURATING)
-@pytest.mark.parametrize("huge", [2**31, 2**40, 2**62, 2**63, 2**70], ids=lambda n: f"2^{n.bit_length() - 1}")
+@pytest.mark.parametrize("huge", [2**31, 2**62, 2**70], ids=lambda n: f"2^{n.bit_length() - 1}")
 def test_a_number_beyond_every_length_means_what_a_large_one_means(build, huge):
     assert build(huge) == build(128)
 

@@ -17,9 +17,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from tests.interpreting.indices import index_by_scalars
-from tests.interpreting.patched_once import patch_once_a_launch
-from tests.interpreting.value_types import derive_types_once
+from tests.interpreting import interpret_quickly
 from tests.processes.forked import interpreting
 from tests.processes.frame_stack import in_one_piece
 
@@ -117,8 +115,7 @@ def _serve(pipe, store, rank, count, timeout, backend):
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
     else:
-        for change in (index_by_scalars, derive_types_once, patch_once_a_launch):
-            change(pytest.MonkeyPatch())  # for as long as the process lives
+        interpret_quickly(pytest.MonkeyPatch())  # for as long as the process lives
     dist.init_process_group(backend, init_method=store, rank=rank, world_size=count, timeout=timedelta(seconds=timeout))
     members = {1: Member(dist.new_group([rank], use_local_synchronization=True), 0, 1, device)}
     for ranks in range(2, count + 1):

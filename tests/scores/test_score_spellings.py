@@ -18,7 +18,6 @@ ARRAYS = [(H, N, N), (B, H, N, N), (H,), (B, 2), (H, 2 * N)]
 
 
 def arrays(seed=0, dtype=torch.float64):
-    """A bias of heads, one of batch elements and heads, gains of heads, two numbers a batch element, and a table."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in ARRAYS]
 

@@ -3,7 +3,7 @@
 A call on a short sequence spends most of its time on the host, in checks and in finding the plan and the kernels. The
 outcome depends only on the layout of the tensors, the mask and a few numbers. So a prepared call is cached on its mask,
 with these as the key, and the next call with the same key only allocates and launches. With score modifications, their
-kinds and the layout of their tensors are part of the key, and only the modifications are checked at each call.
+types and numbers, and the layout, dtype and device of their tensors are part of the key.
 """
 
 from __future__ import annotations
@@ -169,6 +169,6 @@ def _key_with(key: Any, changes: Scores, tensors: Sequence[Tensor]) -> Any:
     """The key of a call with score modifications. Calls that request certain kernels also check whether these compute
     the gradients, before the forward.
     """
-    kernels = key[-1]
+    kernels = key[-1]  # the last entry of the key that `place_of` makes
     insisted = [x.requires_grad for x in tensors] if kernels and torch.is_grad_enabled() else ()
     return key, *key_of_changes(changes), *insisted

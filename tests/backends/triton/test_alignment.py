@@ -33,7 +33,6 @@ def test_a_copy_is_made_where_a_row_begins_off_a_multiple_of_16_bytes(shape, lay
 
 @pytest.fixture
 def launched(monkeypatch):
-    """The tensors of tokens that kernels are given to read."""
     given_tensors = []
     call = launcher.BoundLaunch.__call__
     dout = {"forward_kernel": [], "dq_kernel": ["dout_ptr"], "dk_dv_kernel": ["dout"]}

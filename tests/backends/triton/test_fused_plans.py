@@ -29,12 +29,10 @@ HEADS = 4
 
 
 def by(way):
-    """Plans dynamic masks in this way."""
     return mock.patch.object(planning, "_DEVICES", ["cpu", "cuda"] if way == "kernels" else [])
 
 
 def worklists(mask, way, *, axes=(0, 1), batch=1, kv_heads=HEADS, tile=16):
-    """The work over rows (0) and over columns (1), made anew."""
     mask = dataclasses.replace(mask, indices=mask.indices.view(-1))  # another tensor has another cache
     with by(way):
         made = plan(mask, batch, HEADS, kv_heads)

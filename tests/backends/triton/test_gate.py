@@ -75,7 +75,6 @@ def hopper(monkeypatch, new_version):
 
 
 def forget():
-    """Restores the state of a new process."""
     clear_caches()
 
 

@@ -44,8 +44,6 @@ class Kernel:
 
 
 class Started:
-    """Stands in for DirectStart: records its arguments and its calls."""
-
     def __init__(self, function, metadata, parameters, arguments, given, device):
         self.kernel, self.arguments, self.given = function, arguments, given
         assert metadata is function.metadata

@@ -11,7 +11,6 @@ from tests.backends.triton.plans import kernels_of
 
 
 def prepared(mask, dtype=torch.float16, dim=16, changes=None):
-    """`{kernel: Bound}` after a forward and a backward."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 1, mask.q_len, dim, generator=generator).to(dtype).requires_grad_() for _ in range(3))
     attention(q, k, v, mask, scores=changes, backend="triton").sum().backward()

@@ -53,7 +53,6 @@ KINDS = {
 
 
 def drawn(kind, seed=0, *, dtype=torch.float32, learned=True, layout="contiguous"):
-    """The change, and its tensor, in one of several layouts."""
     shape, change = KINDS[kind]
     if layout == "shared" and len(shape) > 2:
         shape = (1, 1, *shape[2:])
@@ -74,7 +73,6 @@ LAYOUTS = ("contiguous", "shared", "wider", "strided", "transposed", "unaligned"
 
 
 def results(change, x, mask, tensors, *, lse=True, mode="training", **options):
-    """Everything that a call gives, with its gradients in training."""
     options |= {"scores": change, "backend": "triton", "return_lse": True}
     with np.errstate(over="ignore", invalid="ignore"):  # of the interpreter's numpy
         if mode != "training":
@@ -94,7 +92,6 @@ def same(found, wanted):
 
 
 def anew():
-    """Plans every call."""
     return mock.patch.object(call_cache, "place_of", return_value=None)
 
 

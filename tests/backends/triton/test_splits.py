@@ -255,7 +255,6 @@ def test_dynamic_masks_are_not_cut_and_not_waited_for(mask, seed):
 
 @contextmanager
 def launches_noted():
-    """The names of the kernels that are launched."""
     names = []
     start = launcher.Launch.start
 

@@ -40,7 +40,6 @@ def square(store, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def alone(store, tmp_path_factory):
-    """The folders, metrics and first gradients of one process's runs, by their kind."""
     found, out = {}, tmp_path_factory.mktemp("alone")
     for name, changes in KINDS.items():
         run = Run(tiny(**changes), store, out / name)

@@ -31,7 +31,6 @@ def store(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(store, tmp_path_factory):
-    """A run without a break: its folder and metrics."""
     folder = tmp_path_factory.mktemp("lm-run") / "whole"
     return folder, Run(tiny(), store, folder).train()
 

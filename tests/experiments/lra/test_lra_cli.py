@@ -45,6 +45,15 @@ def test_train_pauses_and_resumes(folder, tmp_path):
     assert json.loads((tmp_path / "metrics.json").read_text())["steps"] == 11
 
 
+@pytest.fixture
+def interrupts_are_heard():
+    """nohup and a shell's background leave them ignored, which a run respects."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts_are_heard")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)
 def test_a_signal_saves_and_stops(number, folder, tmp_path, monkeypatch):
     before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)]
@@ -68,6 +77,7 @@ def test_a_signal_saves_and_stops(number, folder, tmp_path, monkeypatch):
     assert "goes on after step 2" in result.output
 
 
+@pytest.mark.usefixtures("interrupts_are_heard")
 def test_a_second_interrupt_stops_at_once(capfd):
     with pytest.raises(KeyboardInterrupt), stop_caught() as received:
         assert not received()

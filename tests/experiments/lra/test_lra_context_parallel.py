@@ -28,7 +28,6 @@ def folders(tmp_path_factory):
 
 
 def started(folders, out, processes, context):
-    """What the processes saw, and where they left it."""
     ranks(sharing_sequences, out, context, folders, processes=processes)
     return [json.loads((out / f"process{rank}.json").read_text()) for rank in range(processes)], out
 

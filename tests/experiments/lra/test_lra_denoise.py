@@ -39,7 +39,6 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pretrained(data, tmp_path_factory):
-    """A run that denoises, and its metrics."""
     run = Run(SHORT, data, tmp_path_factory.mktemp("pretrained") / "run")
     return run, run.train()
 

@@ -22,7 +22,6 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pair(folder, tmp_path_factory):
-    """What two processes saw, and where they left it."""
     out = tmp_path_factory.mktemp("pair")
     ranks(sharing_batches, folder, out, processes=2)
     return [json.loads((out / f"process{rank}.json").read_text()) for rank in (0, 1)], out

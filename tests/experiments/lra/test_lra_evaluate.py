@@ -28,7 +28,6 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(folder, tmp_path_factory):
-    """A finished run, and its metrics."""
     made = Run(TINY, load("listops", folder), tmp_path_factory.mktemp("evaluated") / "run")
     return made, made.train()
 
@@ -38,7 +37,6 @@ def call(*words):
 
 
 def evaluated(run, *words):
-    """What the command writes."""
     result = call(run.folder, *words)
     assert result.exit_code == 0, result.output
     (path,) = (run.folder / "tests").iterdir()

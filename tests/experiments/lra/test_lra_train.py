@@ -31,7 +31,6 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(data, tmp_path_factory):
-    """A run from its first step to its end: the run, its metrics, its weights."""
     run = Run(TINY, data, tmp_path_factory.mktemp("whole") / "run")
     metrics = run.train()
     return run, metrics, weights(run)
@@ -198,7 +197,6 @@ def test_the_best_validation_is_what_is_tested_and_kept(data, tmp_path):
 
 @pytest.fixture(scope="module")
 def whole_that_keeps_best(data, tmp_path_factory):
-    """A run without a pause: its metrics and its stored weights."""
     folder = tmp_path_factory.mktemp("whole_that_keeps_best") / "run"
     metrics = Run(replace(KEEPS_BEST, average=0.5), data, folder).train()
     return metrics, load_file(folder / "model.safetensors")

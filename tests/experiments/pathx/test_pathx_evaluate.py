@@ -31,7 +31,6 @@ def finished(stream, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tests(tmp_path_factory):
-    """A small test set of 32 pixels and its folder."""
     folder = tmp_path_factory.mktemp("data")
     patch = pytest.MonkeyPatch()
     patch.setattr(testset, "IMAGES", 60)

@@ -103,7 +103,6 @@ def test_only_a_gpu_has_graphs():
 
 
 def both_steps(monkeypatch, config):
-    """Plain and recorded steps of two equal models."""
     device = torch.device("cuda")
     monkeypatch.setattr(graph_steps, "most_images", lambda recipe: 9)
     monkeypatch.setattr(graph_steps, "most_blocks", lambda recipe: 30)

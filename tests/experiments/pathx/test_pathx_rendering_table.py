@@ -25,7 +25,6 @@ IMAGES = 6
 
 @pytest.fixture
 def tests(tmp_path, monkeypatch):
-    """A small test set of 32 pixels."""
     monkeypatch.setattr(testset, "IMAGES", 20)
     monkeypatch.setattr(cli, "IMAGES", 20)
     hashes = tmp_path / "hashes.json"

@@ -31,7 +31,6 @@ from tests.processes.forked import execute_in_threads, interpreting
 
 @pytest.fixture(scope="module")
 def whole(stream, tmp_path_factory):
-    """A run from its first step to its end, and what is written beside its weights."""
     run = Run(TINY, tmp_path_factory.mktemp("whole") / "run", stream)
     return run, run.train()
 

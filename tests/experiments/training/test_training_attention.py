@@ -24,7 +24,6 @@ MASKS = {
 
 
 def results(attention, mask, batch, **changes):
-    """Logits and all gradients of the loss."""
     config = Config(**{**vars(SMALL), **changes, "attention": attention})
     model = build_model(config, TASKS["listops"], MASKS[mask])
     logits = forward(model, batch, config)

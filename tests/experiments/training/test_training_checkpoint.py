@@ -22,7 +22,6 @@ def data(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(data, tmp_path_factory):
-    """A run of three steps."""
     run = Run(replace(TINY, steps=3), data, tmp_path_factory.mktemp("whole") / "run")
     run.train()
     return run
@@ -67,7 +66,6 @@ def test_checkpoints_of_another_format_are_refused(run, tmp_path):
 
 
 def in_parts(run, folder, step, monkeypatch):
-    """A checkpoint in several files."""
     monkeypatch.setattr(checkpoint, "PART_BYTES", 20_000)
     saved = checkpoint.save(folder, checkpoint.Progress(step, 1.5), run.model, run.optimizer, run.average)
     assert len(list(saved.glob("part-*"))) > 3

@@ -23,7 +23,6 @@ def test_a_log_drops_what_a_resumed_run_will_write_again(tmp_path):
 
 
 def log(training, validates_every=100):
-    """Training records, and a validation now and then."""
     records = []
     for step in range(1, training + 1):
         records.append({"kind": "train", "step": step, "accuracy": step / training})

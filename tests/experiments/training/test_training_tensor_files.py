@@ -38,7 +38,6 @@ UNET = {"model": "unet", "width": 64 * 10**6, "layers": Config.layers, "heads": 
 
 
 def pathx_file(folder, **changes):
-    """A model's weights whose header says something else."""
     about = {"kind": weights.KIND, "config": {**as_dict(PATHX), **changes}}
     tensor_files.write(folder / "model.safetensors", weights.build(PATHX), about)
     return folder / "model.safetensors"
@@ -166,8 +165,6 @@ def test_a_function_that_weights_name_is_run_only_if_the_user_names_it(tmp_path)
 
 
 class Saved:
-    """A model, its optimiser after a step, and their checkpoint."""
-
     def __init__(self, folder, width=4):
         torch.manual_seed(0)
         self.model = nn.Linear(width, 2)

@@ -19,7 +19,6 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def written(monkeypatch):
-    """What goes to TensorBoard's writer, in place of it."""
     calls = []
 
     class Writer:

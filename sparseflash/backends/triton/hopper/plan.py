@@ -69,7 +69,8 @@ ITEM_UNUSED = place(ForwardItem, "unused")
 
 
 def forward_plan(
-    lists: TileLists, pattern: Tensor, q_len: int, k_len: int, *, programs: int, may_wait: bool = True, may_cut: bool = True
+    lists: TileLists, pattern: Tensor, q_len: int, k_len: int, *, programs: int, may_wait: bool = True,
+    may_cut: bool = True,
 ) -> Worklist:  # fmt: skip
     """The plan for `pattern [B, Hq]`, with items `[W, ITEM]`.
 

@@ -26,7 +26,6 @@ from sparseflash.backends.triton.hopper.configs import MEASURED_DIMS, WIDEST_BAC
 
 
 def compiled_for(dims, dtype, features):
-    """`compiled`, with values that have their own head dim."""
     forward, backward = passes.forward, passes.backward
 
     def of_values(x):

@@ -26,7 +26,6 @@ def synchronising_lines(module):
 
 
 def without(line):
-    """Returns a change of source that makes this line do nothing."""
 
     def changed(source):
         lines = source.splitlines()

@@ -141,7 +141,6 @@ def check_backward(reports, dims, features):
 
 
 def compiled_by_another(dim, dtype, features):
-    """The reports of `hopper_compiled`, run in another process."""
     done = python("-m", "tests.backends.triton.hopper.hopper_compiled", dim, dtype, *features)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])

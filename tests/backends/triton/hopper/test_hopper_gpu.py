@@ -113,7 +113,6 @@ def test_changed_scores_are_exact_on_the_gpu(dim, kinds, data):
 @settings(max_examples=settings().max_examples // 2)
 @given(data=st.data())
 def test_biases_of_pairs_are_exact_on_the_gpu(dim, data):
-    """Biases that batch elements or heads share have no gradient."""
     drawn = problems(
         most_tokens=1500, most_batch=3, head_dims=(dim,), value_dims=(dim,), blocks=(128, 128, 64, 32), dtypes=HALF
     ).filter(lambda problem: problem.q_len > 1)  # with one query it is a bias of keys
@@ -360,7 +359,6 @@ SHUFFLED = {
 
 @pytest.mark.parametrize("busy", [False, True], ids=["alone", "beside a busy stream"])
 def test_ten_thousand_shuffled_launches_have_the_bits_of_the_first(busy):
-    """5,000 forwards and 5,000 backwards."""
     draw, cases = random.Random(0), []
     for dim, tokens, heads in itertools.product(HEAD_DIMS, (200, 1024, 2300), (1, 6)):
         given = inputs(1 + heads % 2, heads, tokens, dim)

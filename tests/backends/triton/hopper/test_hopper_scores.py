@@ -46,7 +46,6 @@ SEEDS = st.integers(0, 2**16)
 
 
 def run(case, **how):
-    """The results by name."""
     problem = case.problem
     mask = None if problem.recipe is None else problem.recipe.mask()
     q, k, v, dout, dlse = inputs(problem)
@@ -233,7 +232,6 @@ def test_biases_of_keys_that_batch_heads_or_keys_share(shape, cut):
 
 
 def check_against_reference(got, tensors, mask, changes, dout, dlse):
-    """Compares out, lse and the gradients of q, k, v and of the score modification's tensor."""
     given = [x.detach().double().requires_grad_() for x in tensors]
     changes = changes.with_tensors(given[3:])
     wanted = attention(*given[:3], mask, scale=0.125, scores=changes, return_lse=True, backend="reference")
@@ -242,8 +240,7 @@ def check_against_reference(got, tensors, mask, changes, dout, dlse):
         torch.testing.assert_close(x, y.to(x.dtype), rtol=1e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("rule", [plan.RULE, CUT])
+@pytest.mark.parametrize(("dim", "rule"), [(64, CUT), (128, plan.RULE)])
 def test_biases_of_minus_infinity_are_padding(dim, rule):
     """They pad some keys, whole tiles of keys, and all keys."""
     q, k, v, dout = (torch.randn(3, 2, 300, dim).half() for _ in range(4))
@@ -306,9 +303,10 @@ def fused(source):
     return source.replace(exponents, "gl.fma(s, scale, m_safe[:, None] * -1.0)")
 
 
-@pytest.mark.parametrize("change", [as_it_is, fused])
-@pytest.mark.parametrize("rule", [plan.RULE, CUT])
-@pytest.mark.parametrize("scale", [0.125, 1.0])
+@pytest.mark.parametrize(
+    ("scale", "rule", "change"),  # every two beside each other
+    [(0.125, plan.RULE, as_it_is), (0.125, CUT, fused), (1.0, plan.RULE, fused), (1.0, CUT, as_it_is)],
+)
 @pytest.mark.parametrize("value", [-5e7, 5e7, -1e9, 1e9, -1e30, 1e30, torch.finfo(torch.float32).min])
 def test_queries_that_see_large_biases_alone(value, scale, rule, change):
     """Their lse is the bias: rounding leaves nothing of the products. Beyond the limit lse is the limit."""
@@ -377,9 +375,18 @@ def test_biases_of_keys_are_added_with_all_their_bits(dtype, size):
     torch.testing.assert_close(found[1] - size, wanted[1], rtol=0, atol=abs(size) * 2**-22)
 
 
-@pytest.mark.parametrize("kind", ["bias", "tile_bias"])
-@pytest.mark.parametrize("rule", [plan.RULE, CUT])
-@pytest.mark.parametrize(("dim", "shape"), [(64, (1, 1)), (64, (2, 2)), (128, (2, 1)), (128, (1, 2)), (128, (2, 2))])
+@pytest.mark.parametrize(
+    ("kind", "dim", "shape", "rule"),
+    [  # every two of these beside each other, but for shapes that only differ in what is shared
+        ("bias", 64, (1, 1), plan.RULE),
+        ("bias", 64, (2, 2), CUT),
+        ("bias", 128, (2, 1), CUT),
+        ("bias", 128, (2, 2), plan.RULE),
+        ("tile_bias", 64, (2, 2), plan.RULE),
+        ("tile_bias", 128, (1, 2), CUT),
+        ("tile_bias", 128, (2, 2), CUT),
+    ],
+)
 def test_biases_of_pairs_may_have_anything_where_scores_are_dead(dim, shape, rule, kind):
     """In partial and dead tiles, and past the lengths of queries and keys."""
     torch.manual_seed(0)

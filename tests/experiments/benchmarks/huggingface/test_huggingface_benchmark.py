@@ -31,7 +31,6 @@ def bench(tmp_path):
 
 
 def failures(bench):
-    """By implementation and measurement."""
     return {(each.way, each.name.split("/")[-2]): each.failure for each in bench.measurements}
 
 

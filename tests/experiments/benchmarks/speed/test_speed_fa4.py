@@ -93,14 +93,10 @@ def test_rules_with_sizes_say_our_mask(kind: str, sizes: tuple[int, ...]) -> Non
 
 
 class OnGpu(NamedTuple):
-    """Stands for an input on a GPU, as far as the refusals look."""
-
     device: torch.device = torch.device("cuda")
 
 
 class Moved(torch.Tensor):
-    """Says that it is on a GPU."""
-
     device = torch.device("cuda")  # type: ignore[assignment]
 
 

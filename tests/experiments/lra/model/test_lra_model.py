@@ -137,7 +137,6 @@ def test_heads_that_cannot_be_rotated_are_refused(head_dim, side):
 
 def test_each_layer_has_its_own_mask():
     def reach(per_layer: list[BlockMask]) -> Tensor:
-        """Which tokens the first position's logits depend on."""
         torch.manual_seed(0)
         sizes = {
             "vocabulary": 17,

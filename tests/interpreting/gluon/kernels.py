@@ -1,0 +1,112 @@
+"""Kernels run from their source: imports from Triton are replaced, constants of the project are plain numbers."""
+
+import ast
+import copy
+import importlib
+import inspect
+import itertools
+import random
+from functools import lru_cache
+
+import torch
+import triton.language as tl
+from triton.experimental.gluon._runtime import GluonJITFunction
+
+from sparseflash.backends.triton.changes.kind import Changes
+from tests.interpreting.gluon.language import names_of_gluon
+from tests.interpreting.gluon.schedule import World
+from tests.interpreting.gluon.values import Descriptor, Pointer
+
+_numbers = itertools.count()
+
+
+class Interpreted:
+    """A kernel of a module, launched like Triton's; it replaces the kernel where the launcher finds it.
+
+    `seed`: of the interleaving. `change`: edits the module's source, to check that a fault is noticed. `others`: the
+    same for modules of score modifications, by their paths.
+    """
+
+    def __init__(self, module, name, seed=0, change=lambda source: source, others=None):
+        self.source, self.path, self.others = change(inspect.getsource(module)), module.__file__, others or {}
+        self.name, self.seed = name, seed
+        self.__name__ = f"{name} interpreted as number {next(_numbers)}"  # launches are shared by this name
+        self.arg_names = list(inspect.signature(getattr(module, name).fn).parameters)
+
+    def warmup(self, *arguments, **options):
+        """Compiles nothing, as Triton's own interpreter does."""
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **options):
+            world = World(random.Random(self.seed), threads=32 * options["num_warps"])
+            kernel = _functions(self.source, self.path, world)[self.name]
+            named = {name: _as_argument(x, world, self.others) for name, x in zip(self.arg_names, arguments, strict=True)}
+            for program in range(grid[0]):
+                world.add(lambda: kernel(**named), program, grid[0])
+            world.run()
+
+        return launch
+
+
+def _as_argument(x, world, others):
+    if isinstance(x, torch.Tensor):
+        return Pointer(x)
+    if isinstance(x, tuple):
+        return tuple(_as_argument(each, world, others) for each in x)
+    if isinstance(x, Changes):
+        x = copy.copy(x)
+        x.kinds = tuple(_interpreted_functions(each, world, others) for each in x.kinds)
+        return x
+    return Descriptor(x) if hasattr(x, "block_shape") else x
+
+
+def _interpreted_functions(kind, world, others):
+    """The device functions of a score modification, each from the source of its module."""
+    kind = copy.copy(kind)
+    for name, function in vars(kind).items():
+        if isinstance(function, GluonJITFunction):
+            module = importlib.import_module(function.__module__)
+            change = others.get(module.__file__, lambda source: source)
+            found = _functions(change(inspect.getsource(module)), module.__file__, world)
+            setattr(kind, name, found[function.__name__])
+    return kind
+
+
+def _functions(source, path, world):
+    """The functions of a module, with their imports from Triton replaced."""
+    imports, code = _compiled(source, path)
+    names = {**_names_of_ours(imports, world), **names_of_gluon(world)}
+    exec(code, names)
+    return names
+
+
+@lru_cache(32)
+def _compiled(source, path):
+    tree = ast.parse(source)
+    imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    tree.body = [node for node in tree.body if node not in imports and not _is_of_host(node)]
+    return imports, compile(tree, path, "exec")
+
+
+def _is_of_host(node):
+    """Whether a part of a module is not for Gluon: a class, a function of Python or a kernel of Triton's own language,
+    or something made of classes and functions.
+    """
+    if isinstance(node, ast.FunctionDef):
+        return not any("gluon." in ast.unparse(each) for each in node.decorator_list)
+    if isinstance(node, (ast.Assign, ast.AnnAssign)):
+        return not any(isinstance(each, ast.Attribute) and each.attr == "constexpr" for each in ast.walk(node))
+    return isinstance(node, (ast.ClassDef, ast.If))
+
+
+def _names_of_ours(imports, world):
+    found = {}
+    for node in imports:
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("sparseflash."):
+            module = importlib.import_module(node.module)
+            given = {each.asname or each.name: getattr(module, each.name) for each in node.names}
+            if any(isinstance(x, GluonJITFunction) for x in given.values()):
+                replaced = _functions(inspect.getsource(module), module.__file__, world)
+                given |= {each.asname or each.name: replaced[each.name] for each in node.names if each.name in replaced}
+            found |= given
+    return {name: x.value if isinstance(x, tl.constexpr) else x for name, x in found.items()}

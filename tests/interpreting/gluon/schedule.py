@@ -1,0 +1,143 @@
+"""The actors of a launch, the copies under way, and whose turn is next.
+
+Only one thread runs at a time. It goes on until it pauses, and hands its turn over itself: with a scheduler in a thread
+of its own, every step would change threads twice.
+"""
+
+import sys
+import threading
+from pathlib import Path
+
+_HERE = str(Path(__file__).parent)
+
+
+class Deadlock(AssertionError):
+    """No actor can go on."""
+
+
+class _Stopped(BaseException):
+    """Ends the thread of an actor whose launch has ended without it; not an Exception, so that no kernel catches it."""
+
+
+class Actor:
+    """A partition of a program.
+
+    `products` and `stores`: the asynchronous operations it has begun and not waited for. `unseen`: writes to global
+    memory whose source has been read, and which others cannot see yet. `read`: what it read last by a volatile load.
+    """
+
+    def __init__(self, world, run, program, programs):
+        self.world, self.program, self.programs = world, program, programs
+        self.ready, self.done, self.speed = lambda: True, False, world.speed()
+        self.products, self.stores, self.unseen, self.read = [], [], [], None
+        self.turn = _taken_lock()
+        self.thread = threading.Thread(target=self._main, args=(run,), daemon=True)
+        self.thread.actor = self
+        self.thread.start()
+
+    def _main(self, run):
+        self.turn.acquire()
+        try:
+            if not self.world.stopped:
+                run()
+            assert not self.products and not self.stores, "a partition ends before what it has begun"
+            for write in self.unseen:
+                write()
+            self.done = True
+            self.world.go_on()
+        except _Stopped:
+            self.done = True
+        except BaseException as error:
+            self.done = True
+            self.world.end(error)
+
+    def whereabouts(self):
+        """The lines of the kernel that the actor is at, and its numbers there."""
+        frame, lines = sys._current_frames()[self.thread.ident], []
+        while frame is not None:
+            path = frame.f_code.co_filename
+            if not path.startswith(_HERE) and not path.endswith("threading.py"):
+                numbers = {name: x for name, x in frame.f_locals.items() if isinstance(x, int)}
+                lines.append(f"  program {self.program}, {frame.f_code.co_name}, line {frame.f_lineno}: {numbers}")
+            frame = frame.f_back
+        return "\n".join(lines)
+
+
+class Copy:
+    """A copy to shared memory under way: it may arrive at any turn."""
+
+    def __init__(self, arrive, speed):
+        self.arrive, self.speed = arrive, speed
+
+
+class World:
+    """A launch. `threads`: of a partition that multiplies. `fenced`: the `unfenced` of every shared allocation."""
+
+    def __init__(self, draw, threads):
+        self.draw, self.threads = draw, threads
+        self.actors, self.copies, self.fenced = [], [], []
+        self.ended, self.error, self.stopped = _taken_lock(), None, False
+
+    def add(self, run, program, programs):
+        actor = Actor(self, run, program, programs)
+        self.actors.append(actor)
+        return actor
+
+    def run(self):
+        try:
+            self.go_on()
+            self.ended.acquire()
+            if self.error is not None:
+                raise self.error
+            assert not self.copies, "a program ends before its copies"
+        finally:
+            self.stopped = True
+            for actor in self.actors:
+                if not actor.done:
+                    actor.turn.release()
+
+    def go_on(self, me=None):
+        """Draws whose turn is next, and returns whether it is mine. A drawn copy arrives, and the draw is repeated."""
+        while not all(actor.done for actor in self.actors):
+            choices = [a for a in self.actors if not a.done and a.ready()] + self.copies
+            if not choices:
+                raise Deadlock("\n".join(["all wait for ever:", *(a.whereabouts() for a in self.actors if not a.done)]))
+            (chosen,) = self.draw.choices(choices, [each.speed for each in choices])
+            if isinstance(chosen, Actor):
+                if chosen is not me:
+                    chosen.turn.release()
+                return chosen is me
+            self.copies.remove(chosen)
+            chosen.arrive()
+        self.end()
+        return False
+
+    def end(self, error=None):
+        if not self.stopped:
+            self.error = error
+            self.ended.release()
+
+    def speed(self):
+        """How often an actor or a copy is drawn: some run far ahead of others, and some copies take long."""
+        return 10.0 ** self.draw.uniform(-1.5, 1.5)
+
+    def pause(self, ready=lambda: True):
+        """Lets others run, and goes on when `ready()`."""
+        actor = self.me()
+        actor.ready = ready
+        if self.go_on(actor):
+            return
+        actor.turn.acquire()
+        if self.stopped:
+            raise _Stopped
+
+    @staticmethod
+    def me():
+        return threading.current_thread().actor
+
+
+def _taken_lock():
+    """A lock that another thread releases: a semaphore of one, which Python's own is in many steps."""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
