@@ -2,6 +2,6 @@
 combined.
 
 This package may import `cached`, `limits`, `blockmask.cache`, `scores.change`, and from the Triton backend
-`availability`, `changes.softcap`, `device`, `launcher` and `device_functions.softmax`. Only the library's `decode.py` imports
-it.
+`availability`, `changes.softcap`, `device`, `device_functions.softmax` and `launcher`. Only the library's `decode.py`
+imports it.
 """
