@@ -55,10 +55,10 @@ class Relative(Change):
     kind = "relative"
     table: Tensor
     bucket: Bucket
-    # The running sums of queries and of keys, if sequences are packed.
-    sums: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     # The arrays of the last lengths and device, which every layer and step of a model asks for.
     _made: BoundedDict = field(default_factory=lambda: BoundedDict(1), repr=False)
+    # The running sums of queries and of keys, if sequences are packed.
+    sums: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
     def tensors(self) -> tuple[Tensor, ...]:
         return (self.table,)
