@@ -6,7 +6,6 @@ GPU is needed. A test compares the page with them, and some of them with `sparse
 
 from __future__ import annotations
 
-import inspect
 import re
 import sys
 from collections.abc import Callable
@@ -16,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseflash import BlockMask, attention, attention_varlen, decode, distributed, grouped, masks, scores, sdpa
+from docs.calls import CALLS, FEATURES, NOTHING, REFUSED
+from sparseflash import BlockMask, masks, scores
 from sparseflash.backends.problem import Problem
-from sparseflash.backends.triton import api
 from sparseflash.backends.triton.dispatch import decide
 from sparseflash.backends.triton.family import Request
 from sparseflash.backends.triton.hopper import support
+from sparseflash.backends.triton.prepared_call import setting_of
 from sparseflash.dropout import Dropout, threshold
 from sparseflash.scores.change import Change, Scores
 from sparseflash.validation import prepared_scores
@@ -53,7 +53,7 @@ def asked(
     changes = changes.without("temperature") if changes else None
     changes = changes if changes and changes.changes else None
     learned = [] if changes is None else [x.requires_grad for x in changes.tensors()]
-    setting = api.setting_of(q, k, problem, capability, torch.device("cpu"))
+    setting = setting_of(q, k, problem, capability, torch.device("cpu"))
     decisions = [
         decide(Request.of(setting, q, v, changes, wanted, backward=backward))
         for backward, wanted in ((False, ()), (True, learned))
@@ -199,49 +199,24 @@ def by_length() -> str:
     return rows(["tokens", f"D=128 {PASSES[0]}", PASSES[1], f"D=64 {PASSES[0]}", PASSES[1]], *body)
 
 
-CALLS: dict[str, Callable[..., Any]] = {
-    "`attention`": attention,
-    "`sdpa`": sdpa,
-    "`attention_varlen`": attention_varlen,
-    "`grouped.selected_attention`": grouped.selected_attention,
-    "`decode.attention_with_cache`": decode.attention_with_cache,
-    "`distributed.attention`": distributed.attention,
-}
-ARGUMENTS = {  # of a call that has one of these names
-    "a mask": ("mask", "attn_mask", "pattern", "plan"),
-    "score modifications": ("scores",),
-    "dropout": ("dropout_p",),
-    "log-sum-exp": ("return_lse",),
-}
-
-
 def by_call() -> str:
-    """What each call takes, by its arguments, and whether its result has a gradient."""
-    body = []
-    for name, call in CALLS.items():
-        taken = inspect.signature(call).parameters
-        cells = ["yes" if taken.keys() & set(names) else "no" for names in ARGUMENTS.values()]
-        body.append([name, *cells, "yes" if has_gradient(call) else "no"])
-    return rows(["call", *ARGUMENTS, "gradients"], *body)
+    """What each call takes, and how a call answers that does not take it. tests/test_calls.py tries every cell."""
+    texts = [*dict.fromkeys((*REFUSED.values(), *NOTHING.values()))]
+    numbers = {text: number for number, text in enumerate(texts, 1)}
 
+    def cell(at: tuple[str, str]) -> str:
+        if at in REFUSED:
+            return f"no ({numbers[REFUSED[at]]})"
+        return f"- ({numbers[NOTHING[at]]})" if at in NOTHING else "yes"
 
-def has_gradient(call: Callable[..., Any]) -> bool:
-    """Whether the result of a call on the CPU has a gradient."""
-    if call is distributed.attention:  # needs a process group; takes the arguments of `attention`, with gradients
-        return True
-    q, k, v = (torch.zeros(1, 1, 16, 16, requires_grad=True) for _ in range(3))
-    if call is attention_varlen:
-        out = call(*(x[0].transpose(0, 1) for x in (q, k, v)), [0, 16], [0, 16])
-    elif call is grouped.selected_attention:
-        out = call(q, k, v, torch.zeros(1, 1, 16, 1, dtype=torch.int32), span=16)
-    elif call is decode.attention_with_cache:
-        try:
-            out = call(q, k, v, torch.tensor([16]))
-        except (RuntimeError, ValueError):
-            return False
-    else:
-        out = call(q, k, v)
-    return bool(out.requires_grad)
+    body = [[title, *(cell((call, feature)) for call in CALLS)] for feature, title in FEATURES.items()]
+    cells = len(CALLS) * len(FEATURES)
+    counts = (
+        f"Of {cells} cells {cells - len(REFUSED) - len(NOTHING)} work and {len(REFUSED)} are refused; {len(NOTHING)} "
+        'mean nothing ("-").'
+    )
+    list_ = "\n".join(f"{number}. {text}" for text, number in numbers.items())
+    return "\n\n".join([counts, rows(["feature", *CALLS.values()], *body), list_])
 
 
 TABLES: dict[str, Callable[[], str]] = {

@@ -71,7 +71,10 @@ def mask_of_queries(index: Tensor, rows: int, block_k: int, k_len: int, causal: 
         kind = torch.where(col == cols - 1, k_len % block_k, 0)
     room = batch * heads * q_len * min(choices, cols)
     words = _first_keys(block_k, rows, device)
-    pattern = pattern_of(batch, heads, 1, device)
+    if torch.compiler.is_compiling():  # Dynamo cannot guard the sizes of a kept tensor on q's
+        pattern = torch.arange(batch * heads, dtype=torch.int32, device=device).view(batch, heads)
+    else:
+        pattern = pattern_of(batch, heads, 1, device)
     return BlockMask(
         q_len * rows, k_len, rows, block_k, *_compacted(first, col, kind, room), words.detach(), pattern.detach(),
         dynamic=True,

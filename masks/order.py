@@ -47,9 +47,11 @@ import torch
 from torch import Tensor
 
 from sparseflash.blockmask.arguments import Integers, known_integers
+from sparseflash.blockmask.threads import on_one_thread
 from sparseflash.masks.tiling.grid import checked_order, coordinates, grid_shape, per_axis, strides
 
 
+@on_one_thread
 def row_major(shape: Sequence[int]) -> Tensor:
     """The default order of the patterns over grids, with the last axis fastest: `0, 1, ..., N - 1`.
 
@@ -60,6 +62,7 @@ def row_major(shape: Sequence[int]) -> Tensor:
     return torch.arange(len(coordinates(sides)), device="cpu")
 
 
+@on_one_thread
 def tiles(shape: Sequence[int], tile: int | Sequence[int]) -> Tensor:
     """Tile after tile. The tiles are in row-major order, and so are the tokens of each tile.
 
@@ -86,6 +89,7 @@ def tiles(shape: Sequence[int], tile: int | Sequence[int]) -> Tensor:
     return torch.argsort(number, stable=True)  # within a tile, row-major as before
 
 
+@on_one_thread
 def morton(shape: Sequence[int]) -> Tensor:
     """The Z-order curve: tokens sorted by the interleaved bits of their coordinates, with the last axis lowest.
 
@@ -113,6 +117,7 @@ def morton(shape: Sequence[int]) -> Tensor:
     return torch.argsort(key)
 
 
+@on_one_thread
 def hilbert(shape: Sequence[int]) -> Tensor:
     """The Hilbert curve: consecutive tokens are neighbours if both sides are the same power of two.
 
@@ -155,6 +160,7 @@ def hilbert(shape: Sequence[int]) -> Tensor:
     return torch.argsort(key)
 
 
+@on_one_thread
 def residues(shape: Sequence[int], step: int | Sequence[int]) -> Tensor:
     """Groups of tokens whose coordinates have the same remainders modulo `step`; row-major order within a group.
 
@@ -170,6 +176,7 @@ def residues(shape: Sequence[int], step: int | Sequence[int]) -> Tensor:
     return torch.argsort(number, stable=True)
 
 
+@on_one_thread
 def inverse(order: Integers) -> Tensor:
     """The inverse permutation: `inverse(order)[order[t]] == t`, so `x[:, :, order][:, :, inverse(order)]` is x.
 

@@ -13,6 +13,7 @@ torch.Size([1, 2, 300, 16])
 | `masks` | ready-made patterns: windows, butterflies, images, blocks chosen by the model, ... |
 | `scores` | score modifications: ALiBi, soft caps, biases, sinks, your own functions |
 | `explain` | which kernels a call runs, and why |
+| `merge_attention` | results over parts of the keys, merged into the result over all |
 | `sdpa` | the same attention with the arguments of PyTorch's `scaled_dot_product_attention` |
 | `attention_varlen`, `varlen` | packed sequences of different lengths |
 | `decode`, `grouped` | generation with a cache; a list of key blocks for each query |
@@ -23,23 +24,45 @@ torch.Size([1, 2, 300, 16])
 | `clear_caches`, `PerformanceWarning` | empties all caches; the category of warnings about slow kernels |
 """
 
-# It may import `attention`, `blockmask`, `explain`, `performance`, `scaled_dot_product` and `varlen`. The last two need
-# Dynamo, which is slow to import, so they and the other parts of the library are imported on first access.
+# It may import `attention`, `blockmask`, `explain`, `merge`, `performance`, `scaled_dot_product` and `varlen`. The last
+# two need Dynamo, which is slow to import, so they and the other parts of the library are imported on first access.
 
+import os
+import sys
 from typing import TYPE_CHECKING
 
-from sparseflash.attention import attention as attention
-from sparseflash.blockmask import BlockMask as BlockMask
-from sparseflash.blockmask.cache import clear_caches as clear_caches
-from sparseflash.explain import explain as explain
-from sparseflash.performance import PerformanceWarning as PerformanceWarning
+
+def _is_help(command: list[str], arguments: int) -> bool:
+    """Whether a process, by its command line and number of arguments, prints the help or version of the command line.
+
+    >>> _is_help(["python", "-m", "sparseflash", "show", "--help"], 2), _is_help(["python", "train.py", "--help"], 1)
+    (True, False)
+    """
+    program, asked = command[: len(command) - arguments], command[len(command) - arguments :]
+    if not program or os.path.splitext(os.path.basename(program[-1]))[0] != "sparseflash":
+        return False
+    until = asked.index("--") if "--" in asked else len(asked)
+    return not asked or not {"--help", "--version"}.isdisjoint(asked[:until])
+
+
+# Help should appear at once, and PyTorch takes seconds to import.
+if not _is_help(sys.orig_argv, len(sys.argv) - 1):
+    from sparseflash.attention import attention as attention
+    from sparseflash.blockmask import BlockMask as BlockMask
+    from sparseflash.blockmask.cache import clear_caches as clear_caches
+    from sparseflash.explain import explain as explain
+    from sparseflash.performance import PerformanceWarning as PerformanceWarning
 
 if TYPE_CHECKING:
+    from sparseflash.merge import merge_attention as merge_attention
     from sparseflash.scaled_dot_product import sdpa as sdpa
     from sparseflash.varlen import attention_varlen as attention_varlen
 
 __version__ = "0.3.0"
-__all__ = ["BlockMask", "PerformanceWarning", "attention", "attention_varlen", "clear_caches", "explain", "sdpa"]
+__all__ = [
+    "BlockMask", "PerformanceWarning", "attention", "attention_varlen", "clear_caches", "explain", "merge_attention",
+    "sdpa",
+]  # fmt: skip
 _MODULES = (
     "analysis",
     "decode",
@@ -54,7 +77,11 @@ _MODULES = (
     "testing",
     "varlen",
 )  # imported on first access
-_FUNCTIONS = {"attention_varlen": "varlen", "sdpa": "scaled_dot_product"}  # their modules, imported on first access
+_FUNCTIONS = {  # their modules, imported on first access
+    "attention_varlen": "varlen",
+    "merge_attention": "merge",
+    "sdpa": "scaled_dot_product",
+}
 
 if not TYPE_CHECKING:
 

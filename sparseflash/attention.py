@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import warnings
 from typing import Any, Literal, overload
@@ -15,8 +14,9 @@ from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton import call_cache
 from sparseflash.blockmask import BlockMask
 from sparseflash.dropout import Dropout, seed_tensor, threshold
-from sparseflash.remedies import refuse
-from sparseflash.scores.change import Change, Scores
+from sparseflash.remedies import refuse, without_others
+from sparseflash.scores.change import Change, Scores, scores_of
+from sparseflash.scores.sink import completed
 from sparseflash.validation import check_mask, check_tensors, checked_scale, prepared_scores
 
 BACKENDS = ("triton", "hopper", "blockwise", "reference")
@@ -74,7 +74,8 @@ def attention(
             finite, because a weight of 0 times NaN is NaN.
         scale: factor of the scores, `1 / sqrt(D)` by default.
         return_lse: also return `lse [B, Hq, Nq]`, the natural logarithm of the sum of exponentials of each query's live
-            scores, in fp32 (fp64 for fp64 inputs). It is differentiable, and dropout does not affect it.
+            scores, in fp32 (fp64 for fp64 inputs). It is differentiable, and dropout does not affect it. By it results
+            over parts of the keys are merged (`merge_attention`).
         dropout_p: the probability that a softmax weight is set to 0, below 1; kept weights are divided by the
             probability of being kept. It is rounded to a multiple of 1/256, to at least 1/256 unless it is 0. Pass 0
             when you are not training, as to PyTorch's own attention.
@@ -100,8 +101,8 @@ def attention(
 
     Returns:
         `out [B, Hq, Nq, Dv]` in the inputs' dtype, or `(out, lse)`. A query without a live key has `out = 0` and
-        `lse = -inf`, and the gradient of that query is 0; a key without a live query has gradients of 0, as has its
-        value.
+        `lse = -inf` (the logit of its sink, if there is one), and the gradient of that query is 0; a key without a live
+        query has gradients of 0, as has its value.
 
     Raises:
         TypeError, ValueError: the inputs do not fit together; the message states the rule and the argument.
@@ -137,28 +138,29 @@ def attention(
         kernels = None
     if kernels is not None and type(dropout_p) is float and dropout_p == 0.0:
         place = call_cache.place_of(q, k, v, mask, scale, kernels, on_gpu_only=backend is None)
-        if place is not None and scores is None and (call := place[0].get(place[1])) is not None:
-            out, lse = call_cache.run(call, q, k, v, mask)
-            return (out, lse) if return_lse else out
+        if place is not None and (found := call_cache.repeated(place, q, k, v, mask, scores)) is not None:
+            return found if return_lse else found[0]
     check_tensors(q, k, v)
     dropped = threshold(dropout_p)
     dropout = Dropout(seed_tensor(seed, q.device), dropped) if dropped else None
     out, lse = attend(q, k, v, mask, scale, dropout, scores, backend, place)
-    return (out, lse) if return_lse else out
+    if not return_lse:
+        return out
+    sink = None if scores is None else scores_of(scores).find("sink")
+    return out, lse if sink is None else completed(lse, sink.logits)
 
 
-# `**others` catches the keywords of other attentions, to refuse them with advice; it is not part of the signature.
-_signature = inspect.signature(attention)
-attention.__signature__ = _signature.replace(  # type: ignore[attr-defined]
-    parameters=[p for p in _signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
-)
+without_others(attention)
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, scale: float | None, dropout: Dropout | None,
     scores: Scores | Change | None, backend: Backend | None, place: call_cache.Place | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`(out, lse)` of `attention`, after `check_tensors`. place: where to cache the call, if it can be cached."""
+    """`(out, lse)` of `attention`, after `check_tensors`; lse is -inf for every query without a live key.
+
+    place: where to cache the call, if it can be cached.
+    """
     q, k, v = in_one_dtype(q, k, v)
     if mask is not None:
         check_mask(mask, q, k)
@@ -186,17 +188,11 @@ def attend(
     problem = Problem.of(mask, scale=scale, batch=q.shape[0], dropout=dropout, kernels=KERNELS[backend])
     if not (q.numel() and k.numel()):
         place = None
-    if changes is not None and changes.changes:
-        if place is None:
-            api.check_gradients(q, k, v, problem, changes)
-            return api.scored_attention(q, k, v, problem, changes)
-        return call_cache.run_scored(place, q, k, v, problem, changes)
-    api.check_gradients(q, k, v, problem)
+    changes = changes if changes is not None and changes.changes else None
     if place is not None:
-        api.check(q, k, v)
-        call = place[0].put(place[1], api.Call(q, k, v, problem))
-        return call_cache.run(call, q, k, v, mask)
-    return api.attention(q, k, v, problem)
+        return call_cache.first(place, q, k, v, mask, problem, changes)
+    api.check_gradients(q, k, v, problem, changes)
+    return api.attention(q, k, v, problem) if changes is None else api.scored_attention(q, k, v, problem, changes)
 
 
 def _warn_of_head_dims(dim: int, v_dim: int) -> None:

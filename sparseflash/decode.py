@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal, overload
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -15,10 +15,16 @@ from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import checked_integers, checked_mask, dense_tensor, integer
 from sparseflash.blockmask.cache import BoundedDict
 from sparseflash.limits import check_tokens
+from sparseflash.remedies import refuse, without_others
+from sparseflash.scores.change import Change, Scores, Sizes, scores_of
+from sparseflash.scores.grids import Grid
+from sparseflash.scores.relative import Codes
 from sparseflash.validation import check_tensors, checked_scale
 
 BACKENDS = ("triton", "reference")
 Backend = Literal["triton", "reference"]
+# Kinds of score modifications that the kernel applies; distance is alibi and log_decay.
+CHANGES = ("temperature", "softcap", "distance", "relative", "key_bias", "sink")
 FEW = 16  # the most new tokens that `attention_with_cache` is meant for
 _calls = BoundedDict(64)  # prepared calls, by layout
 _INTEGERS = {int, type(None)}  # 1.0 equals 1, but is refused
@@ -28,7 +34,8 @@ _INTEGERS = {int, type(None)}  # 1.0 equals 1, but is refused
 def attention_with_cache(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, *, block_table: Tensor | None = None,
     starts: Tensor | None = None, window: int | None = None, sinks: int = 0, pages: Tensor | None = None,
-    page: int | None = None, mask: BlockMask | None = None, scale: float | None = None,
+    page: int | None = None, mask: BlockMask | None = None, scores: Scores | Change | None = None,
+    scale: float | None = None,
     return_lse: Literal[False] = False, splits: int | None = None, backend: Backend | None = None,
 ) -> Tensor: ...  # fmt: skip
 
@@ -37,7 +44,8 @@ def attention_with_cache(
 def attention_with_cache(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, *, block_table: Tensor | None = None,
     starts: Tensor | None = None, window: int | None = None, sinks: int = 0, pages: Tensor | None = None,
-    page: int | None = None, mask: BlockMask | None = None, scale: float | None = None,
+    page: int | None = None, mask: BlockMask | None = None, scores: Scores | Change | None = None,
+    scale: float | None = None,
     return_lse: Literal[True], splits: int | None = None, backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
@@ -56,10 +64,12 @@ def attention_with_cache(
     pages: Tensor | None = None,
     page: int | None = None,
     mask: BlockMask | None = None,
+    scores: Scores | Change | None = None,
     scale: float | None = None,
     return_lse: bool = False,
     splits: int | None = None,
     backend: Backend | None = None,
+    **others: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention of a few new tokens over the keys and values of a cache, causal, for inference.
 
@@ -106,6 +116,9 @@ def attention_with_cache(
         page: tokens of a chosen page, if the cache is contiguous; a paged cache determines it.
         mask: any mask over at least as many tokens as the cache has room for, on q's device: the query at position p
             sees the live keys of row p. Its head count: 1, Hkv or Hq.
+        scores: score modifications from `sparseflash.scores`: temperature, softcap, alibi, log_decay, relative,
+            key_bias and sink. The distance of query i and key t is `p - t`. A `key_bias` is `[B or 1, Hq or 1, S]`, S
+            being the room for tokens of a sequence; a `bias [B or 1, Hq or 1, 1, S]` for one new token is the same.
         scale: factor of the scores, `1 / sqrt(D)` by default.
         return_lse: also return `lse [B, Hq, Nq]`, natural, fp32.
         splits: the number of programs that share the keys of a sequence. By default 16, or another number up to 128 if
@@ -114,7 +127,8 @@ def attention_with_cache(
         backend: `"triton"`, the default for CUDA tensors, or `"reference"`, plain PyTorch, for all others.
 
     Returns:
-        `out [B, Hq, Nq, Dv]`, or `(out, lse)`. A query without a live key has `out = 0` and `lse = -inf`.
+        `out [B, Hq, Nq, Dv]`, or `(out, lse)`. A query without a live key has `out = 0` and `lse = -inf`
+        (the logit of its sink, if there is one).
 
     Raises:
         TypeError, ValueError: the arguments do not fit together.
@@ -122,17 +136,21 @@ def attention_with_cache(
 
     No plan is made and no number is read from the device: launches depend on shapes alone. So after one call like it, a
     CUDA graph can record the call and replay it while `lengths` (in place), the cache and the choices change. The query
-    heads of a group are rows of one tile, so keys are read once for all of them. There is no backward and no score
-    modification; for these, use `attention` with a mask.
+    heads of a group are rows of one tile, so keys are read once for all of them. There is no backward and no dropout;
+    for these, and for other score modifications, use `attention` with a mask.
     """
+    if others:
+        refuse(others, "attention_with_cache", _REMEDIES)
     tensors, numbers = (q, k_cache, v_cache, lengths, starts, block_table), (window, sinks, page, splits)
     # The layout of a call does not show whether a choice has been made before or a mask has changed.
     key = _key(tensors, numbers, scale, backend) if mask is None and pages is None else None
-    call = None if key is None else _calls.get(key)
+    call = None if key is None or scores is not None else _calls.get(key)
     if call is not None:
         out, lse = call(*tensors, None)
         return (out, lse) if return_lse else out
     of = _checked(q, k_cache, v_cache, lengths, block_table, starts, window, sinks, pages, page, mask)
+    if scores is not None:
+        of = replace(of, changes=_prepared(scores_of(scores), q, of.capacity(k_cache)))
     scale = checked_scale(scale, q.shape[-1])
     if splits is not None and integer(splits, "splits", "") < 1:
         raise ValueError(f"splits must be at least 1; got {splits}.")
@@ -147,14 +165,64 @@ def attention_with_cache(
         raise TypeError("q must be fp16, bf16 or fp32 for the triton backend; got fp64: use backend='reference'.")
     from sparseflash.backends.triton.decode import api  # imported late: the library must work without Triton
 
+    changes = of.changes
+    if changes is not None and (divided := changes.find("temperature")) is not None:
+        q, changes, key = divided.applied_to(q), changes.without("temperature"), None
+        of = replace(of, changes=changes if changes.changes else None)
+    elif changes is not None and key is not None:
+        key = *key, changes.described(), *((x.shape, x.stride(), x.dtype) for x in changes.tensors())
+        call = _calls.get(key)
     q = q if q.stride(-1) == 1 else q.contiguous()
-    if scale < 0:
-        q, scale = -q, -scale
-    call = api.Call(q, k_cache, v_cache, of, scale, splits)
-    if key is not None:
-        _calls[key] = call
-    out, lse = call(q, k_cache, v_cache, of.lengths, of.starts, of.block_table, of.pages)
+    if call is None:
+        if scale < 0:
+            q, scale = -q, -scale
+        call = api.Call(q, k_cache, v_cache, of, scale, splits)
+        if key is not None:
+            _calls[key] = call
+    out, lse = call(q, k_cache, v_cache, of.lengths, of.starts, of.block_table, of.pages, of.changes)
     return (out, lse) if return_lse else out
+
+
+_REMEDIES = {
+    "dropout_p": "it is for inference. To train, use attention with a mask",
+    "alibi_slopes": "pass scores=scores.alibi(alibi_slopes)",
+    "softcap": "pass scores=scores.softcap(softcap)",
+    "cache_seqlens": "pass lengths=, which count the new tokens, too",
+    "window_size": "pass window=, the number of keys that a query sees, itself included",
+}
+without_others(attention_with_cache)
+
+
+def _prepared(changes: Scores, q: Tensor, room: int) -> Scores | None:
+    """The modifications for queries at the end of a cache with this room, as `Cached` has them."""
+    for change in changes.changes:
+        if isinstance(change, Grid):
+            _refuse_change("relative_2d or relative_3d")
+        if change.kind == "tile_bias":
+            _refuse_change("tile_bias")
+    if torch.is_grad_enabled() and any(x.requires_grad for x in changes.tensors()):
+        raise ValueError(
+            "the tensors of scores must not require gradients: attention_with_cache has no backward. Call it under "
+            "torch.no_grad(), or train with attention and a mask."
+        )
+    found: list[Change] = []
+    for change in changes.prepared(Sizes(q.shape[0], q.shape[1], q.shape[2], room, q.device)).changes:
+        if change.kind not in CHANGES:
+            _refuse_change(change.kind)
+        if isinstance(change, Codes):  # code d + Nq - 1 is of the distance d
+            by_distance = change.buckets[max(q.shape[2] - 1, 0) :]
+            change = replace(
+                change, buckets=by_distance, q_codes=change.k_codes, k_codes=change.k_codes, until=change.until[:0]
+            )
+        found.append(change)
+    return Scores(tuple(found)) if found else None
+
+
+def _refuse_change(kind: str) -> NoReturn:
+    raise ValueError(
+        "scores with a cache must be of temperature, softcap, alibi, log_decay, relative, key_bias and sink; got "
+        f"{kind}. Use attention with the keys of the cache and a mask; for one new token a bias is a key_bias."
+    )
 
 
 def _key(tensors: tuple[Any, ...], numbers: tuple[Any, ...], scale: Any, backend: str | None) -> Any:

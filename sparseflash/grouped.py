@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from sparseflash.attention import Backend, attention
 from sparseflash.blockmask.arguments import BLOCKS, checked_integers, flag, integer
+from sparseflash.remedies import refuse, without_others
 from sparseflash.validation import check_tensors, checked_scale
 
 
@@ -28,7 +29,7 @@ def selected_attention(
 
 def selected_attention(
     q: Tensor, k: Tensor, v: Tensor, index: Tensor, *, span: int = 64, causal: bool = True,
-    scale: float | None = None, return_lse: bool = False, backend: Backend | None = None,
+    scale: float | None = None, return_lse: bool = False, backend: Backend | None = None, **others: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Exact attention in which every query has a list of blocks of keys, shared by the heads of its group (NSA).
 
@@ -58,6 +59,8 @@ def selected_attention(
 
     Source: the selected branch of NSA (Yuan et al., 2025, section 3.4).
     """
+    if others:
+        refuse(others, "selected_attention", _REMEDIES)
     check_tensors(q, k, v)
     (batch, heads, q_len, dim), (_, kv_heads, k_len, _) = q.shape, k.shape
     index = _checked_index(index, batch, kv_heads, q_len, q.device)
@@ -80,6 +83,19 @@ def selected_attention(
     )
     out = _by_heads(out.unflatten(2, (q_len, rows)), group)
     return (out, _by_heads(lse.unflatten(2, (q_len, rows)), group)) if return_lse else out
+
+
+_BY_MASK = (
+    "its tiles hold one query of all heads of a group. Use attention with the mask of the same blocks, "
+    "masks.selected_keys(index, span=span, group=group)"
+)
+_PADDED = "-1 in index is no block, so give tokens past the length no others, and no query a block of such tokens"
+_REMEDIES = {
+    **dict.fromkeys(("scores", "dropout_p", "seed", "mask"), _BY_MASK),
+    "cu_seqlens": "number the blocks of all packed tokens, with sequences that begin at multiples of span",
+    "lengths": _PADDED,
+}
+without_others(selected_attention)
 
 
 def _by_heads(x: Tensor, group: int) -> Tensor:

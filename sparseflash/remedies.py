@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NoReturn
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn
 
 _CAUSAL = (
     "pass a mask, attention(q, k, v, masks.causal(q.shape[2], k.shape[2])). Where the lengths differ it is aligned at "
@@ -48,8 +49,17 @@ REMEDIES = {
 }
 
 
-def refuse(keywords: Iterable[str]) -> NoReturn:
-    """Raises TypeError for keywords that `attention` does not have.
+def without_others(call: Callable[..., Any]) -> None:
+    """Takes `**others`, which catches keywords of other attentions to refuse them, out of the signature of a call."""
+    signature = inspect.signature(call)
+    kept = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    call.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+
+
+def refuse(
+    keywords: Iterable[str], call: str = "attention", remedies: Mapping[str, str] = REMEDIES
+) -> NoReturn:  # fmt: skip
+    """Raises TypeError for keywords that `call` does not have.
 
     >>> refuse(["enable_gqa"])
     Traceback (most recent call last):
@@ -57,6 +67,6 @@ def refuse(keywords: Iterable[str]) -> NoReturn:
     TypeError: enable_gqa must not be given to attention: query heads are grouped whenever k and v have fewer heads.
     """
     name = next(iter(keywords))
-    if name in REMEDIES:
-        raise TypeError(f"{name} must not be given to attention: {REMEDIES[name]}.")
-    raise TypeError(f"attention() got an unexpected keyword argument {name!r}")  # Python's own wording
+    if name in remedies:
+        raise TypeError(f"{name} must not be given to {call}: {remedies[name]}.")
+    raise TypeError(f"{call}() got an unexpected keyword argument {name!r}")  # Python's own wording

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
@@ -12,6 +14,7 @@ from sparseflash.blockmask.arguments import Block, dense_tensor, described, flag
 from sparseflash.blockmask.cache import bounded_tensors
 from sparseflash.interop.sdpa import from_sdpa
 from sparseflash.masks.causal import causal
+from sparseflash.remedies import refuse, without_others
 from sparseflash.scores.bias import Bias, bias
 
 
@@ -27,6 +30,7 @@ def sdpa(
     *,
     block: Block = 128,
     backend: Backend | None = None,
+    **others: Any,
 ) -> Tensor:
     """`torch.nn.functional.scaled_dot_product_attention`, computed by `attention`, also with a `BlockMask`.
 
@@ -65,6 +69,8 @@ def sdpa(
     and pass the result. The mask of `is_causal` is cached. In code compiled by `torch.compile` a tensor breaks the
     graph; a `BlockMask` and `is_causal` do not.
     """
+    if others:
+        refuse(others, "sdpa", _REMEDIES)
     for name, x in (("query", query), ("key", key), ("value", value)):
         dense_tensor(x, name)
     for x in (query, key, value):
@@ -92,6 +98,11 @@ def sdpa(
         mask, added = live_and_bias(attn_mask, q.shape[2], k.shape[2], block, device=q.device)
     out = attention(q, k, v, mask, scale=scale, dropout_p=dropout_p, scores=added, backend=backend)
     return out[(0,) * leading]
+
+
+_OWN = "it has the arguments of PyTorch's own attention. Use attention, which has the others"
+_REMEDIES = dict.fromkeys(("scores", "return_lse", "seed"), _OWN)
+without_others(sdpa)
 
 
 def upper_left(q_len: int, k_len: int, block: Block, device: torch.device) -> BlockMask:

@@ -19,6 +19,9 @@ from sparseflash.masks.causal import causal
 from sparseflash.masks.dense import dense
 from sparseflash.masks.documents import documents
 from sparseflash.pattern import Pattern, check_pattern, mask_of_lengths
+from sparseflash.remedies import refuse, without_others
+from sparseflash.scores.change import Change, Scores, scores_of
+from sparseflash.scores.packed import packed
 
 _masks = BoundedDict(32)  # by lengths, pattern, block and device
 _sums = BoundedDict(32)  # the running sums of tensors on GPUs, by id: every layer passes the same tensor
@@ -29,7 +32,7 @@ def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None,
     pattern: Pattern | None = None, *, block: Block = 128, scale: float | None = None,
     return_lse: Literal[False] = False, dropout_p: float = 0.0, seed: int | Tensor | None = None,
-    backend: Backend | None = None,
+    scores: Scores | Change | None = None, backend: Backend | None = None,
 ) -> Tensor: ...  # fmt: skip
 
 
@@ -38,7 +41,7 @@ def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None,
     pattern: Pattern | None = None, *, block: Block = 128, scale: float | None = None,
     return_lse: Literal[True], dropout_p: float = 0.0, seed: int | Tensor | None = None,
-    backend: Backend | None = None,
+    scores: Scores | Change | None = None, backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
@@ -55,7 +58,9 @@ def attention_varlen(
     return_lse: bool = False,
     dropout_p: float = 0.0,
     seed: int | Tensor | None = None,
+    scores: Scores | Change | None = None,
     backend: Backend | None = None,
+    **others: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention within each of several packed sequences, over the live scores of each sequence's mask.
 
@@ -93,6 +98,11 @@ def attention_varlen(
             `BlockMask.from_function`: it takes the positions of queries and keys, int64 tensors, where the last query
             and the last key of a sequence are at the same position.
         block: tokens per side of a tile, for the mask of a rule and of None; other patterns choose their own.
+        scores: score modifications, as for `attention`, with positions in the sequence: to ALiBi, tables and a function
+            each sequence is a call of its own, whose last query is at the position of its last key. A function's b is
+            the number of the sequence, its q and k are indices in the sequence. Tensors along tokens are packed, with a
+            batch size of 1: `key_bias [1, Hq or 1, total_k]`, `temperature [1, Hq or 1, total_q]`, `bias [1, Hq or 1,
+            total_q, total_k]`. A `tile_bias` is made for the mask that `varlen_mask` makes of the same arguments.
         scale, return_lse, dropout_p, seed, backend: as for `attention`; lse is `[Hq, total_q]`.
 
     Returns:
@@ -105,29 +115,47 @@ def attention_varlen(
     cached by lengths and `pattern`, so pass the same function object at every call, not a new lambda. The lengths are
     read on the host: pass `cu_seqlens` on the CPU, or else the first call with a tensor on a GPU waits for it, and in
     compiled code it breaks the graph. In `torch.export` (`strict=False`) and under `FakeTensorMode` the mask is a
-    constant, so the lengths must be a list or a tensor from outside. To use `scores`, or to make the mask once for all
-    layers, call `varlen_mask` and pass its mask to `attention`.
+    constant, so the lengths must be a list or a tensor from outside.
     """
+    if others:
+        refuse(others, "attention_varlen", _REMEDIES)
     if any(isinstance(x, Tensor) and x.is_nested for x in (q, k, v)):
         if cu_seqlens_q is not None or cu_seqlens_k is not None:
             raise TypeError("cu_seqlens must not be given with nested tensors, which hold them; got both.")
-        return _nested(q, k, v, pattern, block, scale, return_lse, dropout_p, seed, backend)
+        return _nested(q, k, v, pattern, block, scale, return_lse, dropout_p, seed, scores, backend)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.ndim != 3:
             shown = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"{name} must be a tensor of packed tokens, [tokens, heads, head dim]; got {shown}.")
     if cu_seqlens_q is None:
         raise TypeError("cu_seqlens_q must be given unless q, k and v are nested tensors; got None.")
-    mask, q_len, k_len = _mask_and_lengths(cu_seqlens_q, cu_seqlens_k, pattern, block, q.device)
+    mask, q_len, k_len, changes = _mask_and_scores(cu_seqlens_q, cu_seqlens_k, pattern, block, q.device, scores)
     for name, got, want in (("q", q.shape[0], q_len), ("k", k.shape[0], k_len)):
         if got != want:
             raise ValueError(f"cu_seqlens_{name} must end with the number of tokens of {name}, {got}; got {want}.")
     out, lse = attention(
         q.transpose(0, 1)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], mask, scale=scale, return_lse=True,
-        dropout_p=dropout_p, seed=seed, backend=backend,
+        dropout_p=dropout_p, seed=seed, scores=changes, backend=backend,
     )  # fmt: skip
     out = out[0].transpose(0, 1)
     return (out, lse[0]) if return_lse else out
+
+
+_REMEDIES = {
+    "mask": (
+        "pass the pattern of a sequence, a function of its length or a rule for positions. For a mask of all packed "
+        "tokens use attention(q.transpose(0, 1)[None], ...)"
+    ),
+    "lengths": "cu_seqlens has the lengths of the sequences; pass a pattern with_lengths for tokens past them",
+    "causal": "pass pattern=masks.causal",
+    "window_size": "pass pattern=functools.partial(masks.local, left=left, right=right)",
+    "alibi_slopes": "pass scores=scores.alibi(alibi_slopes)",
+    "softcap": "pass scores=scores.softcap(softcap)",
+    "max_seqlen_q": "it follows from cu_seqlens_q",
+    "max_seqlen_k": "it follows from cu_seqlens_k",
+    "softmax_scale": "it is called scale",
+}
+without_others(attention_varlen)
 
 
 def _nested(
@@ -149,11 +177,11 @@ def _nested(
         plain_tensor(packed[-1].offsets(), f"the offsets of {name}")
     if not torch.equal(packed[1].offsets(), packed[2].offsets()):
         raise ValueError("k and v must have sequences of the same lengths; got different ones.")
-    scale, return_lse, dropout_p, seed, backend = options
+    scale, return_lse, dropout_p, seed, scores, backend = options
     sums = packed[0].offsets()
     out, lse = attention_varlen(
         packed[0].values(), packed[1].values(), packed[2].values(), sums, packed[1].offsets(), pattern, block=block,
-        scale=scale, return_lse=True, dropout_p=dropout_p, seed=seed, backend=backend,
+        scale=scale, return_lse=True, dropout_p=dropout_p, seed=seed, scores=scores, backend=backend,
     )  # fmt: skip
 
     def nested(x: Tensor) -> Tensor:
@@ -179,7 +207,7 @@ def varlen_mask(
 
     The arguments are the same as for `attention_varlen`. The mask is cached by lengths and pattern.
     """
-    mask: BlockMask | None = _mask_and_lengths(cu_seqlens_q, cu_seqlens_k, pattern, block, device)[0]
+    mask: BlockMask | None = _mask_and_scores(cu_seqlens_q, cu_seqlens_k, pattern, block, device)[0]
     if mask is None:
         raise ValueError("cu_seqlens must be of at least one query and one key to make a mask; got none.")
     return mask
@@ -189,10 +217,11 @@ def varlen_mask(
     reason="lengths are read on the host. Call varlen_mask outside and attention with its mask, or compile without "
     "fullgraph=True."
 )
-def _mask_and_lengths(
-    cu_seqlens_q: Any, cu_seqlens_k: Any, pattern: Pattern | None, block: Block, device: torch.device | str
-) -> tuple[BlockMask | None, int, int]:
-    """`(mask, queries, keys)` of all sequences together; the mask is None without a query or a key."""
+def _mask_and_scores(
+    cu_seqlens_q: Any, cu_seqlens_k: Any, pattern: Pattern | None, block: Block, device: torch.device | str,
+    scores: Scores | Change | None = None,
+) -> tuple[BlockMask | None, int, int, Scores | None]:  # fmt: skip
+    """`(mask, queries, keys, score modifications)` of all sequences together; no mask without a query or a key."""
     with contents_when_faking():
         q_sums = _running_sums(cu_seqlens_q, "cu_seqlens_q")
         k_sums = q_sums if cu_seqlens_k is None else _running_sums(cu_seqlens_k, "cu_seqlens_k")
@@ -210,7 +239,8 @@ def _mask_and_lengths(
         return made.to(device)
 
     mask = once(_masks, key, make) if q_len and k_len else None
-    return mask, q_len, k_len
+    changes = None if scores is None else packed(scores_of(scores), q_sums, k_sums, checked_device(device))
+    return mask, q_len, k_len, changes
 
 
 def _made(q_sums: tuple[int, ...], k_sums: tuple[int, ...], pattern: Pattern | None, block: Block) -> BlockMask:

@@ -2,15 +2,17 @@
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sparseflash import BlockMask, clear_caches, masks, testing
+from sparseflash import BlockMask, clear_caches, masks, scores, testing
 from sparseflash.backends.cached import rows_of
 from sparseflash.backends.triton.decode import api
 from sparseflash.decode import attention_with_cache, choose_pages
+from sparseflash.scores.change import Scores
 from tests.compiling.uninterpreted import python
 from tests.drawn.masks import SEEDS
 from tests.watched.waiting import NoWaiting, assert_replays_as_called
@@ -93,7 +95,7 @@ class Case:
                     live[b, h, i] = row
         return live
 
-    def call(self, backend, q, k, v):
+    def call(self, backend, q, k, v, **more):
         dead = ~self.live().any(2).any(1)[:, None, :, None] & (torch.arange(self.room) >= max(self.lengths))[:, None]
         k, v = (x.masked_fill(dead, torch.nan) for x in (k, v))  # memory that nobody has written
         table = None
@@ -101,7 +103,7 @@ class Case:
             (k, v), table = self.in_pages(k, v)
         return attention_with_cache(
             q, k, v, torch.tensor(self.lengths), block_table=table, return_lse=True, splits=self.splits,
-            backend=backend, **self.options(),
+            backend=backend, **self.options(), **more,
         )  # fmt: skip
 
     def in_pages(self, *caches):
@@ -163,6 +165,144 @@ def test_few_queries_are_exact_over_the_live_keys_of_a_cache(backend, case):
         testing.assert_exact(
             lambda q, k, v: case.call(backend, q.detach(), k.detach(), v.detach()), q, k, v, mask, gradients=False
         )
+
+
+BUCKETS = scores.t5_buckets(8, 30)
+
+
+def changes_of(kinds, case, dtype):
+    """`(modifications, the same by name as tensors of this dtype)`; those of tokens have the room of the cache."""
+    g, heads, found = generator(case.seed + 2), case.heads[0], {}
+    room = -(-case.room // case.page) * case.page if case.paged else case.room
+    shapes = {
+        "temperature": (heads,), "temperatures": (len(case.lengths), 1, case.q_len), "alibi": (heads,),
+        "log_decay": (heads,), "relative": (heads, 8), "key_bias": (1, heads, room), "sink": (heads,),
+        "bias": (len(case.lengths), 1, 1, room),
+    }  # fmt: skip
+    for kind in sorted(shapes):
+        found[kind] = torch.randn(shapes[kind], generator=g, dtype=torch.float64).to(case.dtype).to(dtype)
+        if kind.startswith("temperature"):
+            found[kind] = found[kind].abs() + 0.5
+    made = {
+        "temperature": lambda: scores.temperature(found["temperature"]),
+        "temperatures": lambda: scores.temperature(found["temperatures"]),
+        "softcap": lambda: scores.softcap(1.5),
+        "alibi": lambda: scores.alibi(found["alibi"]),
+        "log_decay": lambda: scores.log_decay(found["log_decay"]),
+        "relative": lambda: scores.relative(found["relative"], BUCKETS),
+        "key_bias": lambda: scores.key_bias(found["key_bias"]),
+        "bias": lambda: scores.bias(found["bias"]),
+        "sink": lambda: scores.sink(found["sink"]),
+    }
+    joined = Scores(())
+    for kind in kinds:
+        joined = joined + made[kind]()
+    return joined, found
+
+
+def by_formula(kinds, case, q, k, v):
+    """out and lse as the docstrings define them, in the dtype of q."""
+    _, given_ = changes_of(kinds, case, q.dtype)
+    group = case.heads[0] // case.heads[1]
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    t = torch.arange(case.room)
+    position = torch.tensor(case.lengths).clamp(max=case.room).view(-1, 1, 1, 1) - case.q_len
+    position = position + torch.arange(case.q_len).view(-1, 1)
+    distance = (position - t).clamp(min=0)
+    s = (q @ k.mT) * 16**-0.5
+    for kind in ("temperature", "temperatures", "softcap", "alibi", "log_decay", "relative", "key_bias", "bias"):
+        x = given_.get(kind)
+        if kind not in kinds:
+            continue
+        if kind == "softcap":
+            s = 1.5 * torch.tanh(s / 1.5)
+        elif kind.startswith("temperature"):
+            s = s / (x.view(-1, 1, 1) if x.ndim == 1 else x.unsqueeze(-1))
+        elif kind == "relative":
+            s = s + x[torch.arange(case.heads[0]).view(-1, 1, 1), BUCKETS(-distance)]
+        elif kind == "key_bias":
+            s = s + x[:, :, None, : case.room]
+        elif kind == "bias":
+            s = s + x[..., : case.room]
+        else:
+            far = distance.to(s.dtype)
+            s = s - x.view(-1, 1, 1) * (far.log1p() if kind == "log_decay" else far)
+    s = s.masked_fill(~case.live(), -torch.inf)
+    if "sink" in kinds:
+        s = torch.cat([s, given_["sink"].view(-1, 1, 1).expand(*s.shape[:3], 1)], -1)
+        v = torch.nn.functional.pad(v, (0, 0, 0, 1))
+    return {"out": s.softmax(-1).nan_to_num(0.0) @ v, "lse": s.logsumexp(-1)}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@given(
+    cases(),
+    st.lists(
+        st.sampled_from(["temperature", "softcap", "alibi", "log_decay", "relative", "key_bias", "sink"]),
+        min_size=1, max_size=4, unique=True,
+    ),
+)  # fmt: skip
+@example(PLAIN, ["alibi"])
+@example(PLAIN, ["bias", "sink"])
+@example(replace(PLAIN, q_len=3, lengths=(2, 40)), ["temperatures", "relative", "sink"])
+@example(replace(PLAIN, lengths=(0, 5), dtype=torch.float16), ["softcap", "sink"])
+@example(replace(PLAIN, heads=(9, 1), q_len=16, paged=True), ["alibi", "key_bias"])  # more rows than a tile has
+@example(replace(PLAIN, mask="one", block_k=16, q_len=3), ["log_decay", "relative"])
+@np.errstate(over="ignore", invalid="ignore")  # of the interpreter's numpy, past the ends
+def test_score_modifications_take_the_queries_at_the_end_of_the_cache(backend, case, kinds):
+    if "alibi" in kinds and "log_decay" in kinds:
+        kinds.remove("log_decay")
+    (q_heads, kv_heads), batch, g = case.heads, len(case.lengths), generator(case.seed)
+    shapes = [(batch, q_heads, case.q_len, 16), (batch, kv_heads, case.room, 16)]
+    q, k, v = (torch.randn(s, generator=g).to(case.dtype) for s in (*shapes, (*shapes[1][:3], case.v_dim)))
+    changes, _ = changes_of(kinds, case, case.dtype)
+    out, lse = case.call(backend, q, k, v, scores=changes)
+    truth = by_formula(kinds, case, *(x.double() for x in (q, k, v)))
+    plain = by_formula(kinds, case, q, k, v)
+    got = {"out": out, "lse": lse}
+    dead = truth["lse"].isneginf()
+    assert torch.equal(lse.isneginf(), dead)
+    for each in (got, truth, plain):
+        each["lse"] = each["lse"].masked_fill(dead, 0.0)
+    assert testing.compare_results(got, truth, plain, magnitudes={"lse": 16.0}).exact
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_bias_of_minus_inf_is_dead(backend):
+    case = replace(PLAIN, lengths=(40, 7), heads=(2, 2))
+    q, k = torch.randn(2, 2, 1, 16), torch.randn(2, 2, 64, 16)
+    dead = torch.rand(2, 1, 64, generator=generator(0)) < 0.5
+    dead[1] = True
+    bias = torch.zeros(2, 1, 64).masked_fill(dead, -torch.inf)
+    out, lse = case.call(backend, q, k, k, scores=scores.key_bias(bias))
+    s = (q.double() @ k.double().mT / 4 + bias[:, :, None]).masked_fill(~case.live(), -torch.inf)
+    torch.testing.assert_close(out.double(), s.softmax(-1).nan_to_num(0.0) @ k.double(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse.double(), s.logsumexp(-1), rtol=1e-5, atol=1e-5)
+    assert not out[1].any() and lse[1].isneginf().all()
+
+
+def test_calls_with_scores_are_prepared_once_and_read_what_each_is_given(monkeypatch):
+    q, k, lengths = torch.randn(1, 4, 1, 16).half(), torch.randn(1, 2, 64, 16).half(), torch.tensor([50])
+
+    def decoded(slope, **others):
+        return attention_with_cache(
+            q, k, k, lengths, backend="triton", scores=scores.alibi(torch.full((4,), slope)), **others
+        )
+
+    expected = []
+    for slope in (0.1, 0.5):
+        clear_caches()
+        expected.append(decoded(slope))
+    clear_caches()
+    plain = attention_with_cache(q, k, k, lengths, backend="triton")
+    prepared, prepare = [], api.Call.__init__
+    monkeypatch.setattr(api.Call, "__init__", lambda self, *given: (prepared.append(self), prepare(self, *given))[1])
+    assert torch.equal(decoded(0.1), expected[0]) and torch.equal(decoded(0.5), expected[1])
+    assert len(prepared) == 1 and not torch.equal(expected[0], expected[1])
+    assert torch.equal(attention_with_cache(q, k, k, lengths, backend="triton"), plain)
+    assert torch.equal(
+        attention_with_cache(q, k, k, lengths, backend="triton", scores=scores.log_decay(torch.zeros(4))), plain
+    )
 
 
 @pytest.mark.parametrize("q_len", [1, 3])
@@ -295,20 +435,29 @@ def test_every_tile_fits_into_the_shared_memory_of_small_gpus():
 from unittest import mock
 import torch
 from experiments.benchmarks.compile.without_gpu import compiling_for
+from sparseflash import scores
 from sparseflash.backends.cached import Cached
 from sparseflash.backends.triton.decode import api
+from sparseflash.decode import _prepared
 lengths = torch.tensor([1024])
 with mock.patch.object(api, "check_runs"), compiling_for(86) as compiled:
     for dtype, dim, heads in ((torch.bfloat16, 128, 64), (torch.bfloat16, 256, 64), (torch.float32, 128, 64),
                               (torch.float32, 256, 1), (torch.float32, 256, 64)):
         q, cache = torch.zeros(1, heads, 1, dim, dtype=dtype), torch.zeros(1, 1, 1024, dim, dtype=dtype)
         api.Call(q, cache, cache, Cached(lengths), 1.0)(q, cache, cache, lengths, None, None, None)
+        if (dtype, dim) != (torch.float32, 256):
+            continue
+        made = scores.softcap(30.0) + scores.log_decay(torch.zeros(heads)) + scores.sink(torch.zeros(heads))
+        made += scores.relative(torch.zeros(heads, 32), scores.t5_buckets())
+        made += scores.key_bias(torch.zeros(1, heads, 1024))
+        of = Cached(lengths, changes=_prepared(made, q, 1024))
+        api.Call(q, cache, cache, of, 1.0)(q, cache, cache, lengths, None, None, None, of.changes)
 print(*(kernel.metadata.shared for name, kernel in compiled if name == "decode_kernel"))
 """
     done = python("-c", source)
     assert done.returncode == 0, done.stderr
     shared = list(map(int, done.stdout.split()))
-    assert len(shared) == 5 and max(shared) <= api.SHARED_MEMORY
+    assert len(shared) == 7 and max(shared) <= api.SHARED_MEMORY
 
 
 @pytest.mark.parametrize("paged", [False, True])
@@ -518,6 +667,13 @@ def test_the_chosen_pages_have_the_highest_bounds_and_the_newest_is_one(seed, k,
         ({"mask": masks.causal(64).with_lengths([3, 4])}, ValueError, r"mask must have no lengths of its own"),
         ({"mask": masks.per_head([masks.causal(64)] * 3)}, ValueError, r"and 1, 2 or 4 heads; it is for \[1, 3\]"),
         ({"q": Q.expand(2, 4, 17, 16), "mask": masks.causal(64, block=16)}, ValueError, r"at most 16 tokens.*got 17"),
+        ({"scores": scores.bias(torch.zeros(1, 4, 2, 64)), "q": Q.expand(2, 4, 2, 16)}, ValueError,
+         r"scores with a cache must be of temperature, .* key_bias and sink; got bias\. Use attention with the keys"),
+        ({"scores": scores.function(lambda score, b, h, q, k: score)}, ValueError, r"a cache must be .*; got function"),
+        ({"scores": scores.relative_2d(torch.zeros(4, 15, 15), 8, 8)}, ValueError, r"; got relative_2d or relative_3d"),
+        ({"scores": scores.key_bias(torch.zeros(1, 1, 63))}, ValueError, r"key_bias must have shape .*\[2, 4, 64\]"),
+        ({"scores": scores.alibi(torch.zeros(4, requires_grad=True))}, ValueError,
+         r"the tensors of scores must not require gradients: attention_with_cache has no backward"),
         ({"splits": 0}, ValueError, r"splits must be at least 1; got 0"),
         ({"backend": "blockwise"}, ValueError, r"backend must be one of 'triton', 'reference', or None; got 'block"),
     ],
@@ -583,6 +739,27 @@ def test_the_gpu_is_exact(dtype, dim):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "kinds",
+    [["alibi"], ["softcap"], ["sink"], ["temperature"], ["relative"], ["key_bias"], ["softcap", "log_decay", "relative",
+     "key_bias", "sink"]],
+    ids=" ".join,
+)  # fmt: skip
+def test_the_gpu_is_exact_with_score_modifications(dtype, kinds):
+    case = Case((3000, 1111), (16, 2), 2, 3000, None, (500, 7), 0, 16, False, None, None, dtype, 16, 0)
+    q, k = (torch.randn(2, heads, n, 16, generator=generator(0)).to(dtype) for heads, n in ((16, 2), (2, 3000)))
+    changes, _ = changes_of(kinds, case, dtype)
+    changes = changes.with_tensors([x.cuda() for x in changes.tensors()])
+    lengths = torch.tensor(case.lengths, device="cuda")
+    out, lse = attention_with_cache(
+        q.cuda(), k.cuda(), k.cuda(), lengths, window=500, sinks=7, scores=changes, return_lse=True
+    )
+    truth, plain = by_formula(kinds, case, q.double(), k.double(), k.double()), by_formula(kinds, case, q, k, k)
+    assert testing.compare_results({"out": out.cpu(), "lse": lse.cpu()}, truth, plain, magnitudes={"lse": 16.0}).exact
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("block_k", [16, 32, 128])
 def test_the_gpu_reads_the_bits_of_a_mask(block_k):
     g = torch.Generator("cuda").manual_seed(0)
@@ -607,12 +784,16 @@ def test_a_graph_is_replayed_while_the_cache_grows():
     (k_pages, v_pages) = (x.unflatten(2, (64, 64)).transpose(1, 2).flatten(0, 1).contiguous() for x in (k, v))
     table = torch.arange(128, device="cuda", dtype=torch.int32).view(2, 64)
     lengths, pages = torch.tensor([1, 5], device="cuda"), torch.zeros(2, 2, 8, dtype=torch.int32, device="cuda")
+    changes = scores.softcap(30.0) + scores.alibi(torch.rand(8, device="cuda"))
+    changes = changes + scores.sink(torch.zeros(8, device="cuda"))
+    changes = changes + scores.relative(torch.randn(8, 32, device="cuda"), scores.t5_buckets())
 
     def step():
         return (
             attention_with_cache(q, k, v, lengths),
             attention_with_cache(q, k_pages, v_pages, lengths, block_table=table, window=256, sinks=4),
             attention_with_cache(q, k_pages, v_pages, lengths, block_table=table, pages=pages),
+            attention_with_cache(q, k_pages, v_pages, lengths, block_table=table, scores=changes),
         )
 
     def grow(to):

@@ -7,10 +7,13 @@ import torch
 
 import sparseflash
 from sparseflash import attention, clear_caches, explain, masks, scores
+from sparseflash.backends.triton import dispatch
+from sparseflash.backends.triton.family import Family
 from sparseflash.backends.triton.hopper import support
 from sparseflash.backends.triton.overrides import always_split, override
 from sparseflash.blockmask.streams import ReadyEvent
 from tests.backends.triton.plans import kernels_of, plans_of
+from tests.compiling.uninterpreted import python
 
 HOPPER = {"capability": (9, 0)}  # Triton's interpreter stands for it
 
@@ -211,6 +214,65 @@ def test_it_waits_for_plans_that_another_stream_makes(backend, monkeypatch):
     with mock.patch.object(ReadyEvent, "wait", autospec=True) as wait:
         explain(*empty(), mask, backend=backend, **HOPPER)
     assert made and all(mock.call(each.ready) in wait.call_args_list for each in made)
+
+
+def test_a_new_family_is_one_entry_of_the_list_of_families():
+    """A folder of kernels for 10.0 that serves nothing yet: its own file, and its line in `dispatch.FAMILIES`."""
+
+    def refuses(request):
+        if request.architecture.capability[0] != 10:
+            return "they run on compute capability 10.0"
+        return "they serve no backward" if request.backward else "they serve no forward"
+
+    family = Family("sm100", mock.Mock(side_effect=AssertionError("its passes are not imported")), refuses)
+    q, k, v = empty()
+    with mock.patch.object(dispatch, "FAMILIES", (family, *dispatch.FAMILIES)):
+        found = explain(q, k, v, capability=(10, 0))
+        assert found.forward.family == found.backward.family == "portable"
+        assert dict(found.forward.refusals)["sm100"] == "they serve no forward"
+        assert dict(found.backward.refusals)["sm100"] == "they serve no backward"
+        assert "not sm100: they serve no forward" in str(found)
+        on_hopper = explain(q, k, v, capability=(9, 0)).forward.refusals
+        assert dict(on_hopper)["sm100"] == "they run on compute capability 10.0"
+
+
+@pytest.mark.parametrize("backend", [None, "triton", "hopper"])
+def test_a_mask_that_is_made_at_every_step_is_explained_where_no_kernel_runs(backend):
+    """Elsewhere kernels plan such a mask. Here it is on a CPU, without Triton's interpreter."""
+    program = f"""
+import torch
+from sparseflash import explain, masks
+q = torch.empty(1, 8, 4096, 128, dtype=torch.bfloat16, device="meta")
+mask = masks.top_k_blocks(torch.rand(1, 8, 32, 32), k=4, q_len=4096, block=128)
+assert mask.dynamic
+for each in explain(q, q, q, mask, capability=(9, 0), backend={backend!r}).kernels:
+    print(each.kernel, each.tiles, each.chunks)
+"""
+    done = python("-c", program)
+    assert done.returncode == 0, done.stderr
+    forward, *_ = done.stdout.splitlines()
+    assert forward == f"forward {8 * 32 * 4} 0"
+
+
+def test_chosen_blocks_are_explained_for_hopper_without_a_gpu():
+    """Nothing that a GPU would plan with a kernel is compiled, and rows are as long as they would be there."""
+    done = python(
+        "-c",
+        """
+import torch
+from sparseflash import BlockMask, explain
+index = torch.arange(3).expand(1, 2, 128, 3).int()
+q = torch.empty(1, 2, 16384, 128, dtype=torch.bfloat16)
+found = explain(q, q, q, BlockMask.from_block_index(index, q_len=16384), capability=(9, 0))
+print(found.forward.family, found.backward.family)
+for each in found.kernels:
+    print(each.kernel, each.tiles, each.longest, each.chunks)
+""",
+    )
+    assert done.returncode == 0, done.stderr
+    forward, *kernels = done.stdout.splitlines()
+    assert forward == "hopper hopper"
+    assert kernels[0] == "forward 768 3 0"
 
 
 def test_it_is_public():

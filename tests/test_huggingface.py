@@ -311,7 +311,7 @@ def test_layers_with_windows_forget_in_their_caches(length):
         torch.testing.assert_close(each, results[0], **CLOSE)
 
 
-@pytest.mark.parametrize("model", [LLAMA, MISTRAL], ids=name_of)
+@pytest.mark.parametrize("model", [LLAMA, MISTRAL, GEMMA2, GPT_OSS], ids=name_of)
 @pytest.mark.parametrize("pattern", [None, masks.streaming(100, window=9, sink=2, block=16)], ids=["none", "pattern"])
 def test_no_mask_is_built_for_a_generated_token(model, pattern):
     huggingface.register(pattern)
@@ -328,27 +328,6 @@ def test_no_mask_is_built_for_a_generated_token(model, pattern):
     assert decoded.call_count == 7 * 2  # tokens after the first, layers
     with mock.patch.object(model_mask, "FEW", 0):  # with a mask for each token
         assert torch.equal(ours.generate(ids(9), max_new_tokens=8, **options), got)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_sink_of_generated_tokens_is_rounded_with_the_output_alone(dtype):
-    generator = torch.Generator().manual_seed(0)
-    out, sinks = (torch.randn(shape, generator=generator).to(dtype) for shape in ((2, 4, 3, 16), (4,)))
-    lse = torch.randn(2, 4, 3, generator=generator).index_fill(2, torch.tensor([2]), -torch.inf)
-    attends = layer.Attention(None, 128)
-    with (
-        mock.patch.object(attends, "decoding", return_value={}),
-        mock.patch.object(layer, "attention_with_cache", return_value=(out, lse)),
-    ):
-        kept = out.new_zeros(2, 4, 5, 16)  # longer: a cache, and the new tokens
-        found, _ = attends(torch.nn.Module(), out, kept, kept, None, s_aux=sinks)
-    weights, of_sink = lse.double().exp(), sinks.double().exp()[:, None]
-    want = (weights / (weights + of_sink))[..., None] * out.double()
-    assert found.dtype == dtype
-    # One rounding to half precision, and a few to fp32 before it.
-    near = 0.5 * torch.finfo(dtype).eps + 8 * torch.finfo(torch.float32).eps
-    torch.testing.assert_close(found.transpose(1, 2).double(), want, rtol=near, atol=torch.finfo(dtype).smallest_normal)
-    assert not found[:, 2].any()
 
 
 def test_padding_that_is_not_on_the_left_gets_a_mask():

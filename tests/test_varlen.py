@@ -1,8 +1,10 @@
 """Packed sequences: each has the same result as alone."""
 
+import re
 from cProfile import Profile
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
@@ -11,8 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import sparseflash
-from sparseflash import BlockMask, attention_varlen, masks, testing, varlen
+from sparseflash import BlockMask, attention, attention_varlen, masks, scores, testing, varlen
 from sparseflash.blockmask.ops.place import place
+from sparseflash.scores.change import scores_of
 from sparseflash.varlen import varlen_mask
 from tests.drawn.masks import SEEDS, blocks
 from tests.watched.waiting import waiting_raises
@@ -359,3 +362,150 @@ def test_lengths_without_contents_are_refused():
             attention_varlen(fake, fake, fake, pattern=masks.causal)
     with pytest.raises(ValueError, match="the offsets of q must lie on a device that holds its contents; got the meta"):
         attention_varlen(x.to("meta"), x.to("meta"), x.to("meta"), pattern=masks.causal)
+
+
+def own(score, b, h, q, k, gain, by_sequence):
+    return score * gain[h] + by_sequence[b, h] * torch.sin(0.3 * q - 0.2 * k)
+
+
+# Each takes how to draw a learned tensor and the sizes, and returns the modification of the packed tokens and that of
+# one sequence, given its number and the slices of its queries and keys.
+HEADS = 2
+
+
+def of_all(change):
+    return change, lambda *_: change
+
+
+def packed_function(drawn, sizes):
+    gain, by_sequence = drawn(HEADS), drawn(len(sizes), HEADS)
+    return scores.function(own, gain, by_sequence), lambda b, *_: scores.function(own, gain, by_sequence[b : b + 1])
+
+
+def along(make, *sides):
+    def packed(drawn, sizes):
+        totals = [sum(size[side] for size in sizes) for side in sides]
+        values = drawn(1, HEADS, *totals)
+
+        def of_one(_, *slices):
+            return make(values[(slice(None), slice(None), *(slices[side] for side in sides))])
+
+        return make(values), of_one
+
+    return packed
+
+
+CHANGES = {
+    "temperature": lambda drawn, _: of_all(scores.temperature(drawn(HEADS, low=0.5))),
+    "softcap": lambda *_: of_all(scores.softcap(1.5)),
+    "alibi": lambda drawn, _: of_all(scores.alibi(drawn(HEADS))),
+    "log_decay": lambda drawn, _: of_all(scores.log_decay(drawn(HEADS))),
+    "t5": lambda drawn, _: of_all(scores.relative(drawn(HEADS, 8), scores.t5_buckets(8, 20))),
+    # A table that has no entry for longer distances than those within a sequence.
+    "table": lambda drawn, sizes: of_all(
+        scores.relative(drawn(HEADS, 2 * max(map(max, sizes))), lambda x: x + max(map(max, sizes)))
+    ),
+    "key_bias": along(scores.key_bias, 1),
+    "temperature of queries": along(lambda x: scores.temperature(x.abs() + 0.5), 0),
+    "bias": along(scores.bias, 0, 1),
+    "sink": lambda drawn, _: of_all(scores.sink(drawn(HEADS))),
+    "function": packed_function,
+}  # fmt: skip
+SIZES = st.lists(st.tuples(st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=4)
+
+
+@given(
+    kinds=st.lists(st.sampled_from([*CHANGES]), min_size=1, max_size=3, unique=True), sizes=SIZES, seed=SEEDS,
+    pattern=st.sampled_from(["everything", "causal", "rule", "heads"]), same=st.booleans(),
+    backend=st.sampled_from(["blockwise", "reference", "triton"]),
+)  # fmt: skip
+@example(["t5"], [(0, 0)], 0, "everything", False, "blockwise")
+@example(["alibi"], [(1, 9), (3, 5)], 0, "everything", False, "triton")
+@example(["alibi"], [(9, 0), (3, 5)], 0, "causal", True, "blockwise")
+@example(["table"], [(9, 2), (3, 5)], 0, "everything", False, "triton")
+@example(["alibi", "t5", "function"], [(9, 0), (2, 20)], 0, "everything", False, "triton")
+@example(["function", "sink"], [(4, 4), (7, 7)], 0, "causal", True, "triton")
+@np.errstate(over="ignore", invalid="ignore")  # of the interpreter's numpy, past the ends
+def test_changes_of_scores_see_each_sequence_as_a_call_of_its_own(kinds, sizes, seed, pattern, same, backend):
+    sizes = [(k_len, k_len) for _, k_len in sizes] if same else sizes
+    kinds = [kind for kind in CHANGES if kind in kinds]
+    for one, other in (("alibi", "log_decay"), ("t5", "table"), ("temperature", "temperature of queries")):
+        if one in kinds and other in kinds:
+            kinds.remove(other)
+    dtype = torch.float32 if backend == "triton" else torch.float64
+    generator, learned = torch.Generator().manual_seed(seed), []
+
+    def drawn(*shape, low=None):
+        x = torch.randn(shape, generator=generator, dtype=torch.float64)
+        learned.append((x if low is None else x.abs() + low).to(dtype).requires_grad_())
+        return learned[-1]
+
+    totals = [sum(size[side] for size in sizes) for side in (0, 1)]
+    q, k, v = drawn(totals[0], HEADS, 16), drawn(totals[1], 1, 16), drawn(totals[1], 1, 16)
+    made = [CHANGES[kind](drawn, sizes) for kind in kinds]
+
+    def joined(changes):
+        first, *others = changes
+        for each in others:
+            first = first + each
+        return first
+
+    q_sums, k_sums = ([sum(size[side] for size in sizes[:n]) for n in range(len(sizes) + 1)] for side in (0, 1))
+    out, lse = attention_varlen(
+        q, k, v, q_sums, k_sums, PATTERNS[pattern], scores=joined(each for each, _ in made), return_lse=True,
+        backend=backend,
+    )  # fmt: skip
+    outs, lses = [], []
+    for number in range(len(sizes)):
+        of_q, of_k = (slice(sums[number], sums[number + 1]) for sums in (q_sums, k_sums))
+        one = [x[of_].transpose(0, 1)[None] for x, of_ in ((q, of_q), (k, of_k), (v, of_k))]
+        live = dense_of(PATTERNS[pattern], *sizes[number])[None] if all(sizes[number]) else None
+        mask = None if live is None else BlockMask.from_dense(live, block=16)
+        changes = joined(of_one(number, of_q, of_k) for _, of_one in made)
+        found = attention(
+            *(x.double() for x in one), mask, scores=wide_of(changes), return_lse=True, backend="reference"
+        )
+        outs.append(found[0][0].transpose(0, 1))
+        lses.append(found[1][0])
+    truth = torch.cat(outs), torch.cat(lses, 1)
+    dout, dlse = torch.randn(out.shape, generator=generator), torch.randn(lse.shape, generator=generator)
+    got, want = (
+        [
+            *results,
+            *torch.autograd.grad(results, learned, (dout.to(results[0]), dlse.to(results[1])), allow_unused=True),
+        ]
+        for results in ((out, lse), truth)
+    )
+    tolerance = 2e-5 if backend == "triton" else 1e-10
+    for mine, theirs in zip(got, want, strict=True):
+        if mine is None or theirs is None:
+            assert not (mine is not None and mine.any()) and not (theirs is not None and theirs.any())
+            continue
+        torch.testing.assert_close(mine.double(), theirs.double(), rtol=tolerance, atol=10 * tolerance)
+
+
+def wide_of(changes):
+    """The modifications with fp64 tensors, through which gradients flow."""
+    changes = scores_of(changes)
+    return changes.with_tensors([x.double() for x in changes.tensors()])
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        (scores.function(own, torch.ones(2), torch.ones(2, 2), kernel=object()), ValueError,
+         "scores.function must be given without kernel= for packed sequences, where a kernel would get places among "
+         "all packed tokens; pass the PyTorch function alone."),
+        (scores.relative_2d(torch.zeros(2, 3, 5), 2, 3), ValueError,
+         "every sequence must be one or several whole grids of 6 tokens; got one of 5. Say with cells= where each "
+         "packed token lies."),
+        (scores.key_bias(torch.zeros(2, 1, 12)), ValueError,
+         "key_bias must have shape [B, Hq, Nk], here [1, 2, 12] or 1 instead; got [2, 1, 12]."),
+        (torch.zeros(2), TypeError,
+         "scores must be made by sparseflash.scores, such as scores.alibi(slopes); got Tensor."),
+    ],
+)  # fmt: skip
+def test_changes_of_scores_that_do_not_fit_packed_sequences_are_refused(changes, error, message):
+    q = torch.zeros(12, 2, 16)
+    with pytest.raises(error, match="^" + re.escape(message)):
+        attention_varlen(q, q, q, [0, 5, 12], scores=changes)

@@ -3,5 +3,6 @@
     python -m experiments.lm corpus --out data/text
     python -m experiments.lm train --data data/text --preset cpu
 
-May import the library, `training` and `measurements`. No other folder imports it. This file imports nothing.
+May import the library, its command line's `pattern_text` (patterns from text), `training` and `measurements`. No other
+folder imports it. This file imports nothing.
 """

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from experiments.lm.model.attention import IMPLEMENTATIONS
 from experiments.lm.presets import settings_of
+from sparseflash.cli.pattern_text import parts
 
 # Dense attention beside PyTorch's two implementations at the usual lengths, for all sizes; then long contexts, where
 # sparse patterns should pay.
@@ -40,12 +41,13 @@ def parsed(text: str) -> list[Case]:
 
     Here + joins alternating layers, because commas separate patterns. Raises ValueError for anything else.
     """
-    parts = [part.split(",") for part in text.split(":")]
-    if len(parts) != 4 or not all(all(part) for part in parts):
+    words = parts(text, ":")
+    fields = [parts(field, ",") for field in (*words[:2], ":".join(words[2:-1]), words[-1])]  # functions have a colon
+    if len(words) < 4 or not all(all(field) for field in fields):
         raise ValueError(
             f"a case must be presets:contexts:patterns:implementations, such as {DEFAULT[0]}; got {text!r}"
         )
-    presets, contexts, patterns, implementations = parts
+    presets, contexts, patterns, implementations = fields
     for preset in presets:
         settings_of(preset)
     for implementation in implementations:
@@ -54,7 +56,7 @@ def parsed(text: str) -> list[Case]:
                 f"the implementations of a case must be from {', '.join(IMPLEMENTATIONS)}; got {implementation!r}"
             )
     lengths = [length(context) for context in contexts]
-    patterns = [pattern.replace("+", ",") for pattern in patterns]
+    patterns = [",".join(parts(pattern, "+")) for pattern in patterns]
     return [Case(*each) for each in product(presets, lengths, patterns, implementations)]
 
 

@@ -8,6 +8,7 @@ The same command resumes a paused comparison and keeps complete runs. compare_re
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from experiments.training import run_folder
 from experiments.training.atomic_files import write_json
 from experiments.training.distributed import SINGLE
 from experiments.training.trainer import Pause
+from sparseflash.cli.pattern_text import parts
 
 ENVIRONMENT = "environment.json"
 # Settings given by a case, and settings for several processes.
@@ -34,8 +36,12 @@ def slug(pattern: str) -> str:
 
     >>> slug("local|butterfly,dense")
     'local-or-butterfly-then-dense'
+    >>> slug("local(n, window=64)/folder/mine.py:rule")
+    'local-n-window-64-and-folder-and-mine.py-rule'
     """
-    return pattern.replace("|", "-or-").replace(",", "-then-").replace("/", "-and-")
+    for sign, word in {"|": "-or-", ",": "-then-", "/": "-and-"}.items():
+        pattern = word.join(parts(pattern, sign))
+    return re.sub(r"[^\w.-]+", "-", pattern).strip("-.")
 
 
 def name_of(case: Case) -> str:

@@ -32,8 +32,9 @@ class Config:
 
     pattern: str = setting(
         "dense",
-        "dense, local, butterfly or bigbird; | joins patterns, / separates groups of heads, commas separate "
-        "alternating layers: 'local,dense' or 'local|butterfly'.",
+        "dense, local, butterfly or bigbird; a pattern of the library, 'streaming(n, window=64, sink=4)' for n "
+        "tokens; or your own, mine.py:rule. | joins patterns, / separates groups of heads, commas separate alternating "
+        "layers: 'local,dense' or 'local|butterfly'. Keys after their query are dropped.",
     )
     window: int = setting(1024, "Tokens of the local window, the query included.")
     block: int = setting(128, "Block size of the masks.")

@@ -4,6 +4,10 @@ dense                        every layer sees all earlier tokens
 local|butterfly              the union of two patterns
 local,local,dense            alternating layers: two with a window, one dense, and so on
 local/butterfly              equal groups of heads: the first half with a window, the others with a butterfly
+streaming(n, window=64, sink=4)    a pattern of the library, where n is the number of tokens
+folder/mine.py:rule          a rule rule(q, k) of one's own, or a function of n that returns a mask
+
+Keys after their query are dropped, whatever the pattern.
 """
 
 from __future__ import annotations
@@ -12,44 +16,53 @@ from functools import reduce
 from operator import or_
 
 from sparseflash import BlockMask, masks
+from sparseflash.cli.pattern_text import groups, mask_of_pattern, parts
 
 NAMES = ("dense", "local", "butterfly", "bigbird")
 
 
-def build(name: str, length: int, *, window: int, block: int) -> BlockMask:
-    """The causal mask of one name over `length` tokens, on the CPU.
+def build(name: str, length: int, *, window: int, block: int, heads: int = 1) -> BlockMask:
+    """The causal mask of one pattern over `length` tokens, on the CPU.
 
     >>> build("local", 512, window=128, block=64)
     BlockMask(512 x 512, blocks of 64, 21 tiles: 7 full + 14 partial (2 distinct), density 21.9 %)
 
-    window: in tokens, the query included; a window longer than the text is dense. Raises ValueError for other names.
+    window: of "local", in tokens, the query included; a window longer than the text is dense. heads: those that a rule
+    by head distinguishes. Raises ValueError if the name gives no mask of this length.
     """
-    if name == "dense" or (name == "local" and window >= length):
-        return masks.causal(length, block=block)
-    if name == "local":
-        return masks.local(length, window=window, causal=True, block=block)
-    if name == "butterfly":
-        return masks.butterfly(length, causal=True, block=block)
-    if name == "bigbird":
-        blocks = -(-length // block)
-        return masks.deepspeed_bigbird(length, causal=True, block=block, random_blocks=min(3, blocks))
-    raise ValueError(f"a pattern must be made of {', '.join(NAMES)} with | , and / between them; got {name!r}")
+    named = {
+        "dense": lambda: masks.causal(length, block=block),
+        "local": lambda: (
+            masks.local(length, window=window, causal=True, block=block)
+            if window < length
+            else masks.causal(length, block=block)
+        ),
+        "butterfly": lambda: masks.butterfly(length, causal=True, block=block),
+        "bigbird": lambda: masks.deepspeed_bigbird(
+            length, causal=True, block=block, random_blocks=min(3, -(-length // block))
+        ),
+    }
+    mask = mask_of_pattern(name, length, block=block, named=named, heads=heads)
+    return mask if name in named else mask & masks.causal(length, block=(mask.block_q, mask.block_k))
 
 
 def of_layer(text: str, heads: int, length: int, *, window: int, block: int) -> BlockMask:
     """The mask of one layer, such as "local|butterfly" or "local/dense"; with one head if all heads are equal."""
-    groups = [
-        reduce(or_, (build(name.strip(), length, window=window, block=block) for name in group.split("|")))
-        for group in text.split("/")
-    ]
-    if len(groups) == 1:
-        return groups[0]
-    if heads % len(groups):
+    by_head = groups(text, NAMES)
+    if heads % len(by_head):
         raise ValueError(
-            f"the heads, {heads}, must be a multiple of the {len(groups)} groups of the pattern {text!r}; add or leave "
-            "out a group"
+            f"the heads, {heads}, must be a multiple of the {len(by_head)} groups of the pattern {text!r}; add or "
+            "leave out a group"
         )
-    return masks.per_head([mask for mask in groups for _ in range(heads // len(groups))])
+    of_group = heads // len(by_head)
+    made = [
+        reduce(or_, (build(one, length, window=window, block=block, heads=of_group) for one in parts(group, "|")))
+        for group in by_head
+    ]
+    if len(made) == 1:
+        return made[0]
+    return masks.per_head([mask.select(heads=head if mask.shape[1] > 1 else 0)
+                           for mask in made for head in range(of_group)])  # fmt: skip
 
 
 def of_layers(text: str, depth: int, heads: int, length: int, *, window: int, block: int) -> list[BlockMask]:
@@ -59,6 +72,6 @@ def of_layers(text: str, depth: int, heads: int, length: int, *, window: int, bl
     >>> first is third, second.density > first.density
     (True, True)
     """
-    names = [name.strip() for name in text.split(",")]
+    names = parts(text, ",")
     made = {name: of_layer(name, heads, length, window=window, block=block) for name in dict.fromkeys(names)}
     return [made[names[layer % len(names)]] for layer in range(depth)]

@@ -37,7 +37,11 @@ class Config(RunSettings):
     """One training run. Settings, code, data and device determine the result."""
 
     task: str = setting("listops", f"Task: {', '.join(TASKS)}.")
-    mask: str = setting("butterfly", "Mask: dense, local, butterfly, module:function or file.py:function.")
+    mask: str = setting(
+        "butterfly",
+        "Mask: dense, local, butterfly; a pattern of the library, 'longformer(n, window=64, global_tokens=16)' for n "
+        "tokens; module:function or file.py:function.",
+    )
     attention: str = setting(
         "sparseflash",
         f"Implementation: {', '.join(IMPLEMENTATIONS)} (sdpa: PyTorch's; standard: all N x N scores in memory).",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,8 @@ def run(config: Config, data: Data, out: Path, console: Console, *, names: tuple
     for line in verdicts(outcomes, data):
         console.print(line)
     console.print(f"Picture of the masks: {drawn}\nAll numbers: {results}", soft_wrap=True)
+    for line in next_steps(out):
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
     return all(outcome.exactness.holds for outcome in outcomes)
 
 
@@ -60,6 +64,23 @@ def train_one(config: Config, data: Data, out: Path, console: Console) -> Outcom
     assert metrics is not None  # it is never paused
     batch = collate(data.test, np.arange(min(CHECKED_EXAMPLES, len(data.test))), training.shape)
     return Outcome(name, metrics, exactness.check(training.model, batch.to(training.device), config))
+
+
+def next_steps(out: Path) -> list[str]:
+    """Commands that go on from here, with what they do."""
+    python = shlex.quote(sys.executable if not sys.executable.startswith(str(Path.cwd())) else
+                         str(Path(sys.executable).relative_to(Path.cwd())))  # fmt: skip
+    train = f"{python} -m experiments.lra train --preset demo --out {shlex.quote(str(out))}"
+    mine = "experiments/lra/custom_mask.py"
+    return [
+        "",
+        "What next?",
+        f"  {python} -m sparseflash show 'longformer(2048, window=256, global_tokens=16)'   # any pattern: cost, reach",
+        f"  {train} --mask 'longformer(n, window=64, global_tokens=16)'   # train with it",
+        f"  {train} --mask {mine}:beacons   # or with a function of your own: copy this file and change it",
+        f"  {python} -m experiments.pathx train --preset cpu   # two minutes of Path-X",
+        "  docs/pages/tutorial.md   # masks in your own model",
+    ]
 
 
 def short(name: str) -> str:

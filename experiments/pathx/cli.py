@@ -18,7 +18,7 @@ from experiments.pathx import rendering_table, throughput, weights
 from experiments.pathx import table as tables
 from experiments.pathx.analyse import analyse as write_analysis
 from experiments.pathx.config import Config, Stage, resumed, stretched
-from experiments.pathx.curricula import CURRICULA, curriculum
+from experiments.pathx.curricula import CURRICULA, PRESETS, curriculum, preset_of
 from experiments.pathx.data.batches import pack_released
 from experiments.pathx.data.released import SPLITS, folder_of_fold, samples_of
 from experiments.pathx.data.released import title as released_title
@@ -93,6 +93,14 @@ Hash = Annotated[
 @app.command()
 @settings_as_options(Config)
 def train(
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            help=f"A curriculum with sizes and settings: {', '.join(PRESETS)} (two minutes on a CPU core). Options of "
+            "the command line come first.",
+            show_default="none",
+        ),
+    ] = None,
     curriculum_name: Annotated[
         str | None,
         typer.Option(
@@ -123,13 +131,17 @@ def train(
         if tensorboard_files:
             tensorboard.writer_class()  # raises an error, if any, before any file is written
         if resume:
-            folder = folder_to_resume(out, curriculum=curriculum_name, minutes=minutes, overwrite=overwrite)
+            folder = folder_to_resume(
+                out, preset=preset, curriculum=curriculum_name, minutes=minutes, overwrite=overwrite
+            )
             config = resumed(saved_run(folder), chosen)
         else:
-            stages = curriculum(curriculum_name or "pathx")
+            named, settings = preset_of(preset) if preset is not None else ("pathx", {})
+            curriculum_name = curriculum_name or named
+            stages = curriculum(curriculum_name)
             stages = stages if minutes is None else stretched(stages, minutes)
-            config = Config(curriculum=stages, **chosen)
-        folder = out or RUNS / Path(curriculum_name or "pathx").stem
+            config = Config(curriculum=stages, **{**settings, **chosen})
+            folder = out or RUNS / Path(curriculum_name).stem
         with pausing(until) as pause, Stream(workers) as stream:
             run = Training(config, folder, stream, resume=resume, overwrite=overwrite)
             run.listeners.append(announcing(console, config.curriculum))

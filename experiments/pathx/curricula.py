@@ -31,6 +31,8 @@ _BEGINNING = (
 CURRICULA: dict[str, tuple[Stage, ...]] = {
     # A check on a CPU with a small model; README.md has the command.
     "smoke": (_stage(32, 6, tokens=3 * _K, steps=1600, schedule="cosine", lr=2e-3),),
+    # The same in two minutes with the start and the validation; see PRESETS.
+    "cpu": (_stage(32, 6, tokens=3 * _K, minutes=1.3, schedule="cosine", lr=2e-3),),
     # Path-X: 128 pixels, 14 dashes. A last stage of 14 alone forgets the shorter paths.
     "pathx": (
         *_BEGINNING,
@@ -103,6 +105,25 @@ CURRICULA: dict[str, tuple[Stage, ...]] = {
         _stage(64, 9, minutes=1.25, schedule="cosine"),
     ),
 }
+
+# Curricula with the other settings of a run: how to try everything on a CPU.
+PRESETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "cpu": (
+        "cpu",
+        {
+            "layers": "near:6*2,dense*2", "width": 64, "heads": 2, "mlp": 128, "block": 32, "auxiliary": 1.0,
+            "average": 0.98, "precision": "fp32", "device": "cpu", "log_every": 10, "validate_every": 1_000_000,
+            "validation_images": 200,
+        },
+    ),
+}  # fmt: skip
+
+
+def preset_of(name: str) -> tuple[str, dict[str, Any]]:
+    """The curriculum's name and the settings of a preset; raises ValueError for an unknown one."""
+    if name not in PRESETS:
+        raise ValueError(f"the preset must be one of {', '.join(PRESETS)}; got {name!r}")
+    return PRESETS[name]
 
 
 def curriculum(name: str) -> tuple[Stage, ...]:

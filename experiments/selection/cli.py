@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from experiments.measurements import add_seed, current_run
-from experiments.selection.model import WAYS
+from experiments.selection.model import WAYS, attention_of
 from experiments.selection.report import measurements_of, save_plot, table
 from experiments.selection.train import PRESETS, train
 from experiments.training.atomic_files import write_json, write_text
@@ -24,7 +24,13 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def compare(
     preset: Annotated[str, typer.Option(help=f"Sizes and steps: {', '.join(PRESETS)}.")] = "cpu",
-    way: Annotated[list[str] | None, typer.Option(help=f"Models to train, by default all: {', '.join(WAYS)}.")] = None,
+    way: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"Models to train, by default all: {', '.join(WAYS)}; or a pattern of the library or of your own, "
+            "without keys after their query: 'streaming(n, window=64, sink=4)' for n tokens, mine.py:rule."
+        ),
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder of the results.")] = Path("runs/selection"),
     device: Annotated[
         str | None, typer.Option(help="cpu or cuda.", show_default="cuda for the preset gpu, else cpu")
@@ -36,6 +42,8 @@ def compare(
     with short_errors():
         if preset not in PRESETS:
             raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {preset!r}.")
+        for each in way or ():
+            attention_of(each, PRESETS[preset].sizes)  # raises an error, if any, before anything is trained
         place = find_device(device or ("cuda" if preset == "gpu" else "cpu"))
         out.mkdir(parents=True, exist_ok=True)
         results: list[dict[str, Any]] = []

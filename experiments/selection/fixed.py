@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from experiments.selection.sizes import Sizes
 from sparseflash import BlockMask, attention, masks
+from sparseflash.cli.pattern_text import mask_of_pattern
 
 
 class Fixed(nn.Module):
@@ -36,3 +37,9 @@ def strided(sizes: Sizes) -> BlockMask:
     return masks.strided(sizes.tokens, stride=max(1, sizes.tokens // half), block=sizes.tile) | masks.local(
         sizes.tokens, window=half, causal=True, block=sizes.tile
     )
+
+
+def of_text(text: str, sizes: Sizes) -> BlockMask:
+    """A pattern of the library or of one's own, without keys after their query."""
+    mask = mask_of_pattern(text, sizes.tokens, block=sizes.tile, heads=sizes.heads)
+    return mask & masks.causal(sizes.tokens, block=(mask.block_q, mask.block_k))

@@ -30,17 +30,28 @@ WAYS: dict[str, Callable[[Sizes], nn.Module]] = {
 }
 
 
+def attention_of(way: str, sizes: Sizes) -> nn.Module:
+    """The attention of a way, or of a pattern. Raises ValueError if the text is neither."""
+    if way in WAYS:
+        return WAYS[way](sizes)
+    if not {":", "("} & set(way):
+        raise ValueError(
+            f"way must be one of {', '.join(WAYS)}, or a pattern such as 'streaming(n, window=64, sink=4)' or "
+            f"mine.py:rule; got {way!r}."
+        )
+    return Fixed(sizes, partial(fixed.of_text, way))
+
+
 class RecallModel(nn.Module):
     """Embeddings of keys and values, one layer of attention, and a classifier of the queries' values.
 
+    way: a name in WAYS, or a pattern for `fixed.of_text`.
     alike: initialise the query projection with the key projection of its group, so that queries are nearest to pairs
         with their own key. Without it, no model learns recall among thousands of keys, dense attention included.
     """
 
     def __init__(self, task: Recall, sizes: Sizes, way: str, *, alike: bool = False) -> None:
         super().__init__()
-        if way not in WAYS:
-            raise ValueError(f"way must be one of {', '.join(WAYS)}; got {way!r}.")
         self.task, self.sizes = task, sizes
         self.keys = nn.Embedding(task.keys, sizes.width)
         self.values = nn.Embedding(task.values + 1, sizes.width)
@@ -52,7 +63,7 @@ class RecallModel(nn.Module):
                 )
                 queries.copy_(keys.repeat_interleave(sizes.group, 0))
         self.temperature = nn.Parameter(torch.ones(sizes.heads, 1, 1))
-        self.attention = WAYS[way](sizes)
+        self.attention = attention_of(way, sizes)
         self.out = nn.Linear(sizes.heads * sizes.dim, task.values)
 
     def forward(self, batch: Batch) -> tuple[Tensor, BlockMask]:

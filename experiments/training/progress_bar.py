@@ -31,10 +31,12 @@ class TrainingBar:
         )
         self._task = TaskID(0)
         self._shown_at = 0.0  # time.monotonic() of the last line
+        self._began = (0.0, 0.0)  # time.monotonic() and the finished share
 
     def __enter__(self) -> TrainingBar:
         self._bar.start()
         self._shown_at = time.monotonic()
+        self._began = self._shown_at, self._progress()
         self._task = self._bar.add_task(self.name, total=1.0, step=0, numbers="")
         return self
 
@@ -58,7 +60,16 @@ class TrainingBar:
         now = time.monotonic()
         if record["step"] % STEPS == 0 or now - self._shown_at >= SECONDS:
             self._shown_at = now
-            self.console.print(f"{self.name} step {record['step']}  train  {numbers}")
+            self.console.print(f"{self.name} step {record['step']}  train  {numbers}{self._left(now)}")
+
+    def _left(self, now: float) -> str:
+        """The time that the rest takes at the rate of this session, as text; nothing before anything is finished."""
+        since, first = self._began
+        done = min(1.0, self._progress())
+        if done <= first:
+            return ""
+        seconds = round((now - since) * (1 - done) / (done - first))
+        return f"  {seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02} left"
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import torch
 
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.arguments import Block, block_pair, token_counts
-from sparseflash.blockmask.build import arrays_of
+from sparseflash.blockmask.build import TILES_AT_ONCE, arrays_of
 from sparseflash.masks.tiling.listing import columns_between
 
 
@@ -29,11 +29,16 @@ def band(q_len: int, k_len: int, lowest: int, highest: int | None, *, shift: int
     last_col = np.minimum((last_q - lowest) // block_k, -(-k_len // block_k) - 1)
     rows, cols = columns_between(first_col, last_col)
     # Tiles whose corners lie at the same distance hold the same scores.
-    corner = first_q[rows] - cols * block_k
-    partial = (corner - (block_k - 1) < lowest) | (corner + (block_q - 1) > highest)
-    distances, which = np.unique(corner[partial], return_inverse=True)
+    cut, corners = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
+    for start in range(0, len(rows), TILES_AT_ONCE):
+        i, j = (x[start : start + TILES_AT_ONCE] for x in (rows, cols))
+        corner = first_q[i] - j * block_k
+        partial = np.flatnonzero((corner - (block_k - 1) < lowest) | (corner + (block_q - 1) > highest))
+        cut.append(partial + start)
+        corners.append(corner[partial])
+    distances, which = np.unique(np.concatenate(corners), return_inverse=True)
     tile = np.zeros(len(rows), dtype=np.int64)
-    tile[partial] = which + 1
+    tile[np.concatenate(cut)] = which + 1
     of_row = distances[:, None] + np.arange(block_q)
     words = bitmask.below(of_row - (lowest - 1), block_k) & ~bitmask.below(of_row - highest, block_k)
     part = (torch.from_numpy(rows), torch.from_numpy(cols), torch.from_numpy(tile), torch.from_numpy(words))

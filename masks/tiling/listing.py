@@ -36,7 +36,8 @@ def columns_between(first: Integers, last: Integers) -> tuple[Integers, Integers
     """`between` for arrays."""
     counts = np.maximum(last - first + 1, 0)
     rows = np.repeat(np.arange(len(first)), counts)
-    cols = np.arange(len(rows)) - (counts.cumsum() - counts - first)[rows]
+    cols = np.arange(len(rows))
+    cols -= np.repeat(counts.cumsum() - counts - first, counts)
     return rows, cols
 
 

@@ -9,16 +9,17 @@ from typing import ParamSpec, TypeVar
 
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.compiling import constant_when_compiled
+from sparseflash.blockmask.threads import on_one_thread
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def pattern(build: Callable[P, BlockMask]) -> Callable[P, BlockMask]:
-    """Decorates a family with a known rule: `by_name`, and its masks are constants in functions that torch.compile
-    compiles.
+    """Decorates a family with a known rule: `by_name`, made `on_one_thread`, and its masks are constants in functions
+    that torch.compile compiles.
     """
-    return by_name(constant_when_compiled(build))
+    return by_name(constant_when_compiled(on_one_thread(build)))
 
 
 def by_name(function: Callable[P, T]) -> Callable[P, T]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from sparseflash.backends import reference
 from sparseflash.blockmask import BlockMask, bitmask
 from sparseflash.blockmask.ops.tilelist import take_rows
+from sparseflash.scores.change import Place, Scores
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class Cached:
     block_table: Tensor | None = None  # integers [B, n]: the pages of each sequence; None: the cache is contiguous
     pages: Tensor | None = None  # int32 or int64 [B, Hkv, K]: the chosen pages, each once, -1 for none
     mask: BlockMask | None = None
+    # Score modifications, prepared; the codes of a table are positions.
+    changes: Scores | None = None
 
     def capacity(self, k_cache: Tensor) -> int:
         """The maximum number of tokens of a sequence."""
@@ -52,15 +55,26 @@ def attention(
     if live.shape[1] not in (1, q.shape[1]):
         live = live.repeat_interleave(q.shape[1] // live.shape[1], 1)
     precise = torch.promote_types(q.dtype, torch.float32)
-    out, lse = reference.attention_of_live(q.to(precise), k.to(precise), v.to(precise), live, scale)
+    wide, changes, at = q.to(precise), of.changes, None
+    if changes is not None:
+        if (temperature := changes.find("temperature")) is not None:  # of the queries, not of their positions
+            wide, changes = temperature.applied_to(wide), changes.without("temperature")
+        everywhere = Place.everywhere((*q.shape[:3], k.shape[2]), q.device)
+        at = everywhere._replace(query=positions(of, q.shape[2], k.shape[2]).clamp(min=0), shift=0)
+    out, lse = reference.attention_of_live(wide, k.to(precise), v.to(precise), live, scale, changes=changes, at=at)
     return out.to(q.dtype), lse
+
+
+def positions(of: Cached, q_len: int, k_len: int) -> Tensor:
+    """The position of each query, int64 `[B, 1, Nq, 1]`; below 0 before a sequence begins."""
+    length = of.lengths.view(-1, 1, 1, 1).long().clamp(0, k_len)
+    return length - q_len + torch.arange(q_len, device=of.lengths.device).view(-1, 1)
 
 
 def live_keys(of: Cached, shape: torch.Size, kv_heads: int, k_len: int) -> Tensor:
     """Which keys each query sees: bool `[B, 1 or Hkv or Hq, Nq, k_len]`; q has `shape`."""
     q_len, device = shape[2], of.lengths.device
-    length = of.lengths.view(-1, 1, 1, 1).long().clamp(0, k_len)
-    position = length - q_len + torch.arange(q_len, device=device).view(-1, 1)
+    position = positions(of, q_len, k_len)
     key = torch.arange(k_len, device=device)
     start = position.new_zeros(()) if of.starts is None else of.starts.view(-1, 1, 1, 1).long().clamp(0, k_len)
     live = (key <= position) & (key >= start)

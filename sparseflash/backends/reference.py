@@ -61,18 +61,17 @@ def attention_of_live(
         scores = changes.changed(scores, at)
     if live is not None:
         scores = scores.masked_fill(~live, -torch.inf)
-    if k.shape[2] == 0:
-        return _product(scores, v), q.new_full(q.shape[:-1], -torch.inf, dtype=_lse_dtype(q))  # empty sums are 0
-    highest = scores.detach().amax(-1, keepdim=True)
+    none = k.shape[2] == 0
+    highest = scores.new_full((*scores.shape[:-1], 1), -torch.inf) if none else scores.detach().amax(-1, keepdim=True)
     sink = None if changes is None else changes.find("sink")
     if sink is not None and at is not None:
         logits = sink.logits[at.head].to(scores.dtype)
-        highest = torch.where(highest == -torch.inf, highest, torch.maximum(highest, logits.detach()))
+        highest = torch.maximum(highest, logits.detach())
     # Without a live key the maximum is -inf, and -inf - -inf is NaN; any finite number gives exp(-inf) = 0 instead.
     weights = torch.exp(scores - highest.masked_fill(highest == -torch.inf, 0.0))
     total = weights.sum(-1, keepdim=True)
-    empty = total == 0 if sink is None else highest == -torch.inf
-    if sink is not None:  # without a live key there is no softmax
+    empty = highest == -torch.inf  # neither a live key nor a sink
+    if sink is not None:
         total = total + torch.exp(logits - highest.masked_fill(empty, torch.inf))
     weights = weights / total.masked_fill(empty, 1.0)
     if dropout is not None:

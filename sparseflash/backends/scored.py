@@ -5,7 +5,6 @@ As in `registration.py`, plain calls are direct, and all others go through a reg
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -55,7 +54,8 @@ class ScoredOperator(RegisteredOperator):
         """`(out, lse)`, differentiable. changes: the score modifications, prepared for these tensors."""
         tensors = changes.tensors()
         if is_plain_call(q, k, v, *tensors):
-            return self.directly(q, k, v, problem, changes, tensors)
+            run = Run(self, problem, changes, [x.requires_grad for x in tensors])
+            return call_directly(run, q, k, v, *tensors)
         refuse_functional_gradients(self.name)
         has_function = changes.find("function") is not None
         refuse_vmap(self.name, q, k, v, *tensors, around=has_function)
@@ -66,25 +66,15 @@ class ScoredOperator(RegisteredOperator):
             return out, lse
         return self._forward(q, k, v, tensors, changes.described(), *problem)
 
-    def with_passes(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> ScoredOperator:
-        """A copy of this operator whose direct calls run the given functions; see `__init__`."""
-        other = copy.copy(self)
-        other.forward, other._direct_backward = forward, backward
-        return other
-
-    def directly(
-        self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores, tensors: Sequence[Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """`(out, lse)`, differentiable, of a plain call. tensors: the tensors of `changes`."""
-        return call_directly(_Run(self, problem, changes), q, k, v, *tensors)
-
     def past_the_operator(
         self, q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores
     ) -> tuple[Tensor, Tensor]:
         """`(out, lse)`, differentiable, without a registered operator. The tensors may be fake."""
-        refuse_tangents(self.name, q, k, v, *changes.tensors())
-        operator = self if have_contents(q) else self.with_passes(self._fake_forward, _shapes_of_backward)
-        return differentiably(_Run(operator, problem, changes), q, k, v, *changes.tensors())
+        tensors = changes.tensors()
+        refuse_tangents(self.name, q, k, v, *tensors)
+        run = Run if have_contents(q) else _Shapes
+        wanted = [x.requires_grad for x in tensors]
+        return differentiably(run(self, problem, changes, wanted), q, k, v, *tensors)
 
     def _run_forward(self, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
         tensors, changes, *problem = others
@@ -113,8 +103,7 @@ class ScoredOperator(RegisteredOperator):
     ) -> tuple[Any, ...]:
         """`(dq, dk, dv, *gradients of the tensors)`, in the tensors' dtypes; None where `wanted` is False."""
         dq, dk, dv, learned = self._direct_backward(dout, dlse, saved, changes, wanted, problem)
-        tensors = changes.tensors()
-        return dq, dk, dv, *(None if g is None else g.to(x.dtype) for x, g in zip(tensors, learned, strict=True))
+        return dq, dk, dv, *in_dtypes_of(changes.tensors(), learned)
 
     def backward(
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, tensors: list[Tensor], changes: str, wanted: list[bool],
@@ -132,13 +121,13 @@ class ScoredOperator(RegisteredOperator):
         return self.backward(dout, dlse, saved, tensors, changes, ctx.wanted, problem)
 
 
-class _Run:
+class Run:
     """A backend applied to one problem with score modifications; see `direct.Differentiable`."""
 
-    def __init__(self, operator: ScoredOperator, problem: Problem, changes: Scores) -> None:
+    def __init__(self, operator: ScoredOperator, problem: Problem, changes: Scores, wanted: Sequence[bool]) -> None:
+        """wanted: which tensors of the score modifications need a gradient."""
         self._operator, self._problem, self.seed = operator, problem, problem.seed
-        self._wanted = [x.requires_grad for x in changes.tensors()]
-        self._changes = changes
+        self._changes, self._wanted = changes, list(wanted)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         changes = self._changes
@@ -178,9 +167,19 @@ class _Once(torch.autograd.Function):
         refuse_second_gradients(ctx.name)(ctx, *gradients)
 
 
-def _shapes_of_backward(
-    dout: Tensor, dlse: Tensor | None, saved: Saved, changes: Scores, wanted: Sequence[bool], problem: Problem
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor | None]]:
-    """Empty gradients."""
-    learned = [torch.empty_like(x) if wants else None for x, wants in zip(changes.tensors(), wanted, strict=True)]
-    return empty_gradient(saved.q), empty_gradient(saved.k), empty_gradient(saved.v), learned
+class _Shapes(Run):
+    """Empty results, for fake tensors."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self._operator._fake_forward(q, k, v)
+
+    def backward(
+        self, dout: Tensor, dlse: Tensor | None, saved: Saved, seed: Tensor | None, *tensors: Tensor
+    ) -> tuple[Any, ...]:
+        learned = [torch.empty_like(x) if wants else None for x, wants in zip(tensors, self._wanted, strict=True)]
+        return empty_gradient(saved.q), empty_gradient(saved.k), empty_gradient(saved.v), *learned
+
+
+def in_dtypes_of(tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The gradients in the dtypes of their tensors."""
+    return [None if g is None else g.to(x.dtype) for x, g in zip(tensors, gradients, strict=True)]

@@ -1,7 +1,7 @@
 """The mask type: the live scores of an attention, as data. `mask.py` has the class, the other files its parts.
 
-It may import `cuda_driver` and `limits`, and nothing else of the library. The methods of `BlockMask`, in `mask`,
-import `ops` and `draw` when they are called, the only circle of imports.
+It may import `cuda_driver` and `limits`, and nothing else of the library. The `methods` of `BlockMask`, which `mask`
+binds, import `ops` and `draw` when they are called, the only circle of imports.
 """
 
 import sys

@@ -19,7 +19,10 @@ from sparseflash.limits import check_count
 
 SCORES_AT_ONCE = 1 << 21  # scores evaluated or unpacked at a time: about 25 MB
 
+TILES_AT_ONCE = 1 << 16  # tiles of a list handled at a time: temporaries of a list of millions stay in a CPU's caches
+
 Integers = NDArray[np.int64]
+Numbers = NDArray[np.int32]  # as masks hold them
 
 # The tiles of one pattern: block rows, block columns, 0 (full) or t (the words t - 1) per tile, and the words.
 Part = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -93,31 +96,36 @@ def arrays_of_tiles(
         indices = np.concatenate([indices[starts[p] : starts[p + 1]] for p in keep])
         kinds = np.concatenate([kinds[starts[p] : starts[p + 1]] for p in keep])
     number_of = np.array(number)[pattern.cpu().numpy()]
-    made = [torch.from_numpy(x.astype(np.int32)).to(words.device) for x in (indptr, indices, kinds, number_of)]
+    made = [
+        torch.from_numpy(x.astype(np.int32, copy=False)).to(words.device) for x in (indptr, indices, kinds, number_of)
+    ]
     return made[0], made[1], made[2], bits.contiguous(), made[3]
 
 
 def _assemble(
     q_len: int, k_len: int, block_q: int, block_k: int, rows: Integers, cols: Integers, tile: Integers, words: Tensor,
     patterns: int,
-) -> tuple[Integers, Integers, Integers, Tensor]:  # fmt: skip
+) -> tuple[Integers, Numbers, Numbers, Tensor]:  # fmt: skip
     """Sorts the tiles, trims them at the ends, classifies and deduplicates them: `(indptr, indices, tile, bits)`."""
     row_blocks, col_blocks = -(-q_len // block_q), -(-k_len // block_k)
-    key = rows * col_blocks + cols
-    if not (key[1:] > key[:-1]).all():
-        order = key.argsort(kind="stable")  # merges sorted runs, which most lists consist of
-        key, rows, cols, tile = key[order], rows[order], cols[order], tile[order]
-        if not (key[1:] > key[:-1]).all():
+    if not _in_order(rows, cols):
+        order = (rows * col_blocks + cols).argsort(kind="stable")  # merges sorted runs, which most lists consist of
+        rows, cols, tile = rows[order], cols[order], tile[order]
+        if not _in_order(rows, cols):
             raise ValueError("a tile must not be listed twice.")
     # A tile at an end loses the scores past it. Few (tile, end) pairs are distinct, and bits are computed once for
     # each.
-    end = np.zeros(len(rows), dtype=np.int8)
+    special, ends_of = tile > 0, []
     if q_len % block_q:
-        end += rows % row_blocks == row_blocks - 1
+        ends_of.append((1, (rows if patterns == 1 else rows % row_blocks) == row_blocks - 1))
     if k_len % block_k:
-        end += np.where(cols == col_blocks - 1, np.int8(2), np.int8(0))
-    listed = np.flatnonzero((tile > 0) | (end > 0))  # without full tiles that no end cuts, the most frequent kind
-    pair = tile[listed] * 4 + end[listed]
+        ends_of.append((2, cols == col_blocks - 1))
+    for _, is_last in ends_of:
+        special |= is_last
+    listed = np.flatnonzero(special)  # without full tiles that no end cuts, the most frequent kind
+    pair = tile[listed] * 4
+    for code, is_last in ends_of:
+        pair += code * is_last[listed]
     occurs = np.zeros(4 * (len(words) + 1), dtype=np.bool_)
     occurs[pair] = True
     kind_of = np.zeros(len(occurs), dtype=np.int64)
@@ -144,12 +152,24 @@ def _assemble(
         number[order + 1] = np.arange(1, len(first))
         kinds = np.where(kinds > 0, number[kinds], kinds)
         bits = bits.index_select(0, torch.from_numpy(order).to(bits.device))
-    tile = np.zeros_like(tile)
-    tile[listed] = kinds
+    all_kinds = np.zeros(len(tile), dtype=np.int32)
+    all_kinds[listed] = kinds
     if (kind_of < 0).any():
-        kept = tile >= 0
-        rows, cols, tile = rows[kept], cols[kept], tile[kept]
-    return np.searchsorted(rows, np.arange(patterns * row_blocks + 1)), cols, tile, bits
+        kept = all_kinds >= 0
+        rows, cols, all_kinds = rows[kept], cols[kept], all_kinds[kept]
+    indptr = np.searchsorted(rows, np.arange(patterns * row_blocks + 1))
+    return indptr, cols.astype(np.int32), all_kinds, bits
+
+
+def _in_order(rows: Integers, cols: Integers) -> bool:
+    """Whether a list of tiles is in row-major order, each tile once."""
+    for start in range(0, len(rows), TILES_AT_ONCE):
+        stop = start + TILES_AT_ONCE + 1
+        i, j = rows[start:stop], cols[start:stop]
+        row, next_row = i[:-1], i[1:]
+        if not ((next_row > row) | ((next_row == row) & (j[1:] > j[:-1]))).all():
+            return False
+    return True
 
 
 def _ends(q_len: int, k_len: int, block_q: int, block_k: int, device: torch.device) -> Tensor | None:
@@ -166,7 +186,7 @@ def _ends(q_len: int, k_len: int, block_q: int, block_k: int, device: torch.devi
 
 
 def distinct_patterns(
-    indptr: Integers, indices: Integers, tile: Integers, row_blocks: int
+    indptr: Integers, indices: Numbers, tile: Numbers, row_blocks: int
 ) -> tuple[list[int], list[int]]:
     """`(keep, pattern)`: the first pattern of each distinct kind, and the index in `keep` of every pattern's kind."""
     patterns = (len(indptr) - 1) // row_blocks

@@ -8,7 +8,8 @@ import torch
 
 from sparseflash.blockmask import bitmask
 from sparseflash.blockmask.arguments import Block, block_pair, boolean, check_block_count, known_integers, token_counts
-from sparseflash.blockmask.build import Part, tile_list, tiles_of_dense
+from sparseflash.blockmask.build import SCORES_AT_ONCE, Part, tile_list, tiles_of_dense
+from sparseflash.blockmask.threads import one_thread
 
 # `(q_len, k_len, block_q, block_k, parts, batch, heads)`: see `build.arrays_of`.
 Tiles = tuple[int, int, int, int, list[Part], int, int]
@@ -25,7 +26,8 @@ def of_dense(dense: Any, block: Block) -> Tiles:
     batch, heads = dense.shape[:2]
     if batch == 0 or heads == 0:
         raise ValueError(f"dense must have at least one batch element and head; got {list(dense.shape)}.")
-    parts = [tiles_of_dense(head, block_q, block_k) for head in dense.reshape(-1, q_len, k_len)]
+    with one_thread(dense.numel() <= SCORES_AT_ONCE):
+        parts = [tiles_of_dense(head, block_q, block_k) for head in dense.reshape(-1, q_len, k_len)]
     return q_len, k_len, block_q, block_k, parts, batch, heads
 
 

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
+from sparseflash.blockmask.cache import bounded
 from sparseflash.blockmask.number import Number
 
 Function = Callable[..., Any]
-
-_functorch: Any = torch._C._functorch
 
 # PyTorch's error texts when Python needs a single number but receives a tensor of many.
 _ONE_NUMBER = (
@@ -84,10 +83,43 @@ def _mapped(function: Function, name: str, arguments: Sequence[Tensor], single: 
     dims = [dim for dim in range(rank) if sizes[dim] != 1]
     for dim in reversed(dims):
         call = torch.vmap(call, tuple(0 if shape[dim] != 1 else None for shape in shapes))
-    # `_no_loops` changes a setting of the process. torch.compile only traces a graph, so it does not need the setting.
-    with _AsSingle(), nullcontext() if torch.compiler.is_compiling() else _no_loops():
+    # torch.compile only traces a graph, where no operation is called.
+    with _AsSingle(), nullcontext() if torch.compiler.is_compiling() else _WithoutLoops():
         answer: Tensor = call(*(x.squeeze() for x in arguments))
     return answer.view([size if dim in dims else 1 for dim, size in enumerate(sizes)])
+
+
+class _WithoutLoops(TorchDispatchMode):
+    """Refuses to let vmap loop over single numbers, as it does for operations that it has no batching rule for.
+
+    PyTorch has a switch for that, but it is for all threads. Here vmap's own operations tell: in such a loop it calls
+    the operation with entry 0 of a tensor, then with entry 1, and so on.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._selected: dict[int, tuple[Tensor, Any]] = {}  # what was selected just now, and from where
+        self._before: Any = None  # an operation without a batching rule, and where its operand was selected from
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        answer = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.select.int:
+            base, dim, index = args
+            self._selected[id(answer)] = answer, (base.data_ptr(), base.shape, base.stride(), dim, index)
+        elif self._selected:
+            found = next((self._selected[id(x)][1] for x in tree_iter(args) if id(x) in self._selected), None)
+            self._selected.clear()
+            if found is not None and not _has_batching_rule(func.name()):
+                *base, index = found
+                if self._before == (func, *base, index - 1):
+                    raise NotImplementedError(f"PyTorch has no batching rule for {func.name()}")
+                self._before = func, *base, index
+        return answer
+
+
+@bounded(maxsize=512)
+def _has_batching_rule(operation: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operation, "FuncTorchBatched")
 
 
 def _of_arrays(
@@ -277,26 +309,3 @@ def _entries(x: Tensor, index: Sequence[Any]) -> Tensor:
             x = x.unsqueeze(dim) if each is None else x if each == slice(None) else x[(slice(None),) * dim + (each,)]
             numbers.append(None)
     return x if numbers.count(None) == len(numbers) else torch.ops.aten.index(x, numbers)
-
-
-_lock = threading.Lock()
-_inside = 0
-_allowed = True
-
-
-@contextmanager
-def _no_loops() -> Iterator[None]:
-    """Inside the block vmap raises an error where it would fall back to a loop over single numbers."""
-    global _inside, _allowed
-    with _lock:  # all threads share the setting
-        if _inside == 0:
-            _allowed = _functorch._is_vmap_fallback_enabled()
-            _functorch._set_vmap_fallback_enabled(False)
-        _inside += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _inside -= 1
-            if _inside == 0:
-                _functorch._set_vmap_fallback_enabled(_allowed)

@@ -1,8 +1,9 @@
 """The command line, `sparseflash show | check | bench | convert | patterns | info`.
 
 It shows the cost and reach of a mask, checks on this machine that attention with it is exact, times it, converts it for
-other libraries, and lists the patterns and the machine's kernels. app.py has the commands, options.py and output.py
-their common parts, expression.py and sources.py evaluate the MASK argument, and each command has a file of its own.
+other libraries, and lists the patterns and the machine's kernels. app.py has the commands, options.py, names.py and
+output.py their common parts, expression.py and sources.py evaluate the MASK argument, and each command has a file of
+its own.
 
 It may import everything that a user may: `sparseflash`, `attention`, `analysis`, `draw`, `explain`, `interop`,
 `testing` and `masks`.

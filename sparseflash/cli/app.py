@@ -6,22 +6,14 @@ import json
 from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from sparseflash import __version__, analysis
-from sparseflash.cli import bench as benchmark
-from sparseflash.cli import certificate
-from sparseflash.cli import check as exactness
-from sparseflash.cli import convert as converted
-from sparseflash.cli import info as machine
-from sparseflash.cli import patterns as library
-from sparseflash.cli import show as words
-from sparseflash.cli.inputs import DTYPES, drawn
+from sparseflash import __version__
+from sparseflash.cli.names import FORMATS, PEERS, PICTURES, PRECISIONS
 from sparseflash.cli.options import (
     AsJson,
     Backend,
@@ -34,8 +26,23 @@ from sparseflash.cli.options import (
     Sources,
     pattern_names,
 )
-from sparseflash.cli.output import asked, console, place, progress, say, say_json, say_table, short_errors, where
-from sparseflash.draw.page import to_page
+from sparseflash.cli.output import (
+    asked,
+    check_folder,
+    check_picture,
+    console,
+    place,
+    progress,
+    say,
+    say_json,
+    say_table,
+    short_errors,
+    where,
+)
+
+# The commands import what they run, and with it PyTorch, when they run, because help should appear at once.
+if TYPE_CHECKING:
+    from sparseflash.cli import certificate
 
 app = typer.Typer(
     help="Block-sparse attention masks: the cost and the reach of a mask, and exactness and speed of attention with it "
@@ -68,6 +75,8 @@ _LISTED = "One or more of {}, separated by commas."
 @app.command()
 def info(as_json: AsJson = False) -> None:
     """Show this machine: versions, devices, which kernels are usable and why not, caches on disk."""
+    from sparseflash.cli import info as machine
+
     with short_errors():
         found = machine.gathered()
         say_json(found) if as_json else say_table(machine.lines(found))
@@ -84,6 +93,8 @@ def patterns(
     as_json: AsJson = False,
 ) -> None:
     """List the patterns that MASK may call, or describe one of them."""
+    from sparseflash.cli import patterns as library
+
     with short_errors():
         if name is not None:
             text = library.description(name)
@@ -103,9 +114,9 @@ def convert(
     to: Annotated[
         str | None,
         typer.Option(
-            help=f"Format, one of {', '.join(converted.NAMES)}.",
+            help=f"Format, one of {', '.join(FORMATS)}.",
             show_default="by the name of the file",
-            autocompletion=lambda incomplete: [name for name in converted.NAMES if name.startswith(incomplete)],
+            autocompletion=lambda incomplete: [name for name in FORMATS if name.startswith(incomplete)],
         ),
     ] = None,
     batch: Annotated[int | None, typer.Option(help="The batch element to write.", show_default="all", min=0)] = None,
@@ -117,9 +128,13 @@ def convert(
     A mask that the format cannot represent is refused, with the reason. Files but .mask, .npz and .npy are dictionaries
     of tensors for torch.load(OUT, weights_only=True), under the names of the library's arguments.
     """
+    from sparseflash.cli import convert as converted
+
+    with short_errors():
+        check_folder(out, "OUT")
+        name = converted.format_of(out, to)
     found = asked(mask, sources)
     with short_errors():
-        name = converted.format_of(out, to)
         back = converted.write(found, out, name, batch=batch, head=head)
         kept = {"file": str(out), "format": name, "bytes": out.stat().st_size, "holds": repr(back)}
         if as_json:
@@ -139,7 +154,16 @@ def show(
         bool, typer.Option("--causal", help="The mask must be causal: future leaks are errors, with exit status 1.")
     ] = False,
     width: Annotated[int, typer.Option(help="Width of the drawing in cells; 0: no drawing.", min=0)] = 32,
-    picture: Annotated[Path | None, typer.Option(help="Write a picture to this file: .png, .pdf, .svg.")] = None,
+    elements: Annotated[
+        bool | None,
+        typer.Option(
+            "--elements/--tiles", help="Draw single scores, or tiles.", show_default="scores up to 1,024 tokens"
+        ),
+    ] = None,
+    by_head: Annotated[
+        bool, typer.Option("--by-head", help="A panel for each head in the picture, equal ones, too.")
+    ] = False,
+    picture: Annotated[Path | None, typer.Option(help=f"Write a picture to this file: {', '.join(PICTURES)}.")] = None,
     html: Annotated[Path | None, typer.Option(help="Write a page to this file, to zoom into in a browser.")] = None,
     save: Annotated[Path | None, typer.Option(help="Save the mask to this file, for BlockMask.load and MASK.")] = None,
     as_json: AsJson = False,
@@ -148,22 +172,33 @@ def show(
 
     Exits with status 1 if one of the mistakes is an error; warnings and notes may be intended.
     """
+    from sparseflash import analysis
+    from sparseflash.cli import show as words
+    from sparseflash.cli.inputs import DTYPES
+    from sparseflash.draw.page import to_page
+
+    with short_errors():
+        if picture is not None:
+            check_picture(picture)
+        check_folder(html, "--html")
+        check_folder(save, "--save")
     found = asked(mask, sources)
+    sizes: dict[str, Any] = {"head_dim": head_dim, "heads": heads, "dtype": DTYPES[dtype], "causal": causal}
     with short_errors():
         if not as_json:
             say(found.to_string(width) if width else repr(found))
-            say_table(words.facts(found, head_dim=head_dim, heads=heads, dtype=DTYPES[dtype], causal=causal))
+            say_table(words.facts(found, **sizes))
         findings = analysis.lint(found, causal=causal)
         if as_json:
-            figures = words.figures(found, head_dim=head_dim, heads=heads, dtype=DTYPES[dtype], causal=causal)
-            say_json({**figures, "findings": [asdict(each) for each in findings]})
+            say_json({**words.figures(found, **sizes), "findings": [asdict(each) for each in findings]})
         else:
             say(*map(str, findings))
         written = {"Picture": picture, "Page": html, "Mask": save}
         if picture is not None:
-            found.plot().savefig(picture)
+            found.plot(elements=elements, by_head=by_head).savefig(picture)
         if html is not None:
-            html.write_text(to_page(found, mask), encoding="utf-8")
+            page = to_page(found, mask, costs=words.facts(found, **sizes))
+            html.write_text(page, encoding="utf-8")
         if save is not None:
             found.save(save)
         if not as_json:
@@ -181,7 +216,7 @@ def check(
     kv_heads: KVHeads = None,
     dtype: Annotated[
         str | None,
-        typer.Option(help=_LISTED.format(", ".join(DTYPES)), show_default="all on a GPU, fp32 on a CPU"),
+        typer.Option(help=_LISTED.format(", ".join(PRECISIONS)), show_default="all on a GPU, fp32 on a CPU"),
     ] = None,
     backend: Annotated[
         Backend | None,
@@ -203,11 +238,15 @@ def check(
     Errors are relative to the allowed error: twice the error of a plain implementation in the same precision, plus
     about one unit in the last place. Exits with status 1 if any of them is above 1.
     """
+    from sparseflash.cli import certificate
+
+    with short_errors():
+        check_folder(keep, "--certificate")
     found = asked(mask, sources)
     with short_errors():
         found = found.to(place(device))
         gpu = found.device.type == "cuda"
-        dtypes = named(dtype, DTYPES, "--dtype") if dtype is not None else list(DTYPES) if gpu else ["fp32"]
+        dtypes = named(dtype, PRECISIONS, "--dtype") if dtype is not None else list(PRECISIONS) if gpu else ["fp32"]
         if thorough:
             cases = certificate.thorough(found, heads, kv_heads, dtypes, head_dim, seed)
         else:
@@ -237,6 +276,8 @@ def check(
 
 def _errors(results: list[tuple[certificate.Case, dict[str, float]]], thorough: bool) -> Table:
     """The largest errors of each dtype, or of each dtype, head dim and number of key heads."""
+    from sparseflash.cli.check import NAMES
+
     rows: dict[str, dict[str, float]] = {}
     for case, errors in results:
         label = f"{case.dtype}, D={case.head_dim}, {case.heads}:{case.kv_heads} heads" if thorough else case.dtype
@@ -244,7 +285,7 @@ def _errors(results: list[tuple[certificate.Case, dict[str, float]]], thorough: 
         rows[label] = {name: max(known[name], error) for name, error in errors.items()}
     table = Table()
     table.add_column("")
-    for name in exactness.NAMES:
+    for name in NAMES:
         table.add_column(name, justify="right")
     for label, errors in rows.items():
         table.add_row(label, *(Text(f"{error:.2f}", "" if error <= 1 else "bold red") for error in errors.values()))
@@ -264,7 +305,7 @@ def bench(
     ] = None,
     peers: Annotated[
         str | None,
-        typer.Option(help=f"{_LISTED.format(', '.join(benchmark.PEERS))} none: no other.", show_default="all that fit"),
+        typer.Option(help=f"{_LISTED.format(', '.join(PEERS))} none: no other.", show_default="all that fit"),
     ] = None,
     seconds: Annotated[float, typer.Option(help="Duration of each measurement.", min=0.01)] = 0.5,
     device: Device = None,
@@ -277,6 +318,12 @@ def bench(
     them. Times are medians of warm calls, in milliseconds, host and device together. On a CPU the backend is blockwise,
     which saves memory and is not fast.
     """
+    import torch
+
+    from sparseflash.cli import bench as benchmark
+    from sparseflash.cli import check as exactness
+    from sparseflash.cli.inputs import DTYPES, drawn
+
     found = asked(mask, sources)
     with short_errors():
         found = found.to(place(device))
@@ -329,7 +376,7 @@ def cells_of(ms: float | None, ours: float | None) -> tuple[str, str]:
 
 def peers_of(text: str) -> list[str]:
     """The peers in a comma-separated list, or in "none"."""
-    return [] if text == "none" else named(text, benchmark.PEERS, "--peers")
+    return [] if text == "none" else named(text, PEERS, "--peers")
 
 
 def named(text: str, known: Collection[str], option: str) -> list[str]:

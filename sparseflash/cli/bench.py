@@ -13,18 +13,13 @@ from torch.nn import functional as F
 from torch.utils.benchmark import Timer
 
 from sparseflash import BlockMask, attention, interop, masks
+from sparseflash.cli.names import PEERS
 from sparseflash.testing import Inputs
 
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 OURS = "sparseflash"
 DENSE = "sparseflash, dense"
-PEERS = {
-    "sdpa": "PyTorch's SDPA, dense",
-    "sdpa-mask": "PyTorch's SDPA, mask in memory",
-    "flex": "FlexAttention, mask as bits",
-    "fa4": "FlashAttention-4",
-}
 MASK_BYTES = 2**28  # limit for a dense mask in memory, one byte per score
 COMPARED, COMPARED_ON_CPU = 16384, 4096  # tokens that are compared with fp64 before timing
 SAME = 3e-2  # tolerance relative to the norm of the output: above rounding errors, below the effect of a wrong mask

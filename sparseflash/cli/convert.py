@@ -11,8 +11,11 @@ import torch
 
 from sparseflash import BlockMask, interop
 from sparseflash.cli import archives
+from sparseflash.cli.names import FORMATS as NAMES
+from sparseflash.cli.names import STORED, SUFFIXES
 
 _KIND = "sparseflash.convert"
+_OF_LISTS = ("num_blocks", "indices")
 Fields = dict[str, Any]
 
 
@@ -38,6 +41,31 @@ def _of_fa4(fields: Fields, block: tuple[int, int]) -> BlockMask:
     return interop.from_fa4(lists, fields["q_len"], fields["k_len"])
 
 
+_LISTS = tuple(f"{prefix}{side}_{what}" for side in ("kv", "q") for prefix in ("", "full_") for what in _OF_LISTS)
+
+
+def _flex(mask: BlockMask) -> Fields:
+    """The lists of FlexAttention's BlockMask, and the arrays of its mask_mod, which a file cannot hold."""
+    from sparseflash.interop.lookup import tile_lookup
+
+    found = interop.to_flex(mask)
+    lists = {name: getattr(found, name) for name in _LISTS}
+    numbers = {"seq_lengths": list(found.seq_lengths), "BLOCK_SIZE": list(found.BLOCK_SIZE)}
+    return lists | numbers | {"lookup": tile_lookup(mask)._asdict()}
+
+
+def _of_flex(fields: Fields, block: tuple[int, int]) -> BlockMask:
+    from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
+
+    from sparseflash.interop.lookup import mask_mod
+
+    rest = dict(fields)
+    lookup, size = interop.TileLookup(**rest.pop("lookup")), tuple(rest.pop("BLOCK_SIZE"))
+    lengths = tuple(rest.pop("seq_lengths"))
+    found = FlexBlockMask(seq_lengths=lengths, BLOCK_SIZE=size, mask_mod=mask_mod(lookup, *size), **rest)
+    return interop.from_flex(found)
+
+
 def _flashmask(mask: BlockMask) -> Fields:
     return interop.to_flashmask(mask)._asdict() | _lengths(mask)
 
@@ -52,8 +80,7 @@ def _lengths(mask: BlockMask) -> Fields:
     return {"q_len": mask.q_len, "k_len": mask.k_len}
 
 
-# Formats that are stored as tensors by name, in a file of torch.save.
-FORMATS = {
+_FORMATS = {
     "sdpa": Format(
         lambda mask: {"attn_mask": interop.to_sdpa(mask)},
         lambda fields, block: interop.from_sdpa(fields["attn_mask"], block=block),
@@ -62,6 +89,7 @@ FORMATS = {
         lambda mask: {"matrix": interop.to_torch_sparse(mask)},
         lambda fields, block: interop.from_torch_sparse(fields["matrix"], block=block),
     ),
+    "flex": Format(_flex, _of_flex),
     "fa4": Format(_fa4, _of_fa4),
     "flashinfer": Format(
         lambda mask: interop.to_flashinfer(mask)._asdict(),
@@ -73,15 +101,12 @@ FORMATS = {
         lambda fields, block: interop.from_deepspeed(fields["layout"], fields["block"]),
     ),
 }
-SUFFIXES = {".mask": "mask", ".npz": "scipy", ".npy": "dense"}  # formats with files of their own
-NAMES = (*SUFFIXES.values(), *FORMATS)
+FORMATS = {name: _FORMATS[name] for name in STORED}  # a name without a format is an error at once
 
 
 def format_of(path: Path, asked: str | None) -> str:
     """The format of a file to be written: the one that was asked for, or the one that the file's name implies."""
     by_name = SUFFIXES.get(path.suffix)
-    if asked == "flex":
-        raise ValueError("--to must not be flex: FlexAttention's mask holds a function. Call interop.to_flex(mask)")
     if asked is not None and asked not in NAMES:
         raise ValueError(f"--to must be of {', '.join(NAMES)}; got {asked!r}")
     name = asked or by_name

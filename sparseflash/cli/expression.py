@@ -15,32 +15,26 @@ import torch
 
 from sparseflash import BlockMask, masks
 from sparseflash.cli.convert import read
+from sparseflash.cli.refused import EXPRESSION, Refused
 from sparseflash.cli.sources import Missing, module_of
 
-
-class Refused(ValueError):
-    """The MASK argument does not give a mask."""
-
-
-HELP = (
-    "A Python expression of sparseflash.masks, such as 'local(4096, window=512) | butterfly(4096)', or a file written "
-    "by convert or BlockMask.save."
-)
 _OWN = "For a function of yours: --from FILE.py."
 _MADE_FROM = "BlockMask.from_dense takes boolean tensors, BlockMask.from_function rules on positions"
 _RULE = "A rule on positions becomes a mask by 'BlockMask.from_function(rule, 4096)'."
-EXPRESSION = "<mask>"  # the file name of the expression's code
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
-def mask_of(text: str, sources: Sequence[str] = ()) -> BlockMask:
+def mask_of(
+    text: str, sources: Sequence[str] = (), *, names: Mapping[str, Any] | None = None, hint: str | None = None
+) -> BlockMask:
     """The mask of an expression or of a file.
 
     >>> mask_of("local(1024, window=256) & causal(1024)")
     BlockMask(1024 x 1024, blocks of 128, 15 tiles: 0 full + 15 partial (2 distinct), density 11.8 %)
 
     text: a path, or an expression of the functions of sparseflash.masks, `BlockMask`, `torch` and the names in
-    `sources`. sources: Python files, or modules, whose public names the expression may use.
+    `sources`. sources: Python files, or modules, whose public names the expression may use. names: further names, which
+    come first; hint: what the message for an unknown name ends with, instead of a word about `--from`.
 
     Raises Refused if the text does not give a mask; errors inside the user's own functions propagate unchanged.
     """
@@ -53,14 +47,14 @@ def mask_of(text: str, sources: Sequence[str] = ()) -> BlockMask:
             return read(Path(text))
         except (ValueError, OSError) as error:
             raise Refused(str(error)) from None
-    names = {"BlockMask": BlockMask, "torch": torch, "masks": masks, **public(masks)}
+    known = {"BlockMask": BlockMask, "torch": torch, "masks": masks, **public(masks), **(names or {})}
     own: dict[str, Any] = {}
     for source in sources:
         try:
             own |= public(module_of(source))
         except Missing as error:
             raise Refused(str(error)) from None
-    names |= own
+    known |= own
     try:
         code = compile(text, EXPRESSION, "eval")
     except SyntaxError as error:
@@ -70,18 +64,18 @@ def mask_of(text: str, sources: Sequence[str] = ()) -> BlockMask:
             f"the mask must be an expression such as local(4096, window=512), or a file; got {text!r} ({error.msg})"
         ) from None
     try:
-        found = eval(code, names)
+        found = eval(code, known)
     except NameError as error:
         if not raised_here(error):
             raise
         if looks_like_a_file(text):
             raise Refused(f"there is no file {text}") from None
-        raise Refused(unknown(str(error.name), own)) from None
+        raise Refused(unknown(str(error.name), own, hint or _OWN)) from None
     except Exception as error:
         if not raised_here(error):
             raise
-        hint = f". {_RULE}" if own and isinstance(error, TypeError) and "missing" in str(error) else ""
-        raise Refused(f"{text}: {error}{hint}") from None
+        rule = f". {_RULE}" if own and isinstance(error, TypeError) and "missing" in str(error) else ""
+        raise Refused(f"{text}: {error}{rule}") from None
     if inspect.isfunction(found):
         if text in own and len(needed(found)) > 1:
             raise Refused(f"{text} must give a BlockMask; got a function of ({', '.join(needed(found))}). {_RULE}")
@@ -127,11 +121,11 @@ def looks_like_a_file(text: str) -> bool:
     return "(" not in text and (os.sep in text or Path(text).suffix != "")
 
 
-def unknown(name: str, own: Mapping[str, Any]) -> str:
+def unknown(name: str, own: Mapping[str, Any], hint: str) -> str:
     """The message for a name that neither the library nor the user's files have."""
     patterns = {each for each, found in public(masks).items() if callable(found)}
     mine = sorted(each for each, found in own.items() if inspect.isfunction(found))
-    files = f"The files of --from have {', '.join(mine) or 'no function'}." if own else _OWN
+    files = f"The files of --from have {', '.join(mine) or 'no function'}." if own else hint
     return f"{no_pattern(name, patterns, mine)} {files}"
 
 

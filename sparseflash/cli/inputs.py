@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from sparseflash import BlockMask
+from sparseflash.cli.names import PRECISIONS
 from sparseflash.testing import Inputs
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = dict(zip(PRECISIONS, (torch.bfloat16, torch.float16, torch.float32), strict=True))
 
 
 def drawn(

@@ -6,10 +6,6 @@ from typing import Annotated, Literal
 
 import typer
 
-from sparseflash import masks
-from sparseflash.cli.expression import HELP, public
-from sparseflash.cli.patterns import patterns
-
 
 def patterns_beginning_with(incomplete: str) -> list[str]:
     """Completions of the MASK argument in a shell.
@@ -17,6 +13,9 @@ def patterns_beginning_with(incomplete: str) -> list[str]:
     >>> patterns_beginning_with("cau")
     ['causal(']
     """
+    from sparseflash import masks
+    from sparseflash.cli.expression import public
+
     return [f"{name}(" for name, found in public(masks).items() if callable(found) and name.startswith(incomplete)]
 
 
@@ -26,10 +25,16 @@ def pattern_names(incomplete: str) -> list[str]:
     >>> pattern_names("cau")
     ['causal']
     """
+    from sparseflash.cli.patterns import patterns
+
     return [name for name in patterns() if name.startswith(incomplete)]
 
 
-Mask = Annotated[str, typer.Argument(metavar="MASK", help=HELP, autocompletion=patterns_beginning_with)]
+_MASK = (
+    "A Python expression of sparseflash.masks, such as 'local(4096, window=512) | butterfly(4096)', or a file written "
+    "by convert or BlockMask.save."
+)
+Mask = Annotated[str, typer.Argument(metavar="MASK", help=_MASK, autocompletion=patterns_beginning_with)]
 Sources = Annotated[
     list[str] | None,
     typer.Option(

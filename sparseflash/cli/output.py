@@ -7,17 +7,25 @@ import platform
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
 from traceback import print_exception
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from sparseflash import BlockMask, __version__
-from sparseflash.cli.expression import EXPRESSION, Refused, mask_of
+from sparseflash import __version__
+from sparseflash.cli.names import PICTURES
+from sparseflash.cli.refused import EXPRESSION, Refused
+
+# PyTorch is imported when it is needed, because help should appear at once.
+if TYPE_CHECKING:
+    import torch
+
+    from sparseflash import BlockMask
 
 console = Console()
 progress = Console(stderr=True)
@@ -50,6 +58,8 @@ def asked(text: str, sources: list[str] | None) -> BlockMask:
     Errors in the expression are reported in one line; errors in the user's functions keep their traceback from the
     expression on.
     """
+    from sparseflash.cli.expression import mask_of
+
     try:
         return mask_of(text, sources or ())
     except Refused as error:
@@ -67,6 +77,8 @@ def asked(text: str, sources: list[str] | None) -> BlockMask:
 
 def place(device: str | None) -> torch.device:
     """The device that was named, or the default one."""
+    import torch
+
     refused = ValueError(f"--device must be cpu or cuda, such as cuda:1; got {device}")
     try:
         chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -83,6 +95,8 @@ def place(device: str | None) -> torch.device:
 
 def where(mask: BlockMask) -> str:
     """The device and versions that a result was obtained with."""
+    import torch
+
     name = f"{platform.machine()} CPU, {threads()}"
     if mask.device.type == "cuda":
         name = torch.cuda.get_device_name(mask.device)
@@ -91,6 +105,8 @@ def where(mask: BlockMask) -> str:
 
 def threads() -> str:
     """How many threads PyTorch computes with on the CPU."""
+    import torch
+
     number = torch.get_num_threads()
     return f"{number} thread{'' if number == 1 else 's'}"
 
@@ -108,3 +124,18 @@ def short_errors() -> Iterator[None]:
 def refuse(error: Exception) -> None:
     """Prints one line on standard error."""
     Console(stderr=True).print(Text.assemble(("Error: ", "red"), str(error)), soft_wrap=True)
+
+
+def check_picture(path: Path) -> None:
+    """Raises ValueError for a picture that could not be written: another format, no matplotlib, no such folder."""
+    if path.suffix.lower() not in PICTURES:
+        raise ValueError(f"--picture must be a file called {', '.join(PICTURES)}; got {path}")
+    check_folder(path, "--picture")
+    if find_spec("matplotlib") is None:
+        raise ValueError("--picture needs matplotlib: pip install 'sparseflash[plot]'")
+
+
+def check_folder(path: Path | None, option: str) -> None:
+    """Raises ValueError unless the file's folder exists, or there is no file to write."""
+    if path is not None and not path.parent.is_dir():
+        raise ValueError(f"{option} must be in a folder that exists; got {path}")

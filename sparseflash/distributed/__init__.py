@@ -11,14 +11,13 @@ many live tiles, and few remote keys (`planner`). From the mask's lists every ra
 from which rank (`routes`). Only those are sent (`exchange`), by a collective or by copies out of the memory of other
 GPUs (`collectives`, `peer_copies`; `transport_choice` takes one). The exchange comes before attention, or is cut into
 one to four parts that overlap with attention to the keys at hand; the partial results are then merged by their lse in a
-fixed order (`merge`, on GPUs by the kernels of `fused_merge`). Alternatively, heads travel if there are enough of them
+fixed order (`sparseflash.merge`). Alternatively, heads travel if there are enough of them
 (`ulysses`), or queries travel to their keys if they are few (`queries`). The cost model (`costs`) chooses;
 `plan.explain()` prints it (`explain`). Score modifications and dropout take the positions of tokens in the whole
 sequence (`positions`, `scores`, `dropout`).
 """
 
-# It may import `attention`, `blockmask`, `dropout`, `scores` and `validation`, and of the Triton backend `device` and
-# `launcher`.
+# It may import `attention`, `blockmask`, `dropout`, `merge`, `scores` and `validation`.
 
 from sparseflash.distributed.attention import attention as attention
 from sparseflash.distributed.costs import H100 as H100
@@ -26,9 +25,8 @@ from sparseflash.distributed.costs import H100_HOSTS as H100_HOSTS
 from sparseflash.distributed.costs import Estimate as Estimate
 from sparseflash.distributed.costs import Machine as Machine
 from sparseflash.distributed.costs import Shape as Shape
-from sparseflash.distributed.merge import merged as merged
 from sparseflash.distributed.plan import ShardPlan as ShardPlan
 from sparseflash.distributed.sharding import shard as shard
 from sparseflash.distributed.shards import Shards as Shards
 
-__all__ = ["H100", "H100_HOSTS", "Estimate", "Machine", "Shape", "ShardPlan", "Shards", "attention", "merged", "shard"]
+__all__ = ["H100", "H100_HOSTS", "Estimate", "Machine", "Shape", "ShardPlan", "Shards", "attention", "shard"]

@@ -16,7 +16,6 @@ from sparseflash.distributed import dropout as drops
 from sparseflash.distributed.agreement import check_agreement
 from sparseflash.distributed.costs import Shape
 from sparseflash.distributed.exchange import Transfers, arrived, exchanged, for_each_stage
-from sparseflash.distributed.merge import merged, with_sink
 from sparseflash.distributed.plan import ShardPlan, Side
 from sparseflash.distributed.queries import merged_with_remote
 from sparseflash.distributed.query_rows import put_in_place, taken_apart
@@ -25,7 +24,9 @@ from sparseflash.distributed.stages import Stage
 from sparseflash.distributed.transport import Transport
 from sparseflash.distributed.ulysses import to_heads, to_tokens
 from sparseflash.dropout import Dropout, seed_tensor, threshold
+from sparseflash.merge import merge_attention, with_sink
 from sparseflash.scores.change import Change, Scores, scores_of
+from sparseflash.scores.sink import completed
 from sparseflash.validation import check_tensors, checked_scale, prepared_scores
 
 _KINDS_OF_CALLS = 256
@@ -114,6 +115,11 @@ def attention(
     Raises:
         TypeError, ValueError: tensors, plan and mask do not fit together, or the ranks differ.
     """
+    if torch.compiler.is_exporting():
+        raise NotImplementedError(
+            "distributed.attention must not be exported, because its exchanges are those of one plan and rank. Export "
+            "the model with sparseflash.attention and the whole mask in its place."
+        )
     check_tensors(q, k, v)
     if not isinstance(plan, ShardPlan):
         raise TypeError(f"plan must be a ShardPlan, made by distributed.shard(mask, group); got {type(plan).__name__}.")
@@ -134,14 +140,15 @@ def attention(
     _check_ranks_agree(q, k, v, call, shape, options, dropped, seed)
     if seeds is not None:
         call.dropout = Dropout(drops.of_first_rank(seeds, plan) if seed is None else seeds, dropped)
+    sink = changes.find("sink")
     if way.strategy == "heads":
         out, lse = _with_heads_travelling(q, k, v, call)
+        lse = lse if sink is None else completed(lse, sink.logits)
     else:
         if way.strategy == "queries":
             out, lse = _with_queries_travelling(q, k, v, call)
         else:
             out, lse = _with_keys_travelling(q, k, v, call, way.stages)
-        sink = changes.find("sink")
         if sink is not None:  # once for all the keys of a query, not once for each part of them
             out, lse = with_sink(out, lse, sink.logits)
     return (out, lse) if return_lse else out
@@ -215,7 +222,7 @@ def _with_keys_travelling(q: Tensor, k: Tensor, v: Tensor, call: _Call, exchange
         # Called even where no tile is live: the backward of every stage must send, because other ranks wait for it.
         parts.append(call.attention_of_stage(mine, keys, values, stage, "keys"))
     if rows is None:
-        return merged(parts)
+        return merge_attention(*zip(*parts, strict=True))
     of_some, of_whole = parts if route.stages[1].queries is None else parts[::-1]
     return put_in_place(of_some, of_whole, rows)
 

@@ -17,14 +17,13 @@ from sparseflash.scores.change import Change, Scores
 from sparseflash.scores.distance import Distance
 from sparseflash.scores.function import Function
 from sparseflash.scores.key_bias import KeyBias
+from sparseflash.scores.positions import with_positions
 from sparseflash.scores.relative import Codes
 from sparseflash.scores.sink import Sink
 from sparseflash.scores.softcap import Softcap
 from sparseflash.scores.temperature import Temperature
 
-# Functions of local places that call functions of whole places, kept so that each is recorded for the kernels once, not
-# at every step or stage. A program that keeps making new functions loses old ones.
-_placed = BoundedDict(32)
+_of_heads = BoundedDict(32)  # functions of some heads, kept as those of `with_positions` are
 
 
 def tells_positions(changes: Scores) -> bool:
@@ -82,7 +81,7 @@ def of_tokens(changes: Scores, queries: Tensor, keys: Tensor, shift: int) -> Sco
     distance, function = changes.find("distance"), changes.find("function")
     if distance is not None or function is not None:
         # A distance may come after the other sums; the function still comes last.
-        found.append(_with_positions(distance, function, shift, (queries, keys)))
+        found.append(with_positions(distance, function, shift, (queries, keys)))
     return Scores(tuple(found))
 
 
@@ -100,8 +99,8 @@ def of_heads(changes: Scores, heads: slice) -> Scores:
         elif isinstance(change, Sink):
             found.append(Sink(change.logits[heads]))
         elif isinstance(change, Function):
-            key = "heads", heads.start, change.identity
-            made = _placed.get(key) or _placed.put(key, _from_head(change, heads.start))
+            key = heads.start, change.identity
+            made = _of_heads.get(key) or _of_heads.put(key, _from_head(change, heads.start))
             found.append(made.with_tensors(change.given))
         else:
             found.append(change)
@@ -110,42 +109,6 @@ def of_heads(changes: Scores, heads: slice) -> Scores:
 
 def _taken(x: Tensor, dim: int, positions: Tensor) -> Tensor:
     return x if x.shape[dim] == 1 else x.index_select(dim, positions)
-
-
-def _with_positions(
-    distance: Distance | None, function: Function | None, shift: int, positions: tuple[Tensor, Tensor]
-) -> Change:
-    key = shift, distance and distance.is_log, function and function.identity
-    made = _placed.get(key) or _placed.put(key, _of_positions(distance, function, shift))
-    slopes = [] if distance is None else [distance.slopes]
-    changed: Change = made.with_tensors((*positions, *slopes, *(() if function is None else function.given)))
-    return changed
-
-
-def _of_positions(distance: Distance | None, function: Function | None, shift: int) -> Function:
-    """A distance and a function of whole places, as a function of local places.
-
-    Its tensors are the positions of queries and keys, the slopes if a distance is given, and the function's own.
-    """
-    is_log = None if distance is None else distance.is_log
-
-    def placed(change: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
-        def changed(
-            score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, queries: Tensor, keys: Tensor, *tensors: Tensor
-        ) -> Tensor:
-            query, key = queries[q], keys[k]
-            if is_log is not None:
-                slopes, *tensors = tensors  # type: ignore[assignment]
-                far = (query + shift - key).abs().to(score.dtype)
-                score = score - slopes[h].to(score.dtype) * (far.log1p() if is_log else far)
-            return score if change is None else change(score, b, h, query, key, *tensors)
-
-        return changed
-
-    if function is None:
-        return Function(placed(None), ())
-    derivative = None if function.derivative is None else placed(function.derivative)
-    return Function(placed(function.function), (), derivative)
 
 
 def _from_head(function: Function, first: int) -> Function:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sparseflash.blockmask.arguments import checked_mask, integer
+from sparseflash.blockmask.arguments import checked_mask, flag, integer
 from sparseflash.draw.cells import Shares, shares
 from sparseflash.draw.colours import DEAD_SCORE, EMPTY, FULL, GRID, PARTIAL, colours, hexadecimal
-from sparseflash.draw.panels import Choice, Panel, panels
+from sparseflash.draw.panels import Choice, Panel, chosen, panels
 from sparseflash.draw.scores import MEANINGS, kinds
 
 if TYPE_CHECKING:
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 MOST_PANELS = 16
 MOST_ELEMENTS = 4096  # tokens per side, when single scores are drawn
-_ELEMENTS_BY_DEFAULT = 256
+MOST_IN_GRID = 64  # panels of a grid by head
+_ELEMENTS_BY_DEFAULT = 1024
 _MOST_GRID = 64  # tiles per side; more grid lines would hide the tiles
 _PANEL_INCHES = 4.0
 
@@ -38,6 +39,7 @@ def plot(
     elements: bool | None = None,
     cells: int = 512,
     legend: bool = True,
+    by_head: bool = False,
 ) -> Figure | Axes:
     """Implements `BlockMask.plot`.
 
@@ -59,7 +61,7 @@ def plot(
         raise ValueError(f"elements=True must have at most {MOST_ELEMENTS} queries and keys; got {longest}.")
     if mask.shape[0] == 0:
         raise ValueError("mask must have at least one batch element to be drawn; got lengths of no sequence.")
-    found = panels(mask, heads, batch)
+    found = panels(mask, heads, batch, by_head=flag(by_head, "by_head"))
     meanings: list[tuple[str, str]] = []
     if ax is not None:
         if not hasattr(ax, "imshow"):
@@ -77,9 +79,14 @@ def plot(
                 handles=_patches(meanings), loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, frameon=False
             )
         return ax
-    drawn = found[:MOST_PANELS]
+    most = MOST_IN_GRID if by_head else MOST_PANELS
+    drawn = found[:most]
     side = _PANEL_INCHES if len(drawn) > 1 else 1.5 * _PANEL_INCHES
     cols = min(len(drawn), 4)
+    if by_head and len(drawn) > 1:  # the heads of a batch element in whole rows, if their number allows it
+        of_element = len(found) // len(chosen("batch", batch, mask.shape[0]))
+        cols = next((n for n in range(min(8, of_element), 3, -1) if of_element % n == 0), min(8, of_element))
+        side = _PANEL_INCHES * min(1.0, 4 / cols)
     rows = -(-len(drawn) // cols)
     shape = min(max(mask.q_len / mask.k_len, 0.25), 4.0)  # height over width of a panel
     size = (side * min(1.0, 1 / shape), side * min(1.0, shape))
@@ -89,7 +96,7 @@ def plot(
         meanings += _draw(mask, panel, panel_axes, elements, cells)
     for unused in axes[len(drawn) :]:
         unused.remove()
-    left_out = f"; the first {MOST_PANELS} of {len(found)} patterns" if len(found) > MOST_PANELS else ""
+    left_out = f"; the first {most} of {len(found)} {'panels' if by_head else 'patterns'}" if len(found) > most else ""
     figure.suptitle(
         f"{mask.q_len:,} x {mask.k_len:,} tokens, tiles of {mask.block_q} x {mask.block_k}{left_out}", fontsize=11
     )
@@ -108,7 +115,8 @@ def _draw(mask: BlockMask, panel: Panel, ax: Axes, elements: bool, most: int) ->
         palette = np.array([EMPTY, DEAD_SCORE, PARTIAL, FULL], dtype=np.uint8)
         scores = kinds(mask, panel.pattern, lengths=panel.lengths)
         image, share = palette[scores], float((scores >= 2).mean())
-        meanings = [(hexadecimal(colour), meaning) for colour, meaning in zip(palette, MEANINGS)]
+        drawn = {0, *np.unique(scores).tolist()}
+        meanings = [(hexadecimal(palette[n]), meaning) for n, meaning in enumerate(MEANINGS) if n in drawn]
     else:
         found = shares(mask, panel.pattern, most, most, lengths=panel.lengths)
         image, share = colours(found.full, found.partial), _mean(mask, found)

@@ -1,16 +1,18 @@
-"""A mask as a page of its own for a browser: zoom with the wheel, move by dragging, hover for the live share."""
+"""A mask as a page of its own for a browser: zoom with the wheel down to single scores, move by dragging, hover."""
 
 from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Iterable
 from html import escape
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sparseflash.draw.cells import shares
-from sparseflash.draw.colours import EMPTY, FULL, GRID, PARTIAL, colours, hexadecimal
+from sparseflash.draw.cells import shares, tile_list
+from sparseflash.draw.colours import DEAD_SCORE, EMPTY, FULL, GRID, PARTIAL, colours, hexadecimal
+from sparseflash.draw.page_script import SCRIPT
 from sparseflash.draw.panels import panels
 
 if TYPE_CHECKING:
@@ -18,9 +20,10 @@ if TYPE_CHECKING:
 
 MOST_PANELS = 16
 _CELLS = 512  # a side; 256 if there are several patterns
+_MOST_TILES, _MOST_BITS = 200_000, 2**22  # of a page that shows single scores: live tiles, and bytes of distinct tiles
 
 
-def to_page(mask: BlockMask, title: str = "") -> str:
+def to_page(mask: BlockMask, title: str = "", *, costs: Iterable[tuple[str, str]] = ()) -> str:
     """A whole HTML document, which needs no network and no other file.
 
     >>> from sparseflash import masks
@@ -29,13 +32,18 @@ def to_page(mask: BlockMask, title: str = "") -> str:
     True
 
     One picture for each distinct pattern, at most `MOST_PANELS`; a cell is a tile, or a square of 2 x 2, 4 x 4, ...
-    tiles if there are more than 512 on a side (256, if there are several patterns). Live shares are exact.
+    tiles if there are more than 512 on a side (256, if there are several patterns). Live shares are exact. Zoomed in,
+    it shows single scores; masks of more than 200,000 live tiles, or 4 MiB of distinct ones, show tiles only.
+
+    costs: labels and texts to show beside the pictures, such as those of `sparseflash show`.
     """
     mask = mask.canonical()
     found = panels(mask)
     most = _CELLS if len(found) == 1 else _CELLS // 2
     drawn: list[dict[str, Any]] = []
-    for panel in found[:MOST_PANELS]:
+    tiles = [tile_list(mask, panel.pattern) for panel in found[:MOST_PANELS]]
+    has_scores = sum(len(i) for i, _, _ in tiles) <= _MOST_TILES and mask.bits.numel() * 4 <= _MOST_BITS
+    for panel, (i, j, kind) in zip(found, tiles):
         cells = shares(mask, panel.pattern, most, most, lengths=panel.lengths)
         rows, cols = np.nonzero(cells.live)
         rgb = colours(cells.full[rows, cols], cells.partial[rows, cols])
@@ -50,17 +58,30 @@ def to_page(mask: BlockMask, title: str = "") -> str:
                 "live": _packed(cells.live[rows, cols].astype("<f4")),
                 "full": _packed(cells.full[rows, cols].astype("<f4")),
                 "rgb": _packed(rgb),
+                "ends": list(panel.lengths or (mask.q_len, mask.k_len)),
             }
         )
+        if has_scores:
+            number = (i * mask.blocks[1] + j).cpu().numpy().astype("<u4")
+            drawn[-1] |= {"tiles": _packed(number), "kinds": _packed(kind.cpu().numpy().astype("<u4"))}
+    everything: dict[str, Any] = {
+        "queries": mask.q_len, "keys": mask.k_len, "block": [mask.block_q, mask.block_k], "panels": drawn,
+        "colours": [list(EMPTY), list(DEAD_SCORE), list(PARTIAL), list(FULL)], "grid": GRID,
+    }  # fmt: skip
+    if has_scores:
+        everything["bits"] = _packed(mask.bits.cpu().numpy().astype("<i4"))
     rest = f"<p>and {len(found) - MOST_PANELS} more patterns</p>" if len(found) > MOST_PANELS else ""
-    data = json.dumps({"queries": mask.q_len, "keys": mask.k_len, "panels": drawn}).replace("<", "\\u003c")
+    data = json.dumps(everything).replace("<", "\\u003c")
     legend = " ".join(
         f'<span style="background:{hexadecimal(colour)}" class="key"></span> {meaning}'
         for colour, meaning in ((FULL, "full tiles"), (PARTIAL, "partial tiles"), (EMPTY, "empty"))
     )
+    table = "".join(f"<tr><th>{escape(what)}</th><td>{escape(much)}</td></tr>" for what, much in costs)
     return _PAGE.format(
-        title=escape(title or "mask"), summary=escape(repr(mask)), legend=legend, rest=rest, data=data, grid=GRID
-    ).replace("__SCRIPT__", _SCRIPT)
+        title=escape(title or "mask"), summary=escape(repr(mask)), legend=legend, rest=rest, data=data, grid=GRID,
+        costs=f"<table>{table}</table>" if table else "",
+        zoom="Wheel: zoom, down to single scores" if has_scores else "Wheel: zoom",
+    ).replace("__SCRIPT__", SCRIPT)  # fmt: skip
 
 
 def _packed(array: np.ndarray[Any, Any]) -> str:
@@ -71,94 +92,23 @@ _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>{title}</title>
 <style>
-body {{ font: 15px system-ui, sans-serif; margin: 1.5em; color: #222; }}
+body {{ font: 15px system-ui, sans-serif; margin: 1.5em; color: #222; background: #fff; }}
 code {{ overflow-wrap: anywhere; }}
+main {{ display: flex; flex-wrap: wrap; gap: 1.5em; align-items: flex-start; }}
 figure {{ display: inline-block; margin: 0 1em 1em 0; }}
-canvas {{ border: 1px solid {grid}; cursor: crosshair; display: block; touch-action: none; max-width: 100%; }}
+figcaption {{ text-align: center; }}
+canvas {{ cursor: crosshair; display: block; touch-action: none; }}
+table {{ border-collapse: collapse; font-size: 13px; max-width: 34em; }}
+th {{ text-align: left; font-weight: normal; color: #666; white-space: nowrap; }}
+th, td {{ padding: 0.2em 1em 0.2em 0; vertical-align: top; border-bottom: 1px solid #eee; }}
 .key {{ display: inline-block; width: 1em; height: 1em; border: 1px solid {grid}; vertical-align: -0.15em; }}
 output {{ display: block; min-height: 1.5em; font-variant-numeric: tabular-nums; }}
 </style></head><body>
 <h1>{title}</h1><p><code>{summary}</code></p>
-<p>{legend}; paler: fewer live. Queries down, keys right. Wheel: zoom; drag: move; double click: all.</p>
+<p>{legend}; paler: fewer live. Queries down, keys right, in tokens. {zoom}; drag: move; double click: all.</p>
 <output id="said">Point at a cell.</output>
-<div id="panels"></div>{rest}
+<main><div id="panels"></div>{costs}</main>{rest}
 <script type="application/json" id="data">{data}</script>
 <script>__SCRIPT__</script>
 </body></html>
-"""
-
-_SCRIPT = """
-"use strict";
-const data = JSON.parse(document.getElementById("data").textContent);
-const said = document.getElementById("said");
-const bytes = text => Uint8Array.from(atob(text), c => c.charCodeAt(0)).buffer;
-const range = (cell, size, total) => cell * size + "\\u2013" + (Math.min((cell + 1) * size, total) - 1);
-const percent = share => (100 * share).toPrecision(4).replace(/\\.?0+$/, "") + " %";
-for (const panel of data.panels) {
-  const at = new Uint32Array(bytes(panel.at)), live = new Float32Array(bytes(panel.live));
-  const full = new Float32Array(bytes(panel.full)), rgb = new Uint8Array(bytes(panel.rgb));
-  const where = new Map();
-  at.forEach((cell, i) => where.set(cell, i));
-  const source = document.createElement("canvas");
-  source.width = panel.cols; source.height = panel.rows;
-  const image = new ImageData(panel.cols, panel.rows);
-  image.data.fill(255);
-  at.forEach((cell, i) => image.data.set(rgb.subarray(3 * i, 3 * i + 3), 4 * cell));
-  source.getContext("2d").putImageData(image, 0, 0);
-  const figure = document.createElement("figure"), canvas = document.createElement("canvas");
-  const caption = document.createElement("figcaption");
-  caption.textContent = panel.title;
-  figure.append(canvas, caption);
-  document.getElementById("panels").append(figure);
-  const side = data.panels.length > 1 ? 420 : 720, longest = Math.max(data.queries, data.keys);
-  canvas.width = Math.max(16, side * data.keys / longest);
-  canvas.height = Math.max(16, side * data.queries / longest);
-  // The part that is shown, in cells; the last cells may be cut by the end of the mask.
-  const all = { x: 0, y: 0, w: data.keys / panel.width, h: data.queries / panel.height };
-  let view = { ...all };
-  const draw = () => {
-    const context = canvas.getContext("2d");
-    context.imageSmoothingEnabled = false;
-    context.fillStyle = "#fff";
-    context.fillRect(0, 0, canvas.width, canvas.height);
-    context.drawImage(source, view.x, view.y, view.w, view.h, 0, 0, canvas.width, canvas.height);
-  };
-  const place = event => {
-    const box = canvas.getBoundingClientRect();
-    return { x: (event.clientX - box.left) / box.width, y: (event.clientY - box.top) / box.height };
-  };
-  const move = (x, y) => {
-    view.x = Math.min(Math.max(0, x), all.w - view.w);
-    view.y = Math.min(Math.max(0, y), all.h - view.h);
-    draw();
-  };
-  canvas.addEventListener("wheel", event => {
-    event.preventDefault();
-    const p = place(event), x = view.x + p.x * view.w, y = view.y + p.y * view.h;
-    const least = Math.min(1, 4 / Math.max(all.w, all.h));
-    const scale = Math.min(1, Math.max(least, view.w / all.w * Math.exp(event.deltaY / 400)));
-    view.w = all.w * scale; view.h = all.h * scale;
-    move(x - p.x * view.w, y - p.y * view.h);
-  }, { passive: false });
-  let held = null;
-  canvas.addEventListener("pointerdown", event => {
-    held = { ...place(event), from: { ...view } };
-    canvas.setPointerCapture(event.pointerId);
-  });
-  canvas.addEventListener("pointerup", () => { held = null; });
-  canvas.addEventListener("dblclick", () => { view = { ...all }; draw(); });
-  canvas.addEventListener("pointermove", event => {
-    const p = place(event);
-    if (held) move(held.from.x - (p.x - held.x) * view.w, held.from.y - (p.y - held.y) * view.h);
-    const col = Math.floor(view.x + p.x * view.w), row = Math.floor(view.y + p.y * view.h);
-    if (col < 0 || row < 0 || col >= panel.cols || row >= panel.rows) return;
-    const i = where.get(row * panel.cols + col);
-    const share = i === undefined ? 0 : live[i], whole = i === undefined ? 0 : full[i];
-    const kind = share === 0 ? "empty" : whole >= share ? "full tiles"
-      : whole === 0 ? "partial tiles" : "full and partial tiles";
-    said.textContent = "queries " + range(row, panel.height, data.queries) + ", keys "
-      + range(col, panel.width, data.keys) + ": " + percent(share) + " live, " + kind;
-  });
-  draw();
-}
 """

@@ -29,7 +29,7 @@ class Panel:
     title: str  # "" if it is the only panel
 
 
-def panels(mask: BlockMask, heads: Choice = None, batch: Choice = None) -> list[Panel]:
+def panels(mask: BlockMask, heads: Choice = None, batch: Choice = None, *, by_head: bool = False) -> list[Panel]:
     """The distinct pictures of the selected heads and batch elements (by default all), in order of first appearance.
 
     >>> import torch
@@ -41,15 +41,23 @@ def panels(mask: BlockMask, heads: Choice = None, batch: Choice = None) -> list[
     >>> panels(BlockMask.from_layout(layout, block=16), heads=3)
     [Panel(pattern=0, lengths=None, title='head 3')]
 
+    by_head: a picture for each selected head of each batch element instead, equal ones, too.
+
     Raises ValueError if a head or batch element is out of range, or none is selected.
     """
     all_batch, all_heads = checked_mask(mask).shape[:2]
-    chosen_heads = _chosen("heads", heads, all_heads)
-    chosen_batch = _chosen("batch", batch, all_batch)
+    chosen_heads = chosen("heads", heads, all_heads)
+    chosen_batch = chosen("batch", batch, all_batch)
     pattern = mask.pattern.expand(all_batch, all_heads).tolist()
     lengths: list[tuple[int, int] | None] = [None] * all_batch
     if mask.lengths is not None:
         lengths = list(live_tokens(mask))
+    if by_head:
+        return [
+            Panel(pattern[b][h], lengths[b], " · ".join([*([f"batch {b}"] if all_batch > 1 else []), f"head {h}"]))
+            for b in chosen_batch
+            for h in chosen_heads
+        ]
     uses: dict[tuple[int, tuple[int, int] | None], dict[int, list[int]]] = {}
     for b in chosen_batch:
         for h in chosen_heads:
@@ -70,7 +78,8 @@ def panels(mask: BlockMask, heads: Choice = None, batch: Choice = None) -> list[
     return found
 
 
-def _chosen(name: str, choice: Choice, count: int) -> list[int]:
+def chosen(name: str, choice: Choice, count: int) -> list[int]:
+    """The numbers of a choice among `count`, each once, in its order."""
     if choice is None:
         return list(range(count))
     several = isinstance(choice, Iterable) and getattr(choice, "ndim", 1) > 0  # a tensor of no dimensions is one

@@ -16,7 +16,7 @@ from sparseflash.huggingface.model_mask import ModelMask, cropped, may_be_decode
 from sparseflash.interop.sdpa import from_sdpa
 from sparseflash.scores.bias import bias
 from sparseflash.scores.change import Scores
-from sparseflash.scores.sink import scaled, sink
+from sparseflash.scores.sink import sink
 from sparseflash.scores.softcap import softcap as softcap_of_scores
 
 Pattern = BlockMask | Callable[[nn.Module], BlockMask | None] | None
@@ -77,12 +77,11 @@ class Attention:
         if position_bias is not None:
             added = position_bias if added is None else added + position_bias
         cached = None
-        if softcap is None and added is None and may_be_decoded(query.shape[2], key.shape[2]):
-            cached = self.decoding(module, query, key, value, attention_mask, dropout)
+        if added is None and may_be_decoded(query.shape[2], key.shape[2]):
+            cached = self.decoding(module, query, key, value, s_aux, attention_mask, dropout)
         if cached is not None:
-            out, lse = attention_with_cache(query, key, value, **cached, scale=scaling, return_lse=True)
-            if s_aux is not None:
-                out = scaled(out, lse, s_aux.view(-1))
+            changes = _changes(softcap, None, s_aux)
+            out = attention_with_cache(query, key, value, **cached, scale=scaling, scores=changes)
         else:
             # `mask_for` breaks a compiled graph, so it is called only for a mask that does not exist yet.
             is_causal = _is_causal(module, query, attention_mask, is_causal)
@@ -107,11 +106,13 @@ class Attention:
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        sinks: Tensor | None,
         attention_mask: ModelMask | Tensor | None,
         dropout: float,
     ) -> dict[str, Any] | None:
         """The arguments of decoding, if the queries are a few new tokens behind a cache; otherwise None."""
-        needs_gradients = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+        learned = [x for x in (query, key, value, sinks) if x is not None and x.requires_grad]
+        needs_gradients = torch.is_grad_enabled() and learned
         if not isinstance(attention_mask, ModelMask) or dropout or needs_gradients:
             return None
         if key.stride(-1) != 1 or value.stride(-1) != 1:

@@ -25,9 +25,24 @@ once; ragged ends |
 queries on one side of the diagonal (butterflies, random blocks) |
 | DeepSpeed | `to_deepspeed`: `[H, nb, nb]` and block | `from_deepspeed`: the same | partial tiles (so no ragged ends, \
 no causality inside a block), rectangular masks or blocks, masks that differ within the batch |
+
+Whole functions of other libraries, with their arguments and layouts, computed by `attention`; nothing of these
+libraries is needed:
+
+| module | functions |
+|---|---|
+| `interop.flash_attn` | `flash_attn_func`, `flash_attn_varlen_func` |
+| `interop.flash_attn_cache` | `flash_attn_with_kvcache` |
+| `interop.flex_attention` | `flex_attention`, `create_block_mask` |
+| `interop.natten` | `na1d`, `na2d`, `na3d` |
+| `interop.xformers` | `memory_efficient_attention`, with xformers' classes of `attn_bias` |
+| `interop.fastvideo` | `block_sparse_attn_from_indices` |
 """
 
-# It may import `blockmask` and `scores` alone.
+# It may import `blockmask` and `scores` alone, so that `attention` and layers may use it. Modules with whole functions
+# also import `attention` and what is built on it; they are imported on first access.
+
+from types import ModuleType
 
 from sparseflash.interop.deepspeed import DeepSpeedLayout as DeepSpeedLayout
 from sparseflash.interop.deepspeed import from_deepspeed as from_deepspeed
@@ -78,3 +93,14 @@ __all__ = [
     "to_sdpa",
     "to_torch_sparse",
 ]
+
+_FUNCTIONS_OF = ("fastvideo", "flash_attn", "flash_attn_cache", "flex_attention", "natten", "xformers")
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Imports the modules with functions of other libraries on first access."""
+    from importlib import import_module
+
+    if name not in _FUNCTIONS_OF:
+        raise AttributeError(f"module 'sparseflash.interop' has no attribute {name!r}")
+    return import_module(f"sparseflash.interop.{name}")

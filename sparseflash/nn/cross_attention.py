@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from sparseflash.attention import Backend
 from sparseflash.blockmask.arguments import check_at_least_one, flag
-from sparseflash.nn.heads import Heads, check_features, check_input, padded, plain_weight
+from sparseflash.nn.heads import REMEDIES, Heads, check_features, check_input, padded, plain_weight
 from sparseflash.nn.layer_mask import Mask
 from sparseflash.nn.multihead import check_plain, copy_projections
+from sparseflash.remedies import refuse, without_others
+from sparseflash.scores.change import Change, Scores
 
 
 class SparseCrossAttention(Heads):
@@ -90,6 +93,8 @@ class SparseCrossAttention(Heads):
         lengths: Tensor | Sequence[int] | None = None,
         context_lengths: Tensor | Sequence[int] | None = None,
         mask: Mask = None,
+        scores: Scores | Change | None = None,
+        **others: Any,
     ) -> Tensor:
         """Attention of x to the context.
 
@@ -97,7 +102,10 @@ class SparseCrossAttention(Heads):
             x, context: `[B, Nq, embed_dim]` and `[B, Nk, context_dim]`.
             lengths, context_lengths: tokens of each sequence, integers `[B]`; later tokens are padding.
             mask: replaces the layer's mask.
+            scores: score modifications, as for `attention`.
         """
+        if others:
+            refuse(others, "SparseCrossAttention", REMEDIES)
         check_input(x, "x", plain_weight(self.q), "lengths")
         check_input(context, "context", plain_weight(self.kv), "context_lengths")
         check_features(x, "x", self.embed_dim)
@@ -107,5 +115,7 @@ class SparseCrossAttention(Heads):
         q_len, k_len, device = x.shape[1], context.shape[1], x.device
         own = self.mask_for(mask, q_len, k_len, device)
         own = padded(own, q_len, k_len, device, q_lengths=lengths, k_lengths=context_lengths)
-        out: Tensor = self.out(self.attend(q, k, v, own))
+        out: Tensor = self.out(self.attend(q, k, v, own, scores))
         return out
+
+    without_others(forward)

@@ -11,6 +11,15 @@ from sparseflash.blockmask.arguments import check_at_least_one, dense_tensor
 from sparseflash.blockmask.lengths import Lengths
 from sparseflash.nn.layer_mask import LayerMask, Mask
 from sparseflash.nn.sizes import check_dropout
+from sparseflash.scores.change import Change, Scores
+
+REMEDIES = {
+    "return_lse": "a layer returns features of tokens. Use attention with its projections",
+    "dropout_p": "it is an argument of the layer, dropout=, which layer.eval() turns off",
+    "is_causal": "pass mask=masks.causal to the layer",
+    "attn_mask": "pass mask=, a BlockMask, such as interop.from_sdpa(attn_mask)",
+    "key_padding_mask": "pass lengths=, the tokens of each sequence",
+}
 
 
 class Heads(nn.Module):
@@ -46,10 +55,12 @@ class Heads(nn.Module):
         """Heads `[B, H, N, D]` of projected features `[B, N, sum(heads) * D]`, one tensor for each number of heads."""
         return torch.split(x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2), list(heads), dim=1)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, scores: Scores | Change | None = None
+    ) -> Tensor:  # fmt: skip
         """Attention `[B, N, H * D]` of heads `[B, H, N, D]`."""
         dropped = self.dropout if self.training else 0.0
-        out = attention(q, k, v, mask, scale=self.scale, dropout_p=dropped, backend=self.backend)
+        out = attention(q, k, v, mask, scale=self.scale, dropout_p=dropped, scores=scores, backend=self.backend)
         return out.transpose(1, 2).flatten(2)
 
     def mask_for(self, own: Mask, q_len: int, k_len: int, device: torch.device) -> BlockMask | None:

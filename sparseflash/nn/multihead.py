@@ -14,6 +14,7 @@ from sparseflash.blockmask.arguments import check_at_least_one, flag
 from sparseflash.nn.heads import check_input
 from sparseflash.nn.layer_mask import LayerMask, Mask
 from sparseflash.nn.sizes import check_dropout
+from sparseflash.remedies import refuse, without_others
 from sparseflash.scaled_dot_product import live_and_bias, upper_left
 from sparseflash.scores.bias import Bias, bias
 
@@ -22,6 +23,9 @@ _PADDING = (
     "key_padding_mask; a torch.nn.TransformerEncoder makes nested tensors of padded inputs unless you set its "
     "use_nested_tensor = False"
 )
+
+_OWN = "it has the arguments of PyTorch's own layer. Use SparseSelfAttention, which takes scores, or attention"
+_REMEDIES = dict.fromkeys(("scores", "return_lse"), _OWN)
 
 
 class MultiheadAttention(nn.MultiheadAttention):
@@ -115,6 +119,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         attn_mask: Tensor | BlockMask | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
+        **others: Any,
     ) -> tuple[Tensor, None]:
         """`(out, None)`.
 
@@ -132,6 +137,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         Tensors are converted at every call; see `sdpa` for the cost. A query without a live key gives the bias of
         `out_proj`; PyTorch's result there is NaN or depends on its kernel.
         """
+        if others:
+            refuse(others, "MultiheadAttention", _REMEDIES)
         is_causal = flag(is_causal, "is_causal")
         if flag(need_weights, "need_weights"):
             raise ValueError(
@@ -164,6 +171,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         if not has_batch:
             return out[0], None
         return (out if self.batch_first else out.transpose(0, 1)), None
+
+    without_others(forward)
 
     def _projected(self, weights: tuple[Tensor, ...], *given: Tensor) -> list[Tensor]:
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +12,13 @@ from sparseflash.attention import Backend, attention
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import check_at_least_one, checked_device, flag
 from sparseflash.decode import FEW, attention_with_cache
-from sparseflash.nn.heads import Heads, check_features, check_input, padded, plain_weight
+from sparseflash.nn.heads import REMEDIES, Heads, check_features, check_input, padded, plain_weight
 from sparseflash.nn.kv_cache import KVCache
 from sparseflash.nn.layer_mask import Mask
 from sparseflash.nn.multihead import check_plain, copy_projections
 from sparseflash.nn.rotary import Rotary, Rotary2D, rotate
+from sparseflash.remedies import refuse, without_others
+from sparseflash.scores.change import Change, Scores
 
 
 class SparseSelfAttention(Heads):
@@ -124,6 +127,8 @@ class SparseSelfAttention(Heads):
         positions: Tensor | None = None,
         mask: Mask = None,
         cache: KVCache | None = None,
+        scores: Scores | Change | None = None,
+        **others: Any,
     ) -> Tensor:
         """Attention within each sequence of x.
 
@@ -137,7 +142,11 @@ class SparseSelfAttention(Heads):
                 without gradient and dropout; the layer's mask must be causal, and `lengths` and `mask` are refused. Up
                 to 16 tokens are decoded without a plan (`decode.attention_with_cache`), but the backends `"hopper"` and
                 `"blockwise"`, which cannot decode, make a mask for every call.
+            scores: score modifications, as for `attention`; with a cache, as for `decode.attention_with_cache`. A model
+                keeps their learned tensors as parameters: `layer(x, scores=scores.alibi(self.slopes))`.
         """
+        if others:
+            refuse(others, "SparseSelfAttention", REMEDIES)
         check_input(x, "x", plain_weight(self.qkv), "lengths")
         check_features(x, "x", self.embed_dim)
         if not (cache is None or isinstance(cache, KVCache)):
@@ -159,12 +168,17 @@ class SparseSelfAttention(Heads):
         if cache is not None:
             if lengths is not None or mask is not None:
                 raise ValueError("cache must not be given with lengths or a mask; got both.")
-            return self._with_cache(q, k, v, cache)
+            return self._with_cache(q, k, v, cache, scores)
         own = self.mask_for(mask, x.shape[1], x.shape[1], x.device)
-        out: Tensor = self.out(self.attend(q, k, v, padded(own, x.shape[1], x.shape[1], x.device, lengths=lengths)))
+        own = padded(own, x.shape[1], x.shape[1], x.device, lengths=lengths)
+        out: Tensor = self.out(self.attend(q, k, v, own, scores))
         return out
 
-    def _with_cache(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache) -> Tensor:
+    without_others(forward)
+
+    def _with_cache(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, scores: Scores | Change | None
+    ) -> Tensor:  # fmt: skip
         """The output for tokens that are added to the cache. If anything fails, the cache is left as it was."""
         if self.training or torch.is_grad_enabled():
             raise ValueError(
@@ -175,24 +189,26 @@ class SparseSelfAttention(Heads):
         start = cache.length
         try:
             cache.append(k.to(cache.k.dtype), v.to(cache.v.dtype))
-            mixed = self._attend_to_cache(q.to(cache.k.dtype), cache, start, mask).to(q.dtype)
+            mixed = self._attend_to_cache(q.to(cache.k.dtype), cache, start, mask, scores).to(q.dtype)
             out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         except BaseException:
             cache.truncate(start)  # otherwise the tokens would be there twice when the call is made again
             raise
         return out
 
-    def _attend_to_cache(self, q: Tensor, cache: KVCache, start: int, mask: BlockMask) -> Tensor:
+    def _attend_to_cache(
+        self, q: Tensor, cache: KVCache, start: int, mask: BlockMask, scores: Scores | Change | None
+    ) -> Tensor:  # fmt: skip
         """Attention of the queries [B, Hq, N, D] of the tokens of a cache from `start` on."""
         if q.shape[2] == 0:
             return q
         backend = self.backend
         if q.shape[2] <= min(FEW, mask.block_q) and (backend is None or backend == "triton" or backend == "reference"):
             return attention_with_cache(
-                q, cache.k, cache.v, cache.lengths, mask=mask, scale=self.scale, backend=backend
+                q, cache.k, cache.v, cache.lengths, mask=mask, scores=scores, scale=self.scale, backend=backend
             )
         stop = cache.length
         return attention(
             q, cache.k[:, :, :stop], cache.v[:, :, :stop], mask.crop(q=(start, stop), k=(0, stop)),
-            scale=self.scale, backend=backend,
+            scale=self.scale, scores=scores, backend=backend,
         )  # fmt: skip

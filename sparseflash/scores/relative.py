@@ -14,6 +14,7 @@ from sparseflash.blockmask.arguments import checked_integers, have_contents
 from sparseflash.blockmask.cache import BoundedDict
 from sparseflash.limits import MOST_TOKENS
 from sparseflash.scores.change import Change, Learned, Place, Sizes, add_at, floating, per_head
+from sparseflash.scores.positions import Packed
 
 _LONG_RUN = 16  # codes: with such runs the kernels go through eight of them in a tile of 64 x 64
 
@@ -54,6 +55,8 @@ class Relative(Change):
     kind = "relative"
     table: Tensor
     bucket: Bucket
+    # The running sums of queries and of keys, if sequences are packed.
+    sums: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     # The arrays of the last lengths and device, which every layer and step of a model asks for.
     _made: BoundedDict = field(default_factory=lambda: BoundedDict(1), repr=False)
 
@@ -67,7 +70,7 @@ class Relative(Change):
         per_head(self.table, "table", sizes)
         if torch.compiler.is_compiling():  # compiled code computes the arrays anew, without reading them
             return Codes(self.table, *self._codes(sizes))
-        key = sizes.q_len, sizes.k_len, sizes.device
+        key = sizes.q_len, sizes.k_len, sizes.device, self.sums
         made = self._made.get(key)  # looked up once: other threads may replace it
         if made is None:
             with torch.inference_mode(False):  # otherwise a later training step could not use them
@@ -78,7 +81,7 @@ class Relative(Change):
                 return Codes(self.table, *made)
             if len(made[0]) and have_contents(made[0]):
                 self._check_range(made[0])
-                made = (*made[:3], self._runs(*made[::3]))
+                made = (*made[:3], self._runs(*made[::3]) if len(made[3]) else made[3])
             self._made[key] = made
         return Codes(self.table, *made)
 
@@ -95,7 +98,8 @@ class Relative(Change):
         if not len(codes[0]) or not have_contents(codes[0]):
             return made
         self._check_range(codes[0])
-        return tuple(x.to(sizes.device) for x in (*codes[:3], self._runs(*codes[::3])))
+        until = self._runs(*codes[::3]) if len(codes[3]) else codes[3]
+        return tuple(x.to(sizes.device) for x in (*codes[:3], until))
 
     def _codes(self, sizes: Sizes) -> tuple[Tensor, ...]:
         q_len, k_len, device = sizes.q_len, sizes.k_len, sizes.device
@@ -105,7 +109,18 @@ class Relative(Change):
                 f"and {k_len}. Crop the sequence, or use scores.function."
             )
         # The code of query i, at position i + Nk - Nq, minus the code of key j is i - j + Nk - 1.
-        offsets = (k_len - 1) - torch.arange(q_len + k_len - 1, device=device) - (k_len - q_len)
+        offsets = (k_len - 1) - torch.arange(max(0, q_len + k_len - 1), device=device) - (k_len - q_len)
+        q_codes = torch.arange(q_len, dtype=torch.int32, device=device) + (k_len - 1)
+        is_even = True
+        if self.sums is not None:  # scores between sequences are dead: any bucket will do for them
+            places = Packed(*self.sums)
+            is_even = places.is_even
+            if not is_even:
+                first = places.first
+                offsets = (k_len - 1) - first - torch.arange(max(0, 2 * k_len - 1 - first), device=device)
+                aligned = torch.arange(q_len, device=device) + places.shifts(device)
+                q_codes = (aligned + (k_len - 1) - first).to(torch.int32)
+            offsets = offsets.clamp(*places.offsets)
         buckets = self.bucket(offsets)
         checked_integers(buckets, "what bucket returns")
         if buckets.device != offsets.device:
@@ -117,9 +132,9 @@ class Relative(Change):
             raise ValueError(
                 f"bucket must return one integer for each of the {len(offsets)} offsets; got {list(buckets.shape)}."
             )
-        q_codes = torch.arange(q_len, dtype=torch.int32, device=device) + (k_len - 1)
         k_codes = torch.arange(k_len, dtype=torch.int32, device=device)
-        return buckets.to(torch.int32), q_codes, k_codes, ends_of_runs(buckets)
+        until = ends_of_runs(buckets) if is_even else buckets[:0].to(torch.int32)  # ends assume neighbouring tokens
+        return buckets.to(torch.int32), q_codes, k_codes, until
 
     def _check_range(self, buckets: Tensor) -> None:
         most = self.table.shape[1]

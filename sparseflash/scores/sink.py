@@ -40,6 +40,19 @@ def scaled(out: Tensor, lse: Tensor, logits: Tensor) -> Tensor:
     return (torch.sigmoid(above(lse, logits)).unsqueeze(-1) * out).to(out.dtype)
 
 
+def completed(lse: Tensor, logits: Tensor) -> Tensor:
+    """The lse `[B, H, N]` of queries with a sink: its logit for queries without a live key, whose lse is -inf.
+
+    >>> completed(torch.tensor([[[0.0, -torch.inf]]]), torch.tensor([2.0])).tolist()
+    [[[0.0, 2.0]]]
+
+    Differentiable by both.
+    """
+    own = logits.to(lse.dtype)[:, None]
+    # A logit of -inf is no sink: no gradient reaches it.
+    return torch.where((lse == -torch.inf) & (own != -torch.inf), own, lse)
+
+
 def above(lse: Tensor, logits: Tensor) -> Tensor:
     """`lse - logits[h]`, also for logits of -inf: -inf for a query without a live key."""
     return (lse - logits.to(lse.dtype)[:, None]).masked_fill(lse == -torch.inf, -torch.inf)
@@ -58,8 +71,9 @@ def sink(logits: Tensor) -> Sink:
         logits: `[Hq]`, which may be learned; finite, or -inf for a head without a sink. No other score modification
             applies to them, nor does the scale or dropout.
 
-    `lse` includes the sink. A query without a live key still has `out = 0` and `lse = -inf`, and contributes nothing to
-    the gradient.
+    `lse` includes the sink. For a query without a live key the sink is the only key: `out = 0`, and lse is the sink's
+    logit, as in FlashAttention-4. So parts of the keys merge into the whole (`merge_attention`) if one of them has the
+    sink, whichever it is.
 
     Source: OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025; with logits 0 it is Miller's "Attention Is Off By
     One", 2023.

@@ -10,8 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from sparseflash import BlockMask, attention, dropout, masks, scores
 from sparseflash.attention import attend
 from sparseflash.backends.problem import Problem
-from sparseflash.blockmask.cache import mask_cache
-from tests.backends.triton.plans import WAYS, chunks_of, tilings_taken_by
+from tests.backends.triton.plans import WAYS, calls_of, chunks_of, tilings_taken_by
 
 BACKENDS = ["blockwise", "triton", "reference"]
 
@@ -287,8 +286,7 @@ def test_a_seed_may_lie_at_any_address_and_needs_no_kernel_of_its_own():
     for seed in torch.arange(4).split(1):
         out = attention(q, k, v, mask, dropout_p=0.3, seed=seed, backend="triton")
         assert torch.equal(out, attention(q, k, v, mask, dropout_p=0.3, seed=seed.clone(), backend="triton"))
-    (plan,) = mask_cache(mask.indices)["plans"].values()
-    assert len(plan.launches) == 1
+    assert len(calls_of(mask)) == 1
 
 
 # ---------------------------------------------------------------------- on a GPU

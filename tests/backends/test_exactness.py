@@ -145,10 +145,10 @@ def test_what_is_spread_out_has_every_kind_of_tile(sizes):
 
 
 def test_no_tile_of_the_tables_is_larger_than_the_blocks_that_they_are_tested_with():
-    from sparseflash.backends.triton import configs
+    from sparseflash.backends.triton.architecture import architecture_of
 
     for capability, arithmetic in _OTHER_TABLES:
-        for (_, of, dim), config in configs.table_for(capability, False).items():
+        for (_, of, dim), config in architecture_of(capability).tables.of(False).items():
             block = sizes_for(arithmetic, dim)["block"]
             assert of != arithmetic or max(config.block_m, config.block_n) <= block
 

@@ -12,8 +12,8 @@ from sparseflash import BlockMask, attention, masks, scores, testing
 from sparseflash.backends import problem as backends_problem
 from sparseflash.backends.triton import api
 from sparseflash.backends.triton.changes.pair_bias import readable
+from sparseflash.backends.triton.launch.gradient_sums import sums_of_groups
 from sparseflash.backends.triton.overrides import override
-from sparseflash.backends.triton.portable.learned import sums_of_groups
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.scores.change import Scores, Sizes
 from tests.backends.triton.plans import chunks_of
@@ -132,14 +132,15 @@ def test_a_bias_of_keys_past_the_length_gets_no_gradient():
     check(Scored(problem, ("alibi", "key_bias")), "triton")
 
 
-def test_a_sink_of_a_query_without_keys_gets_no_gradient():
+def test_the_lse_of_a_query_without_keys_is_its_sink():
     mask = BlockMask.from_function(lambda q, k: q % 2 == 0, 20, block=16)
     for dtype in (torch.float16, torch.float32):
         q, k, v = (torch.randn(1, 2, 20, 16, dtype=dtype, requires_grad=True) for _ in range(3))
         logits = torch.randn(2, requires_grad=True)
         out, lse = attention(q, k, v, mask, scores=scores.sink(logits), return_lse=True, backend="triton")
-        assert (out[:, :, 1::2] == 0).all() and (lse[:, :, 1::2] == -torch.inf).all()
-        assert (torch.autograd.grad(out[:, :, 1::2].sum(), logits)[0] == 0).all()
+        assert (out[:, :, 1::2] == 0).all() and (lse[:, :, 1::2] == logits.view(1, 2, 1)).all()
+        assert (torch.autograd.grad(out[:, :, 1::2].sum(), logits, retain_graph=True)[0] == 0).all()
+        assert (torch.autograd.grad(lse[:, :, 1::2].sum(), logits)[0] == 10).all()
 
 
 @pytest.mark.parametrize("backend", ["reference", "blockwise", "triton"])
@@ -159,14 +160,14 @@ def test_a_sink_of_minus_infinity_is_none(dtype, backend):
 @pytest.mark.parametrize("backend", ["reference", "blockwise", "triton"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_a_sink_far_above_all_scores_has_all_the_weight(dtype, backend):
-    """Except for queries without keys, whose exponentials would overflow."""
+    """Also for queries without keys."""
     mask = BlockMask.from_function(lambda q, k: q % 2 == 0, 20, block=16)
     q, k, v = (torch.randn(1, 2, 20, 16, dtype=dtype, requires_grad=True) for _ in range(3))
     logits = torch.full((2,), 3e4, requires_grad=True)
     out, lse = attention(q, k, v, mask, scores=scores.sink(logits), return_lse=True, backend=backend)
-    assert (out == 0).all() and (lse[:, :, ::2] == 3e4).all() and lse[:, :, 1::2].isneginf().all()
-    *gradients, of_sink = torch.autograd.grad((out.sum(), lse[:, :, ::2].sum()), [q, k, v, logits])
-    assert all((x == 0).all() for x in gradients) and (of_sink == 10).all()
+    assert (out == 0).all() and (lse == 3e4).all()
+    *gradients, of_sink = torch.autograd.grad((out.sum(), lse.sum()), [q, k, v, logits])
+    assert all((x == 0).all() for x in gradients) and (of_sink == 20).all()
 
 
 @pytest.mark.parametrize("backend", ["reference", "blockwise", "triton"])
@@ -176,10 +177,10 @@ def test_a_query_without_keys_may_have_an_lse_whose_gradient_is_not_a_number(dty
     mask = BlockMask.from_function(lambda q, k: q % 2 == 0, 20, block=16)
     q, k, v = (torch.randn(1, 2, 20, 16, dtype=dtype) for _ in range(3))
     learned = {
-        "sink": torch.randn(2), "alibi": torch.rand(2), "relative": torch.randn(2, 9), "bias": torch.randn(1, 2, 20, 20)
+        "alibi": torch.rand(2), "relative": torch.randn(2, 9), "bias": torch.randn(1, 2, 20, 20)
     }  # fmt: skip
     leaves = [x.requires_grad_() for x in (q, k, v, *learned.values())]
-    changes = scores.sink(learned["sink"]) + scores.alibi(learned["alibi"]) + scores.bias(learned["bias"])
+    changes = scores.alibi(learned["alibi"]) + scores.bias(learned["bias"])
     changes = changes + scores.relative(learned["relative"], scores.clipped(4))
     out, lse = attention(q, k, v, mask, scores=changes, return_lse=True, backend=backend)
     dout, dlse = torch.randn_like(out), torch.randn_like(lse)

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import pickle
 import time
+import tracemalloc
 
 import pytest
 import torch
@@ -273,6 +274,21 @@ def test_words_are_the_bits_or_a_dead_tile():
     assert BlockMask.dense(64, block=64).words.tolist() == [0] * (64 * 2)
 
 
+# ---------------------------------------------------------------------- documentation
+
+
+@pytest.mark.parametrize("name", sorted(name for name in vars(BlockMask) if not name.startswith("_")))
+def test_what_users_see_of_a_mask_is_documented_with_an_example(name):
+    found = vars(BlockMask)[name]
+    if name in {each.name for each in dataclasses.fields(BlockMask)}:
+        return  # documented in the class
+    assert ">>>" in found.__doc__
+    if not isinstance(found, property):  # methods are known by the class's name, wherever they are written
+        method = getattr(BlockMask, name)
+        assert (method.__module__, method.__qualname__) == ("sparseflash.blockmask.mask", f"BlockMask.{name}")
+        assert pickle.loads(pickle.dumps(method)) == method
+
+
 # ---------------------------------------------------------------------- long sequences
 
 
@@ -298,3 +314,21 @@ def test_a_million_tokens_take_under_a_second_and_16_megabytes(build):
     assert mask.nbytes < 16e6
     assert largest.nbytes < 16e6
     mask.validate()
+
+
+@pytest.mark.parametrize(
+    ("build", "times"),
+    [(masks.causal, 4.5), (masks.dense, 1.5), (lambda n: masks.local(n, window=n // 2, causal=True), 4.5)],
+    ids=["causal", "dense", "local"],
+)
+def test_a_list_of_a_million_tiles_takes_few_times_its_memory(build, times):
+    """Bytes that NumPy allocates at most, in sizes of the mask. Rows and columns are lists of int64."""
+    build(1024)
+    tracemalloc.start()
+    try:
+        mask = build(3 * 2**16)
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert len(mask.indices) > 750_000
+    assert most < times * mask.nbytes

@@ -76,7 +76,8 @@ def test_it_is_a_constant_of_the_backward_graph_too():
 
 def test_it_is_built_once_for_each_length(monkeypatch):
     built, build = [], rules.tiles_of_rule
-    monkeypatch.setattr("sparseflash.blockmask.mask.tiles_of_rule", lambda *given: (built.append(0), build(*given))[1])
+    where = "sparseflash.blockmask.methods.construction.tiles_of_rule"
+    monkeypatch.setattr(where, lambda *given: (built.append(0), build(*given))[1])
 
     def rule(q, k):
         return k <= q

@@ -43,6 +43,7 @@ def test_a_mask_says_how_it_is_moved():
         (lambda: list(MASK), r"must not be indexed, sliced or iterated over: take a part with mask.crop"),
         (lambda: np.array(MASK), r"must not be converted to an array: mask.to_dense\(\) is the boolean tensor"),
         (lambda: np.asarray(MASK, dtype=bool), r"must not be converted to an array: mask.to_dense\(\)"),
+        (lambda: np.concatenate([MASK, MASK]), r"must not be converted to an array: mask.to_dense\(\)"),
     ],
 )
 def test_what_is_done_with_sequences_is_answered_with_what_to_do(asked, said):
@@ -95,3 +96,10 @@ def test_every_remedy_for_a_name_names_what_there_is():
     for remedy in OTHER_NAMES.values():
         for name in re.findall(r"masks\.(\w+)\(", remedy):
             assert name in masks.__all__
+
+
+def test_numpy_knows_the_size_of_a_mask():
+    mask = masks.per_head([masks.causal(100, 60), masks.local(100, window=3).crop(k=(0, 60))])
+    assert (np.shape(mask), np.ndim(mask)) == (mask.shape, 4)
+    assert np.size(mask) == np.size(a=mask) == mask.to_dense().numel() == 2 * 100 * 60
+    assert np.size(mask, axis=1) == 2

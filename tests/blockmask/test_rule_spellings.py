@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparseflash import BlockMask
+from sparseflash import BlockMask, masks
 from sparseflash.blockmask.number import Number
 from tests.drawn.rule_spellings import BATCH, HEADS, Data, by_numbers, data_rules, python_rules, spelled
 
@@ -193,6 +193,32 @@ def test_threads_may_make_masks_together():
         )
         assert all(torch.equal(mask.to_dense(), wanted) for mask in made)
     assert torch._C._functorch._is_vmap_fallback_enabled() == allowed
+
+
+def test_other_threads_may_use_vmap_while_a_mask_is_made():
+    """PyTorch's switch for operations without a batching rule is of all threads, so it is left alone."""
+    found = []
+
+    def rule(q, k):
+        found.append(torch._C._functorch._is_vmap_fallback_enabled())
+        return k <= q
+
+    BlockMask.from_function(rule, 64, block=16)
+    assert found and all(found)
+
+
+def test_an_operation_without_a_batching_rule_is_not_called_for_each_score():
+    calls = []
+
+    @torch.library.custom_op("sparseflash_tests::distance", mutates_args=())
+    def distance(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        calls.append(0)
+        return q - k
+
+    for rule in (lambda q, k: distance(q, k) >= 0, lambda q, k: distance(q, q + 1) + 1 + q >= k):
+        calls.clear()
+        assert BlockMask.from_function(rule, 256) == masks.causal(256)
+        assert 0 < len(calls) < 256
 
 
 @pytest.mark.parametrize("depends", [

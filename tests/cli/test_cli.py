@@ -5,6 +5,7 @@ import io
 import json
 import os
 import re
+import subprocess
 import sys
 import tracemalloc
 import zipfile
@@ -14,19 +15,22 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from scipy import sparse
 from typer.testing import CliRunner
 
+import sparseflash
 from sparseflash import BlockMask, __version__, analysis, interop, masks
 from sparseflash import cli as command_line
-from sparseflash.cli import bench, certificate, check, convert, expression, info
+from sparseflash.cli import bench, certificate, check, convert, expression, info, output
 from sparseflash.cli.app import app
-from sparseflash.cli.expression import Refused, mask_of
+from sparseflash.cli.expression import mask_of
 from sparseflash.cli.inputs import drawn
 from sparseflash.cli.options import pattern_names, patterns_beginning_with
+from sparseflash.cli.refused import Refused
 from sparseflash.cli.sources import module_of
 from sparseflash.explain import Explanation
-from tests.processes.forked import python
+from tests.processes.forked import ROOT, python
 from tests.processes.threads import threads
 
 CPU = ("--device", "cpu")
@@ -587,6 +591,7 @@ def test_patterns_describes_one():
         ("m.npy", "RAGGED"),
         ("sdpa", "RAGGED"),
         ("torch-sparse", "HOLES"),
+        ("flex", "RAGGED"),
         ("fa4", "WHOLE"),
         ("flashinfer", "CAUSAL"),
         ("flashmask", "CAUSAL"),
@@ -626,16 +631,29 @@ def test_one_pattern_of_several_is_selected(tmp_path):
         (("m.pt",), "--to must be given for"),
         (("m.pt", "--to", "dense"), "m.pt must be called .npy for --to dense"),
         (("m.pt", "--to", "scipy"), "m.pt must be called .npz for --to scipy"),
-        (("m.pt", "--to", "flex"), "--to must not be flex: FlexAttention's mask holds a function"),
         (("m.pt", "--to", "paper"), "--to must be of mask, scipy, dense, sdpa, .*; got 'paper'"),
         (("m.pt", "--to", "deepspeed"), "a DeepSpeed layout must consist of whole blocks"),
-        (("none/m.mask",), "No such file or directory"),
+        (("none/m.mask",), "OUT must be in a folder that exists; got none/m.mask"),
     ],
 )
 def test_what_cannot_be_converted_is_told_and_nothing_is_written(tmp_path, monkeypatch, out, words):
     monkeypatch.chdir(tmp_path)
     assert re.search(words, run("convert", "causal(100, block=32)", *out, code=2))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_flexattention_can_use_the_lists_of_a_file(tmp_path):
+    from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    run("convert", "causal(100, block=32)", str(tmp_path / "m.pt"), "--to", "flex")
+    fields = torch.load(tmp_path / "m.pt", weights_only=True)["fields"]
+    del fields["lookup"]  # for those who have no mask_mod of their own
+    rule = lambda b, h, q, k: k <= q  # noqa: E731
+    flex = FlexBlockMask(mask_mod=rule, **fields)
+    want = create_block_mask(rule, None, None, 100, 100, device="cpu", BLOCK_SIZE=32)
+    assert torch.equal(flex.to_dense(), want.to_dense())
+    assert torch.equal(flex.full_kv_num_blocks, want.full_kv_num_blocks)
 
 
 def test_files_of_others_are_not_masks(tmp_path):
@@ -871,6 +889,78 @@ def test_it_runs_as_a_module_and_lists_its_commands():
     assert whole.returncode == 0, whole.stderr
     assert all(name in whole.stdout for name in ("show", "check", "bench", "convert", "patterns", "info"))
     assert run("--version") == f"sparseflash {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments", [("--version",), ("--help",), ("bench", "--help"), ()], ids=["version", "help", "of a command", "none"]
+)
+@pytest.mark.parametrize("script", [False, True], ids=["module", "script"])
+def test_help_needs_no_pytorch(tmp_path, arguments, script):
+    (tmp_path / "sparseflash").write_text(
+        f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom sparseflash.cli import main\nmain()\n"
+    )
+    how = (tmp_path / "sparseflash",) if script else ("-m", "sparseflash")
+    command = [sys.executable, "-X", "importtime", *map(str, how), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path if script else ROOT, timeout=120)
+    assert done.stdout.startswith(f"sparseflash {__version__}" if arguments == ("--version",) else "\n Usage:") or (
+        "Usage" in done.stdout
+    )
+    imported = set(re.findall(r"\| +([\w.]+)$", done.stderr, re.MULTILINE))
+    assert "typer" in imported and imported.isdisjoint({"torch", "numpy", "sparseflash.masks"})
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "is_help"),
+    [
+        (["python", "-m", "sparseflash", "show", "local(9)", "--help"], 3, True),
+        (["python", "/bin/sparseflash", "--version"], 1, True),
+        (["python", "-X", "dev", "-m", "sparseflash"], 0, True),
+        (["python", "-m", "sparseflash", "patterns", "--", "--help"], 3, False),
+        (["python", "-m", "sparseflash", "info"], 1, False),
+        (["python", "train.py", "--help"], 1, False),
+        (["python"], 0, False),
+        ([], -1, False),
+    ],
+)
+def test_only_help_of_the_command_is_help(command, arguments, is_help):
+    assert sparseflash._is_help(command, arguments) is is_help
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--picture", "m.bmp"), "--picture must be a file called .png, .pdf, .svg; got m.bmp"),
+        (("--picture", "mask"), "--picture must be a file called .png, .pdf, .svg; got mask"),
+        (("--picture", "none/m.png"), "--picture must be in a folder that exists; got none/m.png"),
+        (("--html", "none/m.html"), "--html must be in a folder that exists; got none/m.html"),
+        (("--save", "none/m.mask"), "--save must be in a folder that exists; got none/m.mask"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(options, words, monkeypatch):
+    monkeypatch.setattr(expression, "mask_of", lambda *_: pytest.fail("the mask was made"))
+    assert words in run("show", "causal(100)", *options, code=2)
+
+
+def test_a_picture_may_show_scores_or_tiles_and_every_head(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(BlockMask, "plot", lambda mask, **options: asked.append(options) or Figure())
+    for options in ((), ("--elements",), ("--tiles", "--by-head")):
+        run("show", "causal(100)", "--picture", str(tmp_path / "m.png"), *options)
+    assert [(each["elements"], each["by_head"]) for each in asked] == [(None, False), (True, False), (False, True)]
+
+
+def test_the_page_has_the_costs_beside_the_picture(tmp_path):
+    said = run("show", "causal(100)", "--html", str(tmp_path / "m.html"))
+    page = (tmp_path / "m.html").read_text()
+    rows = dict(re.findall(r"<tr><th>(.*?)</th><td>(.*?)</td></tr>", page))
+    assert {"scores", "forward", "backward", "reach"} <= set(rows) and rows["reach"] in unwrapped(said)
+
+
+def test_a_picture_without_matplotlib_is_refused_before_the_work(monkeypatch, tmp_path):
+    monkeypatch.setattr(output, "find_spec", lambda name: None)
+    monkeypatch.setattr(expression, "mask_of", lambda *_: pytest.fail("the mask was made"))
+    said = run("show", "causal(100)", "--picture", str(tmp_path / "m.PNG"), code=2)
+    assert "--picture needs matplotlib: pip install 'sparseflash[plot]'" in said
 
 
 def test_what_it_needs_is_said_where_it_is_missing(monkeypatch):

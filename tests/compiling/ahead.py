@@ -9,11 +9,11 @@ them again. Tests that compare in other ways than `exactness.check` and `scored.
 from contextlib import ExitStack
 from unittest import mock
 
-from sparseflash.backends.triton.shared_memory import shared_memory
+from sparseflash.backends.triton.architecture import architecture_of
 from tests.compared import exactness, scored
 
 ARCH = 90
-SHARED_MEMORY = shared_memory(ARCH)
+SHARED_MEMORY = architecture_of(divmod(ARCH, 10)).shared_memory
 
 _checked = set()  # checked code
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from sparseflash import BlockMask, attention, distributed, masks
+from sparseflash import BlockMask, distributed, masks
 from sparseflash.distributed import costs, planner
 from sparseflash.distributed.positions import Positions
 from sparseflash.distributed.shards import Shards
@@ -150,23 +150,6 @@ def test_a_ragged_last_chunk_is_the_last_of_its_rank():
     assert shards.rank_of_block(8).tolist() == [0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 0, 0, 0]
 
 
-def test_merging_parts_gives_the_whole_and_its_gradients():
-    q, k, v = (torch.randn(1, 2, 40, 16, dtype=torch.float64, requires_grad=True) for _ in range(3))
-    mask = masks.local(40, window=9, block=16)
-    parts = []
-    for start, stop in ((0, 16), (16, 32), (32, 40)):
-        some = mask.crop(k=(start, stop))
-        parts.append(attention(q, k[:, :, start:stop], v[:, :, start:stop], some, return_lse=True))
-    merged, whole = distributed.merged(parts), attention(q, k, v, mask, return_lse=True)
-    dout, dlse = torch.randn_like(merged[0]), torch.randn_like(merged[1])
-    for ours, expected in zip(
-        (*merged, *torch.autograd.grad(merged, (q, k, v), (dout, dlse))),
-        (*whole, *torch.autograd.grad(whole, (q, k, v), (dout, dlse))),
-        strict=True,
-    ):
-        torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-10)
-
-
 def test_few_queries_with_remote_keys_attend_apart_from_the_others():
     mask = masks.local(1024, window=20, causal=True, block=16)
     plan = distributed.shard(mask, ranks=2, rank=1)
@@ -263,11 +246,11 @@ def test_ranks_do_not_take_turns_in_the_backward():
 
 @pytest.mark.parametrize("pattern", [masks.butterfly, masks.causal, lambda n: masks.local(n, window=4096, causal=True)])
 def test_a_new_mask_of_128k_tokens_is_planned_quickly(pattern):
-    """Under 20 ms on a free core; ten times that, so that a busy machine does not fail it."""
+    """Under 20 ms of this thread, which the others of a busy machine do not lengthen tenfold."""
     taken = []
     for _ in range(3):
         mask = pattern(131072)
-        started = time.perf_counter()
+        started = time.thread_time()
         distributed.shard(mask, ranks=8, rank=3).stages_for(1, 8, 2)
-        taken.append(time.perf_counter() - started)
+        taken.append(time.thread_time() - started)
     assert min(taken) < 0.2

@@ -145,6 +145,23 @@ def test_doctests_in_docstrings_become_code():
     assert fenced(">>> f(1)  # doctest: +ELLIPSIS\n[0...") == "```pycon\n>>> f(1)\n[0...\n```"
 
 
+def test_methods_that_a_class_binds_are_shown_as_methods():
+    griffe = pytest.importorskip("griffe")
+    # As the site loads it: the docstring of each has been rewritten once.
+    extensions = griffe.load_extensions(str(DOCS / "doctests.py"), str(DOCS / "methods.py"))
+    shown = griffe.load("sparseflash", search_paths=[str(ROOT)], extensions=extensions)["blockmask.mask.BlockMask"]
+    crop, load = shown.members["crop"], shown.members["load"]
+    assert (crop.is_function, [each.name for each in crop.parameters]) == (True, ["q", "k"])
+    assert crop.docstring.value.count("```pycon") == 1
+    assert (load.is_function, [each.name for each in load.parameters]) == (True, ["path", "device"])
+    assert load.labels == {"classmethod"}
+    public = {name: each for name, each in shown.members.items() if not name.startswith("_")}
+    assert {name for name, each in public.items() if each.is_function and each.docstring is None} == set()
+    fields = {each.name for each in shown.parameters}
+    properties = {name for name, each in public.items() if "property" in each.labels}
+    assert {name for name, each in public.items() if not each.is_function} - properties - fields == {"words"}
+
+
 def test_every_page_is_in_the_list_of_pages_and_the_other_way_round():
     listed = set(re.findall(r": ([\w/-]+\.md)$|- ([\w/-]+\.md)$", (DOCS / "mkdocs.yml").read_text(), re.MULTILINE))
     listed = {first or second for first, second in listed}

@@ -335,7 +335,7 @@ def legend_of(holder):
 
 def test_plot_labels_axes_in_tokens_with_the_origin_at_the_top_left():
     mask = masks.local(1000, window=100, block=64)
-    (axes,) = mask.plot().axes
+    (axes,) = mask.plot(elements=False).axes
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("key (token)", "query (token)")
     assert axes.get_xlim() == (0, 1000) and axes.get_ylim() == (1000, 0)
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["0", "250", "500", "750", "1000"]
@@ -384,14 +384,11 @@ def test_plot_draws_every_score_of_a_small_mask():
     assert image.shape == (200, 200, 3)
     live = mask.to_dense()[0, 0].numpy()
     assert np.array_equal((image == PARTIAL).all(-1) | (image == FULL).all(-1), live)
-    assert legend_of(figure) == list(MEANINGS)
+    assert legend_of(figure) == list(MEANINGS[:3])  # no tile is full
     assert mask.plot(elements=False).axes[0].images[0].get_array().shape == (7, 7, 3)
-    assert masks.local(300, window=40, block=32).plot().axes[0].images[0].get_array().shape == (10, 10, 3)
-    assert masks.local(300, window=40, block=32).plot(elements=True).axes[0].images[0].get_array().shape == (
-        300,
-        300,
-        3,
-    )
+    for tokens, elements, side in ((1024, None, 1024), (1025, None, 33), (1025, True, 1025)):
+        figure = masks.local(tokens, window=40, block=32).plot(elements=elements)
+        assert figure.axes[0].images[0].get_array().shape == (side, side, 3)
 
 
 def test_plot_has_a_grid_line_between_all_tiles_where_they_are_few():
@@ -412,6 +409,23 @@ def test_plot_has_a_panel_for_each_different_pattern():
     assert [axes.get_title() for axes in mask.plot(heads=1).axes] == ["head 1\n100 % live"]
 
 
+def test_plot_by_head_has_a_panel_for_every_head_and_a_row_for_every_batch_element():
+    layout = torch.zeros(2, 3, 4, 4, dtype=torch.bool)
+    layout[1, 2] = True
+    mask = BlockMask.from_layout(layout, block=64)
+    figure = mask.plot(by_head=True)
+    titles = [f"batch {b} · head {h}\n{100 if b == 1 and h == 2 else 0} % live" for b in range(2) for h in range(3)]
+    assert [axes.get_title() for axes in figure.axes] == titles
+    assert [axes.get_subplotspec().get_geometry()[:2] for axes in figure.axes] == [(2, 3)] * 6
+    chosen = mask.plot(by_head=True, batch=1, heads=[2, 0]).axes
+    assert [axes.get_title().split("\n")[0] for axes in chosen] == ["batch 1 · head 2", "batch 1 · head 0"]
+    assert per_head(*[0.5] * 11).plot(by_head=True).axes[0].get_subplotspec().get_geometry()[:2] == (2, 8)
+    many = per_head(*[0.5] * 70).plot(by_head=True)
+    assert len(many.axes) == 64 and "the first 64 of 70 panels" in many.get_suptitle()
+    with pytest.raises(TypeError, match="by_head must be True or False; got 2"):
+        mask.plot(by_head=2)
+
+
 def test_plot_says_how_many_patterns_it_leaves_out():
     figure = per_head(*np.linspace(0.1, 0.9, 20)).plot()
     assert len(figure.axes) == 16
@@ -426,8 +440,10 @@ def test_plot_shows_padding():
 
 
 def test_plot_legend_tells_only_of_what_is_drawn():
-    assert legend_of(masks.butterfly(1024).plot()) == ["empty: skipped", "full tile"]
-    assert legend_of(masks.local(1024, window=4).plot()) == [
+    assert legend_of(masks.butterfly(1024).plot()) == [MEANINGS[0], MEANINGS[3]]
+    assert legend_of(masks.local(1024, window=4).plot()) == list(MEANINGS[:3])
+    assert legend_of(masks.butterfly(2048).plot()) == ["empty: skipped", "full tile"]
+    assert legend_of(masks.local(2048, window=4).plot()) == [
         "empty: skipped",
         "partial tile, 90 % live",
         "partial tile, 10 % live",
@@ -452,7 +468,7 @@ def test_plot_draws_into_axes_that_are_given():
     mask = masks.causal(512, block=64)
     assert mask.plot(axes) is axes
     assert len(axes.images) == 1
-    assert legend_of(axes)[:2] == ["empty: skipped", "full tile"]
+    assert legend_of(axes) == list(MEANINGS)
     assert per_head(0.1, 0.9).plot(axes, heads=1, legend=False) is axes
     with pytest.raises(ValueError, match=r"ax must be None to draw 2 distinct patterns; select one with heads="):
         per_head(0.1, 0.9).plot(axes)

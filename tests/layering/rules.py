@@ -10,34 +10,43 @@ types count, too.
 # kernels needs `triton:launching`; what chooses tiles for attention needs `triton:choosing`.
 _GROUPS = {
     "sparseflash/backends:blockwise": "blockwise blockwise_tiles",
-    "sparseflash/backends/triton:launching": "availability cuda_graphs device direct_start launcher",
-    "sparseflash/backends/triton:choosing": "alignment configs family overrides",
+    "sparseflash/backends/triton:launching": "architecture availability configs cuda_graphs device direct_start "
+    "launcher",
+    "sparseflash/backends/triton:choosing": "alignment family overrides",
+    "sparseflash/backends/triton/hopper:device": "configs gluon_api record scores",
+    # Whole functions of other libraries, above `attention`; the rest of `interop` is below it.
+    "sparseflash/interop:functions": "alibi fastvideo flash_attn flash_attn_cache flex_attention natten tokens_first "
+    "xformers",
     "experiments/benchmarks:timing": "fresh_process interpreter timing",
 }
 
 _LIBRARY = {
-    ".": "attention.py blockmask explain.py scaled_dot_product.py varlen.py",
+    ".": "attention.py blockmask explain.py merge.py scaled_dot_product.py varlen.py",
     "__main__.py": "cli",
     # Each of the functions that users call, and what they share.
     "attention.py": "backends backends:blockwise backends/reference.py backends/triton blockmask scores validation.py",
-    "decode.py": "backends backends/cached.py backends/triton/decode blockmask validation.py",
+    "decode.py": "backends backends/cached.py backends/triton/decode blockmask scores validation.py",
     "explain.py": "attention.py backends backends/triton backends/triton:choosing backends/triton:launching blockmask "
     "scores validation.py",
     "grouped.py": "attention.py blockmask masks/block_index.py validation.py",
+    "merge.py": "backends/triton backends/triton:launching scores",
     "pattern.py": "blockmask",
     "scaled_dot_product.py": "attention.py blockmask interop masks scores",
     "validation.py": "blockmask scores",
-    "varlen.py": "attention.py blockmask blockmask/ops masks pattern.py",
+    "varlen.py": "attention.py blockmask blockmask/ops masks pattern.py scores",
     # Its parts.
     "analysis": "blockmask",
     "blockmask": "blockmask/mask.py",
-    "blockmask/mask.py": "blockmask blockmask/ops draw masks/block_index.py",  # of the methods, when they are called
+    "blockmask/mask.py": "blockmask blockmask/methods",
+    "blockmask/methods": "blockmask blockmask/ops draw masks/block_index.py",  # when they are called
     "blockmask/ops": "blockmask",
     "cli": ". analysis attention.py draw explain.py interop masks testing",
-    "distributed": "attention.py backends/triton:launching blockmask scores validation.py",
+    "distributed": "attention.py blockmask merge.py scores validation.py",
     "draw": "blockmask",
     "huggingface": "attention.py blockmask decode.py interop scores",
     "interop": "blockmask scores",
+    "interop:functions": "attention.py blockmask blockmask/ops decode.py interop masks masks/tiling pattern.py "
+    "scaled_dot_product.py scores varlen.py",
     "masks": "blockmask blockmask/ops masks/fused masks/tiling",
     "masks/block_index.py": "blockmask masks/fused masks/tiling",
     "masks/fused": "backends/triton:launching blockmask masks/tiling",
@@ -48,28 +57,38 @@ _LIBRARY = {
     # The ways to compute attention.
     "backends": "blockmask scores",
     "backends:blockwise": "backends blockmask scores",
-    "backends/cached.py": "backends/reference.py blockmask blockmask/ops",
+    "backends/cached.py": "backends/reference.py blockmask blockmask/ops scores",
     "backends/reference.py": "blockmask scores",
     "backends/triton": "backends backends/triton:choosing backends/triton:launching backends/triton/hopper "
-    "backends/triton/portable backends/triton/schedule blockmask scores",
+    "backends/triton/launch backends/triton/portable backends/triton/schedule blockmask scores",
     "backends/triton:choosing": "backends/triton:launching backends/triton/schedule blockmask scores",
     "backends/triton:launching": "blockmask",
-    "backends/triton/changes": "backends/triton:choosing backends/triton:launching backends/triton/portable "
-    "backends/triton/schedule blockmask scores",
-    "backends/triton/decode": "backends/cached.py backends/triton:launching backends/triton/portable blockmask",
+    # What the families of kernels share, and the families, which do not import one another.
+    "backends/triton/changes": "backends/triton:choosing backends/triton:launching backends/triton/device_functions "
+    "backends/triton/hopper:device backends/triton/launch backends/triton/portable backends/triton/schedule blockmask "
+    "scores",
+    "backends/triton/device_functions": "backends/triton:launching backends/triton/changes backends/triton/schedule "
+    "blockmask",
+    "backends/triton/launch": "backends/triton:launching backends/triton/device_functions blockmask scores",
+    "backends/triton/decode": "backends/cached.py backends/triton:launching backends/triton/changes "
+    "backends/triton/device_functions blockmask scores",
     "backends/triton/hopper": "backends backends/triton:choosing backends/triton:launching backends/triton/changes "
-    "backends/triton/portable backends/triton/schedule blockmask scores",
+    "backends/triton/device_functions backends/triton/hopper:device backends/triton/launch backends/triton/schedule "
+    "blockmask scores",
+    # What score modifications need for their device functions on Hopper.
+    "backends/triton/hopper:device": "backends/triton/device_functions blockmask",
     # Run on its own, not imported: it tries the kernels as a user of the library would.
-    "backends/triton/kernel_check.py": "attention.py backends/triton backends/triton/hopper blockmask scores testing",
+    "backends/triton/kernel_check.py": "attention.py backends/triton backends/triton/hopper:device blockmask scores "
+    "testing",
     "backends/triton/portable": "backends backends/triton:choosing backends/triton:launching backends/triton/changes "
-    "backends/triton/schedule blockmask scores",
+    "backends/triton/device_functions backends/triton/launch backends/triton/schedule blockmask scores",
     "backends/triton/schedule": "backends backends/triton:choosing backends/triton:launching blockmask blockmask/ops",
 }
 
 # What experiments import as any user does, which rows of experiments call PUBLIC.
 _PUBLIC = (
-    ". attention.py decode.py grouped.py nn scaled_dot_product.py varlen.py analysis distributed draw interop scores "
-    "testing masks"
+    ". attention.py decode.py grouped.py merge.py nn scaled_dot_product.py varlen.py analysis distributed draw interop "
+    "scores testing masks"
 )
 
 _EXPERIMENTS = {
@@ -87,10 +106,10 @@ _EXPERIMENTS = {
     "lra/tasks": "lra/data lra/data/listops lra/model pathfinder pathfinder/cnn training",
     "pathx": "measurements.py pathfinder pathfinder/cnn pathx/data pathx/masks pathx/model training PUBLIC",
     "pathx/data": "pathfinder pathx pathx/masks pathx/model training PUBLIC",
-    "pathx/masks": "sparseflash/blockmask PUBLIC",
+    "pathx/masks": "sparseflash/blockmask sparseflash/cli PUBLIC",
     "pathx/model": "pathfinder/cnn pathx/data pathx/masks training/layers sparseflash/nn",
-    "selection": "measurements.py training PUBLIC",
-    "lm": "measurements.py lm/data lm/model training PUBLIC",
+    "selection": "measurements.py training sparseflash/cli PUBLIC",
+    "lm": "measurements.py lm/data lm/model training sparseflash/cli PUBLIC",
     "lm/data": "training",
     "lm/model": "lm training training/layers PUBLIC",
     "benchmarks": "",
@@ -149,5 +168,4 @@ KERNELS = (
     "masks/fused/rows.py",
     "masks/fused/runs.py",
     "masks/fused/unused.py",
-    "sparseflash/distributed/fused_merge.py",
 )

@@ -129,6 +129,8 @@ def words_for(part):
         ("sparseflash.backends.triton.api", "from sparseflash import attention"),
         ("sparseflash.backends.triton.portable.forward", "from sparseflash.blockmask.ops.tilelist import TileList"),
         ("sparseflash.backends.triton.schedule.plan", "from sparseflash.backends.triton.portable import forward"),
+        ("sparseflash.backends.triton.hopper.passes", "from sparseflash.backends.triton.portable import merging"),
+        ("sparseflash.backends.triton.launch.merging", "from sparseflash.backends.triton.portable import choice"),
         ("sparseflash.blockmask.build", "def f():\n    from sparseflash.draw.text import to_string"),
         ("sparseflash.blockmask.ops.crop", "from sparseflash.backends.problem import Problem"),
         ("sparseflash.blockmask.mask", "from sparseflash.masks import causal"),
@@ -150,7 +152,7 @@ def words_for(part):
         ("sparseflash.backends.triton.portable.forward", "from sparseflash.backends.triton.hopper import forward"),
         ("sparseflash.backends.triton.changes.kinds", "from sparseflash.backends.triton.hopper import changed"),
         ("sparseflash.backends.triton.decode.api", "from sparseflash.backends.triton.schedule import plan"),
-        ("sparseflash.backends.triton.launcher", "from sparseflash.backends.triton import configs"),
+        ("sparseflash.backends.triton.launcher", "from sparseflash.backends.triton import family"),
         ("sparseflash.backends.triton.device", "from sparseflash.backends.triton.hopper import gluon_api"),
         ("sparseflash.decode", "from sparseflash.attention import attention"),
         ("sparseflash.nn.heads", "from sparseflash.interop import flex"),
@@ -203,6 +205,23 @@ def test_only_the_kernels_import_triton(module):
         loaded |= new
         waiting += new
     assert [m for m in loaded if "triton" in {base.partition(".")[0] for base, _ in MODULES[m].at_import}] == []
+
+
+def loaded_by(start):
+    """The modules that are loaded when these are imported, and when their functions run."""
+    loaded, waiting = set(start), list(start)
+    while waiting:
+        imports = MODULES[waiting.pop()]
+        new = modules_of(imports.at_import | imports.in_functions) - loaded
+        loaded |= new
+        waiting += new
+    return loaded
+
+
+def test_hopper_needs_nothing_of_the_portable_kernels():
+    backend = "sparseflash.backends.triton"
+    loaded = loaded_by({module for module in MODULES if below(module, f"{backend}.hopper")})
+    assert sorted(module for module in loaded if below(module, f"{backend}.portable")) == []
 
 
 @pytest.mark.parametrize(

@@ -47,14 +47,14 @@ MUTATIONS = [
     ),
     Mutation(
         "sums of fp32 without their compensation",
-        f"{PORTABLE}/softmax.py",
+        "sparseflash/backends/triton/device_functions/softmax.py",
         "number -= lost",
         "number -= 0 * lost",
         "tests/backends/triton/test_softmax.py::test_sums_of_many_terms_are_rounded_once",
     ),
     Mutation(
         "exp2 of fp32 without its highest term",
-        f"{PORTABLE}/softmax.py",
+        "sparseflash/backends/triton/device_functions/softmax.py",
         "series = 1.5252733804e-05",
         "series = 0.0",
         "tests/backends/triton/test_softmax.py::test_powers_of_two_are_right_to_within_an_ulp",
@@ -215,9 +215,9 @@ MUTATIONS = [
     ),
     Mutation(
         "launches: one prepared for any dropout",
-        "sparseflash/backends/triton/api.py",
-        "*setting[1:], problem.scale, problem.dropped, tensors[0].dtype",
-        "*setting[1:], problem.scale, tensors[0].dtype",
+        "sparseflash/backends/triton/call_keys.py",
+        "*setting[1:], problem.scale, problem.dropped, problem.kernels, tensors[0].dtype",
+        "*setting[1:], problem.scale, problem.kernels, tensors[0].dtype",
         "tests/backends/triton/test_call_cache.py::test_launches_that_differ_in_anything_have_keys_of_their_own",
     ),
     Mutation(
@@ -243,7 +243,7 @@ MUTATIONS = [
     ),
     Mutation(
         "changed scores: everything below -3e30 is equal",
-        f"{PORTABLE}/softmax.py",
+        "sparseflash/backends/triton/device_functions/softmax.py",
         "LOWEST = tl.constexpr(-3e38)",
         "LOWEST = tl.constexpr(-3e30)",
         "tests/backends/test_scores.py::"

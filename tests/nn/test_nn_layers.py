@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sparseflash
-from sparseflash import BlockMask, attention, masks
+from sparseflash import BlockMask, attention, masks, scores
 from sparseflash.decode import attention_with_cache
 from sparseflash.nn import (
     KVCache,
@@ -672,3 +672,31 @@ def test_own_positions_of_a_batch():
 def test_rotary_positions_that_cannot_be_are_refused(make, words):
     with pytest.raises(ValueError, match=words):
         make()
+
+
+@pytest.mark.parametrize("tokens", [1, 20])  # decoded, and by a mask
+def test_score_modifications_with_a_cache_are_those_without(tokens):
+    layer = filled(SparseSelfAttention(64, 4, masks.causal, kv_heads=2, dtype=torch.float64)).eval()
+    changes = scores.alibi(torch.rand(4, dtype=torch.float64)) + scores.softcap(2.0)
+    changes = changes + scores.sink(torch.randn(4, dtype=torch.float64))
+    x = torch.randn(2, 60, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        whole, cache = layer(x, scores=changes), layer.new_cache(2, 100)
+        found = torch.cat([layer(part, cache=cache, scores=changes) for part in x.split(tokens, 1)], 1)
+        torch.testing.assert_close(found, whole, rtol=1e-9, atol=1e-9)
+        assert not torch.allclose(whole, layer(x))
+
+
+def test_cross_attention_takes_score_modifications_with_gradients():
+    layer = filled(SparseCrossAttention(64, 4, dtype=torch.float64))
+    x, context = (torch.randn(2, n, 64, dtype=torch.float64) for n in (10, 30))
+    slopes = torch.rand(4, dtype=torch.float64, requires_grad=True)
+    out = layer(x, context, scores=scores.alibi(slopes))
+    q, (k, v) = layer.q(x), layer.kv(context).chunk(2, -1)
+    q, k, v = (each.unflatten(-1, (4, 16)).transpose(1, 2) for each in (q, k, v))
+    far = (torch.arange(10).view(-1, 1) + 20 - torch.arange(30)).abs()
+    weights = (q @ k.mT / 4 - slopes.view(-1, 1, 1) * far).softmax(-1)
+    want = layer.out((weights @ v).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(out, want, rtol=1e-9, atol=1e-9)
+    got, true = (torch.autograd.grad(each.sum(), slopes)[0] for each in (out, want))
+    torch.testing.assert_close(got, true, rtol=1e-9, atol=1e-9)

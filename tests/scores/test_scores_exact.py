@@ -161,14 +161,16 @@ def test_a_sink_is_a_key_without_a_value():
 
 
 @pytest.mark.parametrize("backend", ["reference", "blockwise"])
-def test_a_query_without_keys_gives_zero_and_no_gradient_even_with_a_sink(backend):
+def test_a_query_without_keys_gives_zero_and_the_sink_alone(backend):
     mask = BlockMask.from_function(lambda q, k: q % 2 == 0, 20, block=16)
     q, k, v = (torch.randn(1, 2, 20, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
     logits = torch.randn(2, dtype=torch.float64, requires_grad=True)
     out, lse = attention(q, k, v, mask, scores=scores.sink(logits), return_lse=True, backend=backend)
-    assert (out[:, :, 1::2] == 0).all() and (lse[:, :, 1::2] == -torch.inf).all()
-    found = torch.autograd.grad(out[:, :, 1::2].sum(), (q, logits))
+    assert (out[:, :, 1::2] == 0).all() and (lse[:, :, 1::2] == logits.view(1, 2, 1)).all()
+    found = torch.autograd.grad(out[:, :, 1::2].sum(), (q, logits), retain_graph=True)
     assert all((x == 0).all() for x in found)
+    of_q, of_sink = torch.autograd.grad(lse[:, :, 1::2].sum(), (q, logits))
+    assert (of_q == 0).all() and (of_sink == 10).all()
 
 
 def own(score, b, h, q, k, gain, shift):

@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from sparseflash import BlockMask, attention, distributed, explain, masks, scores, testing
-from sparseflash.backends.triton import api, call_cache
+from sparseflash.backends.triton import call_cache, prepared_call
 from sparseflash.backends.triton.changes import tile_bias
 from sparseflash.backends.triton.overrides import override
 from sparseflash.backends.triton.schedule.tile_places import TilePlaces
@@ -345,7 +345,7 @@ def test_a_repeat_plans_nothing_and_no_mask_is_taken_for_another():
         with mock.patch.object(call_cache, "place_of", return_value=None):
             wanted = results(change, inputs, values, mask, "triton")
         results(change, inputs, values, mask, "triton")
-        with mock.patch.object(api, "setting_of", wraps=api.setting_of) as plans:
+        with mock.patch.object(prepared_call, "setting_of", wraps=prepared_call.setting_of) as plans:
             found = results(change, inputs, values, mask, "triton")
         assert plans.call_count == 0
         assert all(torch.equal(found[name], result) for name, result in wanted.items())

@@ -55,7 +55,7 @@ def show(
     chosen("--arithmetic", arithmetic, ARITHMETIC)
     compile_kernels()
     from experiments.benchmarks.compile.report import compile_all
-    from sparseflash.backends.triton.shared_memory import shared_memory
+    from sparseflash.backends.triton.architecture import architecture_of
     from sparseflash.blockmask.arguments import BLOCKS
 
     if block not in BLOCKS:
@@ -81,7 +81,7 @@ def show(
                 positions=positions, split=split, gathered=gathered,
             )  # fmt: skip
             for r in found:
-                limit = shared_memory(a)
+                limit = architecture_of(divmod(a, 10)).shared_memory
                 over = over or r.shared > limit
                 if as_json:
                     print(json.dumps(asdict(r)), flush=True)

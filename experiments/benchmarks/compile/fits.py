@@ -18,12 +18,12 @@ from experiments.benchmarks.compile.cases import HEADS, Case
 from experiments.benchmarks.compile.without_gpu import compiling_for
 from experiments.training.atomic_files import write_csv
 from sparseflash.backends.problem import Problem
-from sparseflash.backends.triton import api
+from sparseflash.backends.triton.architecture import architecture_of
 from sparseflash.backends.triton.launcher import BoundLaunch
 from sparseflash.backends.triton.overrides import override
 from sparseflash.backends.triton.portable.backward_pass import Backward, BackwardLayout
 from sparseflash.backends.triton.portable.forward_pass import Forward, ForwardLayout
-from sparseflash.backends.triton.shared_memory import shared_memory
+from sparseflash.backends.triton.prepared_call import setting_of
 from sparseflash.dropout import GROUP, Dropout
 from sparseflash.scores.change import Sizes
 
@@ -45,7 +45,9 @@ class Fit:
     @property
     def fits(self) -> bool:
         """Whether the GPU has that much memory."""
-        return self.shared <= shared_memory(self.arch) and self.tensor_memory <= TENSOR_MEMORY
+        return (
+            self.shared <= architecture_of(divmod(self.arch, 10)).shared_memory and self.tensor_memory <= TENSOR_MEMORY
+        )
 
     @property
     def has_fewer_stages(self) -> bool:
@@ -92,7 +94,7 @@ def _launches(case: Case) -> Iterator[tuple[str, str, BoundLaunch]]:
         dropping = dropping._replace(queries=queries, groups=groups)
     cut = mask.with_lengths(torch.tensor([100])) if case.lengths else mask
     problem = Problem.of(cut, scale=dim**-0.5, dropout=dropping)
-    setting = api.setting_of(q, k, problem, divmod(case.arch, 10))._replace(tf32=case.arithmetic == "tf32")
+    setting = setting_of(q, k, problem, divmod(case.arch, 10))._replace(tf32=case.arithmetic == "tf32")
     numbers = problem.scale, problem.dropped
     changes, wanted = case.changes(mask), []
     if changes is not None:

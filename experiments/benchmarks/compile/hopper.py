@@ -12,8 +12,8 @@ from triton.runtime import driver
 from experiments.benchmarks.compile.without_gpu import NoDevice
 from sparseflash import BlockMask, clear_caches, masks, scores
 from sparseflash.backends.problem import Problem
-from sparseflash.backends.triton import api
 from sparseflash.backends.triton.hopper import cuts, passes, plan
+from sparseflash.backends.triton.prepared_call import setting_of
 from sparseflash.scores.change import PAIRS, Scores, Sizes
 
 ARCH = 90
@@ -43,7 +43,7 @@ def compiled(dim: int, dtype: torch.dtype, features: Sequence[str] = ()) -> dict
         mock.patch.object(driver, "_active", NoDevice(ARCH)),
     ):
         clear_caches()  # passes are cached by a key, plans by their mask
-        setting = api.setting_of(q, q, Problem.of(mask, scale=1.0), divmod(ARCH, 10))
+        setting = setting_of(q, q, Problem.of(mask, scale=1.0), divmod(ARCH, 10))
         changes, wanted = _changes(features, unpadded, dtype), []
         if changes is not None:
             changes = changes.prepared(Sizes(1, 2, TOKENS, TOKENS, q.device, mask))

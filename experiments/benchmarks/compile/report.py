@@ -14,13 +14,13 @@ from experiments.benchmarks.compile.without_gpu import compiling_for
 from sparseflash import masks
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.saved import Saved
-from sparseflash.backends.triton import api
 from sparseflash.backends.triton.configs import Config, Kernel
 from sparseflash.backends.triton.direct_start import parameters_of_compiled
 from sparseflash.backends.triton.launcher import BoundLaunch, is_direct_version
 from sparseflash.backends.triton.overrides import NEVER_SPLIT, always_split, override
 from sparseflash.backends.triton.portable.backward_pass import Backward, BackwardLayout
 from sparseflash.backends.triton.portable.forward_pass import Forward, ForwardLayout
+from sparseflash.backends.triton.prepared_call import setting_of
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.dropout import GROUP, Dropout
 from sparseflash.scores.change import Scores, Sizes
@@ -134,7 +134,7 @@ def launch_all(
         queries, groups = (torch.arange(count, dtype=torch.int32) for count in (TOKENS, TOKENS // GROUP))
         dropping = dropping._replace(queries=queries, groups=groups)
     problem = Problem.of(mask.with_lengths(torch.tensor([100])) if lengths else mask, scale=dim**-0.5, dropout=dropping)
-    setting = api.setting_of(q, k, problem, divmod(arch, 10))._replace(tf32=arithmetic == "tf32")
+    setting = setting_of(q, k, problem, divmod(arch, 10))._replace(tf32=arithmetic == "tf32")
     numbers = problem.scale, problem.dropped
     wanted: list[bool] = []
     if changes is not None:

@@ -12,7 +12,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from sparseflash.backends.triton import api
+from sparseflash.backends.triton import api, prepared_call
 from sparseflash.backends.triton import device as gpu
 from sparseflash.backends.triton.configs import Kernel
 from sparseflash.backends.triton.launcher import Launch
@@ -65,7 +65,7 @@ def compiling_for(arch: int, only: Kernel | None = None, *, assemble: bool = Tru
         nullcontext() if assemble else mock.patch.object(knobs.runtime, "add_stages_inspection_hook", _stop_at_ptx),
         mock.patch.object(Launch, "start", compile_only),
         # Launches compile their kernels themselves: kernels compiled side by side would have to be loaded afterwards.
-        mock.patch.object(api, "compile_side_by_side", lambda launches: None),
+        mock.patch.object(prepared_call, "compile_side_by_side", lambda launches: None),
         mock.patch.object(gpu, "capability_of", lambda device: divmod(arch, 10)),
         mock.patch.object(api, "check", lambda *tensors: None),  # the check that tensors lie on a GPU
     ):

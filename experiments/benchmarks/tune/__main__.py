@@ -68,7 +68,7 @@ def main(
     from experiments.measurements import current_run
     from experiments.training.environment import command_line
     from experiments.training.progress_bar import counting_bar
-    from sparseflash.backends.triton.shared_memory import shared_memory
+    from sparseflash.backends.triton.architecture import architecture_of
 
     both = ("descriptors", "pointers")
     known = {"kernel": KERNELS, "arithmetic": ARITHMETICS, "dim": DIMS, "loads": both, "mask": PLAIN_KINDS}
@@ -95,7 +95,12 @@ def main(
     total = sum(map(len, wanted.values()))
     with counting_bar(console, f"Compiling for sm_{arch}", total) as progress:
         compiled = compile_candidates(
-            wanted, arch, shared_memory(arch), spills=bool(named), workers=workers, progress=progress
+            wanted,
+            arch,
+            architecture_of(divmod(arch, 10)).shared_memory,
+            spills=bool(named),
+            workers=workers,
+            progress=progress,
         )
     run = current_run(torch.device("cpu" if compile_only else "cuda"), command_line("experiments.benchmarks.tune"),
                       commit=commit)  # fmt: skip
@@ -131,7 +136,7 @@ def _time(bench: Bench, target: Target, good: list[Compiled], masks: tuple[str, 
 
     from experiments.benchmarks.tune.measuring import Candidates
     from experiments.training.progress_bar import counting_bar
-    from sparseflash.backends.triton.configs import table_for
+    from sparseflash.backends.triton.architecture import architecture_of
 
     capability = torch.cuda.get_device_capability()
     candidates = Candidates(target, length, bench.device, masks)
@@ -150,7 +155,9 @@ def _time(bench: Bench, target: Target, good: list[Compiled], masks: tuple[str, 
         if error is not None and error <= 1:  # False for NaN
             best = each
     if best is not None:
-        shipped = table_for(capability, target.descriptors)[target.kernel, target.arithmetic, target.dim]
+        shipped = architecture_of(capability).tables.of(target.descriptors)[
+            target.kernel, target.arithmetic, target.dim
+        ]
         console.print(f"{target}: {best.config} takes {best.mean:.3f} of the time of {shipped}")
 
 

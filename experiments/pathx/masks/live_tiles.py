@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from experiments.pathx.masks.relations import Relation
+from experiments.pathx.masks.relations import OWN, Relation
 
 NOWHERE = 1 << 14  # a coordinate beyond the reach of every mask
 
@@ -36,6 +36,8 @@ def live_tiles(relation: Relation, blocks: TokenBlocks) -> tuple[NDArray[np.bool
     inhabited = some[:, None] & some
     if relation.kind == "dense":
         may, full = inhabited, complete
+    elif relation.kind == OWN:
+        may, full = inhabited, np.zeros_like(inhabited)
     elif relation.kind in ("butterfly", "factor"):
         may, full = _cells(relation, blocks)
     else:

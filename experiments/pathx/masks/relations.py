@@ -9,10 +9,12 @@ A relation decides whether the score of two pixels (y, x) and (y', x') of one im
     axial:R         dy <= R or dx <= R                       R = 0: masks.axial
     butterfly:C     y // C ~ y' // C and x // C ~ x' // C    masks.butterfly_2d, a ~ b: equal, or differ in one bit
     factor:C:S      the same with a ~ b: equal, or differ only in bit S: one factor of the butterfly
+    mine.py:rule    rule(y, x, y', x'), a function of one's own on integer tensors; package.module:rule, too
     tiles:R         blocks of tokens whose boxes come within R pixels see each other whole: near:R, rounded up
 
 All but the last depend only on pixels, so dropping the background equals masking it. `tiles:R` depends on how tokens
-fill blocks, but never on other images of a batch. It has no partial tiles.
+fill blocks, but never on other images of a batch. It has no partial tiles. For a rule of one's own all tiles of an
+image are computed, because nothing is known about it: it shows what a mask is worth, and not how fast it is.
 
 "@rows" after a relation puts the layer's tokens in row-major order (also "@columns", "@hilbert"). The order affects the
 tiles of `tiles:R` and the cost of the others.
@@ -22,8 +24,10 @@ Register tokens see and are seen by all tokens of their image.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from functools import cache
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +35,7 @@ from torch import Tensor
 
 from experiments.pathx.masks.orders import BASE, ORDERS
 
+OWN = "own"
 KINDS = {"dense": 0, "near": 1, "rows": 1, "columns": 1, "axial": 1, "butterfly": 1, "factor": 2, "tiles": 1}
 
 MOST_LAYERS = 1000
@@ -45,11 +50,12 @@ class Relation:
     kind: str
     numbers: tuple[int, ...] = ()
     along: str | None = None  # the token order, if it is not the relation's default
+    function: str = ""  # place and name of a rule of one's own
 
     @property
     def name(self) -> str:
         """The name, as `parse` reads it."""
-        name = ":".join([self.kind, *map(str, self.numbers)])
+        name = self.function or ":".join([self.kind, *map(str, self.numbers)])
         return name if self.along is None else f"{name}@{self.along}"
 
     @property
@@ -62,6 +68,8 @@ class Relation:
     def live(self, y: Numbers, x: Numbers, other_y: Numbers, other_x: Numbers) -> Numbers:
         """Whether pixels (y, x) and (other_y, other_x) see each other; broadcasts. For `tiles`: in a live tile."""
         numbers = self.numbers
+        if self.kind == OWN:
+            return own(self.function)(*(each.long() for each in (y, x, other_y, other_x)))
         if self.kind in ("dense", "tiles"):
             return (y == y) & (other_y == other_y)
         if self.kind == "near":
@@ -93,15 +101,36 @@ def parse(text: str) -> Relation:
     if at and along not in ORDERS:
         raise ValueError(f"the order of a layer's tokens must be one of {', '.join(ORDERS)}; got {text!r}")
     kind, *words = relation.split(":")
+    if kind not in KINDS and len(words) == 1 and words[0].isidentifier():
+        own(relation)
+        return Relation(OWN, along=along or None, function=relation)
     if kind not in KINDS or len(words) != KINDS[kind] or not all(word.isdecimal() for word in words):
         known = ", ".join(":".join([kind, *"RS"[:count]]) for kind, count in KINDS.items())
-        raise ValueError(f"a layer's mask must be one of {known} with whole numbers of pixels; got {text!r}")
+        raise ValueError(
+            f"a layer's mask must be one of {known} with whole numbers of pixels, or a rule as "
+            f"file.py:rule; got {text!r}"
+        )
     numbers = tuple(map(int, words))
     if kind in ("butterfly", "factor") and numbers[0] < 1:
         raise ValueError(f"the cells of a butterfly must have at least 1 pixel; got {text!r}")
     if kind == "factor" and (numbers[1] < 1 or numbers[1] & (numbers[1] - 1)):
         raise ValueError(f"the stride of a factor must be a power of two, in cells; got {text!r}")
     return Relation(kind, numbers, along or None)
+
+
+@cache
+def own(text: str) -> Callable[..., Any]:
+    """A rule on pixels by its file or module and its name. Raises ValueError if there is none."""
+    from sparseflash.cli.expression import needed
+    from sparseflash.cli.pattern_text import function_of
+
+    place, _, name = text.rpartition(":")
+    function = function_of(place, name)
+    if len(needed(function)) != 4:
+        raise ValueError(
+            f"{text} must be a rule of (y, x, other_y, other_x); got one of ({', '.join(needed(function))})"
+        )
+    return function
 
 
 def parse_layers(text: str) -> tuple[Relation, ...]:

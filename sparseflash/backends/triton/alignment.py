@@ -17,10 +17,13 @@ def is_aligned(x: Tensor) -> bool:
     >>> is_aligned(x), is_aligned(x[..., 4:]), is_aligned(x[..., 1:]), is_aligned(torch.zeros(1, 1, 8, 70))
     (True, True, False, False)
     """
-    size = x.element_size()
-    return x.data_ptr() % _BYTES == 0 and all(
-        stride * size % _BYTES == 0 for length, stride in zip(x.shape[:-1], x.stride()[:-1], strict=True) if length > 1
-    )
+    if x.data_ptr() % _BYTES:
+        return False
+    size, last = x.element_size(), x.ndim - 1
+    for axis, (length, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
+        if axis < last and length > 1 and stride * size % _BYTES:
+            return False
+    return True
 
 
 def can_describe(x: Tensor) -> bool:

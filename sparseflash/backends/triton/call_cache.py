@@ -3,26 +3,29 @@
 A call on a short sequence spends most of its time on the host, in checks and in finding the plan and the kernels. The
 outcome depends only on the layout of the tensors, the mask and a few numbers. So a prepared call is cached on its mask,
 with these as the key, and the next call with the same key only allocates and launches. With score modifications, their
-kinds and the layout of their tensors are part of the key, and only the modifications are checked at each call.
+types and numbers, and the layout, dtype and device of their tensors are part of the key.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from sparseflash.backends.direct import are_plain, call_directly, is_plain_call
+from sparseflash.backends.direct import are_plain, as_recorded, call_directly, is_plain_call
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.saved import Saved
+from sparseflash.backends.scored import Run as OperatorRun
+from sparseflash.backends.scored import in_dtypes_of
+from sparseflash.backends.triton.call_keys import key_of_changes
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.cache import BoundedDict, mask_cache
+from sparseflash.scores.change import Change, Scores
 
 if TYPE_CHECKING:
-    from sparseflash.backends.scored import ScoredOperator
-    from sparseflash.backends.triton.api import Call
-    from sparseflash.scores.change import Scores
+    from sparseflash.backends.triton.prepared_call import PreparedCall
 
 _MOST = 64  # per mask; a program with more layouts would not gain from the cache
 _HALF = (torch.float16, torch.bfloat16)
@@ -69,60 +72,103 @@ def place_of(
     return calls, key
 
 
-class CachedRun:
-    """A cached call, applied to the mask of one call."""
+class Run:
+    """A prepared call with the mask and the score modifications of one call; see `direct.Differentiable`."""
 
     seed: Tensor | None = None
 
-    def __init__(self, call: Call, mask: BlockMask | None) -> None:
-        self._call, self._mask = call, mask
+    def __init__(
+        self, call: PreparedCall, mask: BlockMask | None, changes: Scores | None = None, tensors: Sequence[Tensor] = ()
+    ) -> None:
+        """tensors: of the score modifications."""
+        self._call, self._mask, self._changes = call, mask, changes
+        self._wanted = [x.requires_grad for x in tensors] if tensors else []
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """See `direct.Differentiable`."""
-        mask = self._mask
-        return self._call.forward(q, k, v, None if mask is None else mask.lengths, None)
+        run: Any = self._call.forward
+        lengths = None if self._mask is None else self._mask.lengths
+        if self._changes is None:
+            out, lse, kept = run(q, k, v, lengths, None)
+        else:
+            out, lse, kept = run(q, k, v, lengths, None, self._changes)
+            self._changes = self._call.without_tensors
+        return out, lse, kept
 
     def backward(
-        self, dout: Tensor, dlse: Tensor | None, saved: Saved, seed: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, dout: Tensor, dlse: Tensor | None, saved: Saved, seed: Tensor | None, *tensors: Tensor
+    ) -> tuple[Tensor | None, ...]:
         """See `direct.Differentiable`."""
         lengths = None if self._mask is None else self._mask.lengths
-        return self._call.backward(self.problem, dout, dlse, saved, lengths)
+        if self._changes is None:
+            return self._call.backward(dout, dlse, saved, lengths, None)
+        changes = self._changes.with_tensors(tensors)
+        dq, dk, dv, learned = self._call.scored_backward(dout, dlse, saved, lengths, None, changes, self._wanted)
+        return dq, dk, dv, *in_dtypes_of(tensors, learned)
 
     def operator_backward(
-        self, dout: Tensor, dlse: Tensor | None, saved: Saved, seed: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, dout: Tensor, dlse: Tensor | None, saved: Saved, seed: Tensor | None, *tensors: Tensor
+    ) -> tuple[Tensor | None, ...]:
         """See `direct.Differentiable`."""
-        from sparseflash.backends.triton.api import attention
+        from sparseflash.backends.triton import api
 
-        return attention.backward(dout, dlse, saved, self.problem())
+        batch = saved.q.shape[0]
+        problem = Problem.of(self._mask, scale=self._call.scale, batch=batch, kernels=self._call.kernels)
+        if self._changes is None:
+            return api.attention.backward(dout, dlse, saved, problem)
+        run = OperatorRun(api.scored_attention, problem, self._changes, self._wanted)
+        return run.operator_backward(dout, dlse, saved, seed, *tensors)
 
-    def problem(self) -> Problem:
-        """The problem of this call."""
-        mask = self._mask
-        batch = 1 if mask is None or mask.lengths is None else mask.lengths.shape[1]
-        return Problem.of(mask, scale=self._call.scale, batch=batch, kernels=self._call.kernels)
 
+def repeated(
+    place: Place, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, scores: Scores | Change | None
+) -> tuple[Tensor, Tensor] | None:  # fmt: skip
+    """`(out, lse)` of a call that has been prepared; None for others.
 
-def run_scored(
-    place: Place, q: Tensor, k: Tensor, v: Tensor, problem: Problem, changes: Scores
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`(out, lse)` of a call with score modifications. Its key in the cache includes theirs."""
-    from sparseflash.backends.triton import api
-
+    Score modifications that `Scores.prepared` replaces, such as tables by distance, are not found: it makes the
+    replacements at every call.
+    """
     calls, key = place
+    if scores is None:
+        call: PreparedCall | None = calls.get(key)
+        return None if call is None else call_directly(Run(call, mask), q, k, v)
+    if not calls or not isinstance(scores, (Scores, Change)):
+        return None
+    changes = scores if isinstance(scores, Scores) else Scores((scores,))
     tensors = changes.tensors()
     if not are_plain(*tensors):
-        return api.scored_attention(q, k, v, problem, changes)
-    key = key, *api.key_of_changes(changes), *api.insisted_gradients(problem, changes)
-    call: ScoredOperator | None = calls.get(key)
+        return None
+    call = calls.get(_key_with(key, changes, tensors))
+    return None if call is None else call_directly(Run(call, mask, changes, tensors), q, k, v, *tensors)
+
+
+def first(
+    place: Place, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None, problem: Problem, changes: Scores | None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`(out, lse)` of a call with prepared score modifications, which is cached for `repeated`."""
+    from sparseflash.backends.triton import api
+    from sparseflash.backends.triton.prepared_call import prepared
+
+    calls, key = place
+    tensors = [] if changes is None else changes.tensors()
+    if changes is not None:
+        if not are_plain(*tensors):
+            return api.scored_attention(q, k, v, problem, changes)
+        key = _key_with(key, changes, tensors)
+    call: PreparedCall | None = calls.get(key)
     if call is None:
         api.check(q, k, v)
-        api.check_gradients(q, k, v, problem, changes)
-        call = calls.put(key, api.scored_call(q, k, v, problem, changes))
-    return call.directly(q, k, v, problem, changes, tensors)
+        call = prepared(q, k, v, problem, changes)
+        call.check_gradients(q, k, v, changes)
+        call.prepare_forward(*as_recorded(q, k, v), changes)
+        calls.put(key, call)
+    return call_directly(Run(call, mask, changes, tensors), q, k, v, *tensors)
 
 
-def run(call: Call, q: Tensor, k: Tensor, v: Tensor, mask: BlockMask | None) -> tuple[Tensor, Tensor]:
-    """`(out, lse)` of a call that matches the cached one."""
-    return call_directly(CachedRun(call, mask), q, k, v)
+def _key_with(key: Any, changes: Scores, tensors: Sequence[Tensor]) -> Any:
+    """The key of a call with score modifications. Calls that request certain kernels also check whether these compute
+    the gradients, before the forward.
+    """
+    kernels = key[-1]  # the last entry of the key that `place_of` makes
+    insisted = [x.requires_grad for x in tensors] if kernels and torch.is_grad_enabled() else ()
+    return key, *key_of_changes(changes), *insisted

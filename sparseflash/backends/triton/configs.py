@@ -6,6 +6,8 @@ each kernel, and results do not depend on timings. `portable/fitting.py` cuts ti
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import torch
@@ -42,8 +44,9 @@ class Config(NamedTuple):
 _COPYING = triton_version() >= (3, 9)
 
 # (kernel, arithmetic, widest padded head dim) -> configuration. "half" is fp16 and bf16. "fp32" splits every number
-# into three bf16 pieces: see portable/fp32_split.py.
-_Table = dict[tuple[Kernel, Arithmetic, int], Config]
+# into three bf16 pieces: see device_functions/fp32_split.py.
+_Key = tuple[Kernel, Arithmetic, int]
+_Table = dict[_Key, Config]
 
 # sm_80: 163 KiB of shared memory per program.
 _AMPERE: _Table = {
@@ -129,13 +132,13 @@ _HOPPER_COPYING: _Table = {
 }
 
 # Used instead if the mask's blocks limit the tile that a program holds to 64 tokens.
-HOPPER_64: _Table = {
+_HOPPER_64: _Table = {
     ("forward", "half", 128): Config(64, 64, 4, 2, q_in_registers=not _COPYING),
     ("dq", "half", 128): Config(64, 64, 4, 2),
 }
 
 # Used instead with a bias for each pair (query, key). Tuned with the bias's gradient, for 8,192 tokens, causal.
-HOPPER_BIASED: _Table = {
+_HOPPER_BIASED: _Table = {
     ("forward", "half", 64): Config(64, 64, 4, 3, 168),
     ("forward", "half", 128): Config(128, 64, 8, 3),
     ("dk_dv", "half", 64): Config(64, 64, 4, 2, 168),
@@ -144,13 +147,13 @@ HOPPER_BIASED: _Table = {
 }
 
 # Used instead with a tile bias, which the kernels do not load through shared memory.
-HOPPER_TILE_BIASED: _Table = {**HOPPER_64, ("dk_dv", "half", 128): _HOPPER["dk_dv", "half", 128]}
+_HOPPER_TILE_BIASED: _Table = {**_HOPPER_64, ("dk_dv", "half", 128): _HOPPER["dk_dv", "half", 128]}
 
 # Used instead with a relative position table. Tuned with T5's buckets, for 8,192 tokens, causal.
-HOPPER_TABLE: _Table = {
-    ("forward", "half", 128): HOPPER_BIASED["forward", "half", 128],
-    ("dk_dv", "half", 64): HOPPER_BIASED["dk_dv", "half", 64],
-    ("dk_dv", "half", 128): HOPPER_BIASED["dk_dv", "half", 128],
+_HOPPER_TABLE: _Table = {
+    ("forward", "half", 128): _HOPPER_BIASED["forward", "half", 128],
+    ("dk_dv", "half", 64): _HOPPER_BIASED["dk_dv", "half", 64],
+    ("dk_dv", "half", 128): _HOPPER_BIASED["dk_dv", "half", 128],
     ("dq", "half", 64): Config(64, 64, 4, 2, 168),
     ("dq", "half", 128): Config(64, 64, 4, 2),
 }
@@ -166,21 +169,45 @@ _HOPPER_POINTERS: _Table = {
     ("dq", "fp32", 64): Config(64, 32, 4, 1),
 }
 
+# sm_100 and sm_103, not measured: as on Hopper.
+_BLACKWELL: _Table = {
+    **(_HOPPER_COPYING if _COPYING else _HOPPER),
+}
 
-def uses_hopper_tables(capability: tuple[int, int]) -> bool:
-    """Whether a GPU has enough shared memory for the Hopper tables: sm_90 and sm_100, but not sm_120."""
-    return capability[0] in (9, 10)
+_BLACKWELL_POINTERS: _Table = {
+    **_HOPPER_POINTERS,
+}
 
 
-def table_for(capability: tuple[int, int], descriptors: bool) -> _Table:
-    """The table of an architecture, for loads by tensor descriptors (TMA) or by pointers."""
-    if capability[0] == 8 and capability[1] == 0:
-        return _AMPERE
-    if uses_hopper_tables(capability):
-        if not descriptors:
-            return _HOPPER_POINTERS
-        return _HOPPER_COPYING if _COPYING else _HOPPER
-    return _CONSUMER
+class Tables(NamedTuple):
+    """The tables of one architecture."""
+
+    pointers: _Table
+    descriptors: _Table  # with tensor descriptors (TMA), if the architecture has them
+    has_room: bool  # for fp32 tiles in three pieces at any head dim
+    # Used instead of `descriptors`: if the mask's blocks limit the held tile to 64 tokens, with a bias for each pair,
+    # with a tile bias, and with a relative position table.
+    held_64: Mapping[_Key, Config] = MappingProxyType({})
+    biased: Mapping[_Key, Config] = MappingProxyType({})
+    tile_biased: Mapping[_Key, Config] = MappingProxyType({})
+    table: Mapping[_Key, Config] = MappingProxyType({})
+
+    def of(self, descriptors: bool) -> _Table:
+        """The table for loads by tensor descriptors or by pointers."""
+        return self.descriptors if descriptors else self.pointers
+
+    def has_room_for_pieces(self, padded_dim: int) -> bool:
+        """Whether fp32 tiles in three pieces fit in shared memory. Otherwise tiles are split after they are loaded."""
+        return self.has_room or padded_dim <= 128
+
+
+AMPERE = Tables(_AMPERE, _AMPERE, has_room=True)
+CONSUMER = Tables(_CONSUMER, _CONSUMER, has_room=False)
+HOPPER = Tables(
+    _HOPPER_POINTERS, _HOPPER_COPYING if _COPYING else _HOPPER, has_room=True, held_64=_HOPPER_64,
+    biased=_HOPPER_BIASED, tile_biased=_HOPPER_TILE_BIASED, table=_HOPPER_TABLE,
+)  # fmt: skip
+BLACKWELL = HOPPER._replace(pointers=_BLACKWELL_POINTERS, descriptors=_BLACKWELL)
 
 
 def arithmetic_of(dtype: torch.dtype, tf32: bool) -> Arithmetic:
@@ -188,8 +215,3 @@ def arithmetic_of(dtype: torch.dtype, tf32: bool) -> Arithmetic:
     if dtype != torch.float32:
         return "half"
     return "tf32" if tf32 else "fp32"
-
-
-def has_room_for_pieces(capability: tuple[int, int], padded_dim: int) -> bool:
-    """Whether fp32 tiles in three pieces fit in shared memory. Otherwise tiles are split after they are loaded."""
-    return padded_dim <= 128 or table_for(capability, False) is not _CONSUMER

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import torch
 
-from sparseflash.backends.triton.launcher import OLDEST
+from sparseflash.backends.triton.architecture import architecture_of
 from sparseflash.blockmask.cache import bounded
 
 INTERPRETED_AS = (9, 0)  # the interpreter uses the tiles of an H100, so that tests cover them
@@ -29,7 +29,7 @@ def runs_kernels(device: torch.device) -> bool:
         return False
     if device.type != "cuda":
         return True
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= OLDEST
+    return torch.version.hip is None and architecture_of(torch.cuda.get_device_capability(device)).is_supported
 
 
 @bounded(maxsize=64)
@@ -42,7 +42,7 @@ def check_device(device: torch.device) -> None:
 
 def check_capability(capability: tuple[int, int], name: str) -> None:
     """Raises RuntimeError if the kernels do not run on GPUs of this compute capability. name: of the GPU."""
-    if capability < OLDEST:
+    if not architecture_of(capability).is_supported:
         raise RuntimeError(
             f"the triton backend needs compute capability 8.0 (Ampere) or newer; {name} has "
             f"{capability[0]}.{capability[1]}. Use backend='blockwise'."

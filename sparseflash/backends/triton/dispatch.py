@@ -10,7 +10,15 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from sparseflash.backends.triton import gate
 from sparseflash.backends.triton.family import Family, Request
+from sparseflash.backends.triton.hopper import support
+
+
+def _hopper_passes() -> Any:
+    from sparseflash.backends.triton.hopper.passes import backward, forward  # imported late: they need Gluon
+
+    return forward, backward
 
 
 def _portable_passes() -> Any:
@@ -20,38 +28,13 @@ def _portable_passes() -> Any:
     return forward, backward
 
 
-def _never(request: Request) -> str | None:
-    return None  # calls that no kernel can serve were refused earlier
-
-
-def _hopper_passes() -> Any:
-    from sparseflash.backends.triton.hopper.passes import backward, forward
-
-    return forward, backward
-
-
-def _hopper_refuses(request: Request) -> str | None:
-    from sparseflash.backends.triton.hopper.support import refuses
-
-    return refuses(request)
-
-
-def _hopper_yields(request: Request) -> str | None:
-    from sparseflash.backends.triton.hopper.support import yields
-
-    return yields(request)
-
-
-def _hopper_untested(request: Request) -> str | None:
-    from sparseflash.backends.triton.gate import refuses
-
-    return refuses(request)
-
-
+# The last one serves every call that the checks let pass.
 FAMILIES = (
-    Family("hopper", _hopper_refuses, _hopper_yields, _hopper_untested, _hopper_passes),
-    Family("portable", _never, _never, _never, _portable_passes),
-)
+    Family(
+        "hopper", _hopper_passes, support.refuses, support.yields, gate.refuses, note=gate.note, has_short_tiles=False
+    ),
+    Family("portable", _portable_passes),
+)  # fmt: skip
 
 
 class Decision(NamedTuple):
@@ -85,3 +68,8 @@ def decide(request: Request, wanted: str = "") -> Decision:
     if wanted not in [family.name for family in FAMILIES]:
         raise ValueError(f"kernels must be of {', '.join(family.name for family in FAMILIES)}; got {wanted!r}.")
     return Decision(None, refusals)
+
+
+def has_short_tiles(wanted: str) -> bool:
+    """Whether the family that a caller requests, or "" for any, takes tiles of fewer than 128 tokens without a mask."""
+    return all(family.has_short_tiles for family in FAMILIES if family.name == wanted)

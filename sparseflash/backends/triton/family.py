@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sparseflash.backends.saved import Saved
 from sparseflash.backends.triton.alignment import can_describe
+from sparseflash.backends.triton.architecture import Architecture, architecture_of
 from sparseflash.backends.triton.launcher import BoundLaunch
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.dropout import Dropout
@@ -26,6 +27,11 @@ class Setting(NamedTuple):
     lengths: bool
     dropout: bool
     coordinates: tuple[str, ...]  # the coordinate tensors that the dropout has: see `Dropout`
+
+    @property
+    def architecture(self) -> Architecture:
+        """Everything that depends on the capability."""
+        return architecture_of(self.capability)
 
 
 class PairBias(NamedTuple):
@@ -60,6 +66,11 @@ class Request(NamedTuple):
     pairs: PairBias | None = None
     device: torch.device | None = None  # of the tensors
     heads: int = 1  # query heads of all batch elements
+
+    @property
+    def architecture(self) -> Architecture:
+        """Everything that depends on the capability."""
+        return architecture_of(self.capability)
 
     @classmethod
     def of(
@@ -161,15 +172,24 @@ class BackwardPass(Protocol):
         """How the kernels run, except for kernels that only prepare or merge."""
 
 
+def _none(request: Request) -> str | None:
+    return None
+
+
 class Family(NamedTuple):
-    """A set of kernels that belong together. For an example of `passes` see `forward_pass.py` in `portable/`."""
+    """A set of kernels that belong together. For an example of `passes` see `forward_pass.py` in `portable/`.
+
+    The functions of a request return a text, or None, which is their default.
+    """
 
     name: str
-    refuses: Callable[[Request], str | None]  # why it cannot serve a request, or None
-    # Why another family should run, or None. For a forward this must not depend on the number of sequences and heads:
-    # a row must have the same bits in every batch.
-    yields: Callable[[Request], str | None]
-    # Why the kernels must not run under the installed Triton, or None. Called only for a request that they would serve.
-    untested: Callable[[Request], str | None]
     # Imports and returns the functions that prepare a forward and a backward.
     passes: Callable[[], tuple[Callable[..., ForwardPass], Callable[..., BackwardPass]]]
+    refuses: Callable[[Request], str | None] = _none  # why it cannot serve a request
+    # Why another family should run. For a forward this must not depend on the number of sequences and heads: a row must
+    # have the same bits in every batch.
+    yields: Callable[[Request], str | None] = _none
+    # Why the kernels must not run under the installed Triton. Called only for a request that they would serve.
+    untested: Callable[[Request], str | None] = _none
+    note: Callable[[Request], str | None] = _none  # what `explain` says of a request that they serve
+    has_short_tiles: bool = True  # without a mask, tiles may have fewer than 128 tokens

@@ -16,16 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sparseflash.backends.triton.architecture import architecture_of
 from sparseflash.backends.triton.cuda_graphs import refuse_to_record
 from sparseflash.backends.triton.direct_start import DirectStart, Parameter, loaded, parameters_of_compiled
-from sparseflash.backends.triton.shared_memory import shared_memory
 from sparseflash.backends.triton.versions import MEASURED, triton_version
 from sparseflash.limits import check_count
 
 # Fused multiply-adds are fewer instructions and have smaller errors. Triton's default depends on its version.
 OPTIONS = {"enable_fp_fusion": True}
-# The oldest compute capability that the kernels support: Ampere, the first with bf16 and asynchronous copies.
-OLDEST = (8, 0)
 DIRECT_VERSIONS = tuple(each.triton for each in MEASURED if each.direct)
 
 
@@ -144,11 +142,12 @@ class Launch:
         unknown = [name for name in given if name not in variant.names]
         if missing or unknown:
             raise TypeError(f"{variant.function.__name__} lacks {missing} and does not know {unknown}")
-        for name, value in fixed.items():  # a 64-bit integer would be an argument of another type
-            if isinstance(value, int):
-                check_count(
-                    f"{name} of {variant.function.__name__}", abs(value), remedy="Split the batch or the heads."
-                )
+        # A 64-bit integer would be an argument of another type.
+        counts = {name: abs(value) for name, value in fixed.items() if isinstance(value, int)}
+        largest = max(counts, key=counts.__getitem__, default="")
+        check_count(
+            f"{largest} of {variant.function.__name__}", counts.get(largest, 0), remedy="Split the batch or the heads."
+        )
         self.variant, self.bound, self.examples = variant, tuple(bound), dict(examples)
         self._arguments = [given[name] for name in variant.names]
         self._slots = [(variant.names.index(name), described.get(name)) for name in (*bound, *examples)]
@@ -172,7 +171,7 @@ class Launch:
     def bind(self, programs: int, **tensors: Tensor) -> BoundLaunch:
         """This launch with its grid and the bound tensors."""
         check_count(f"programs of {self.variant.function.__name__}", programs, remedy="Split the batch or the heads.")
-        return BoundLaunch(self, programs, tuple(tensors[name] for name in self.bound))
+        return BoundLaunch(self, programs, tuple([tensors[name] for name in self.bound]))
 
     def start(self, programs: int, *given: Any) -> None:
         """Starts the kernel with `programs` programs. given: the bound tensors, then the arguments of the call."""
@@ -247,7 +246,7 @@ class Describe:
 def _fits(compiled: Any) -> bool:
     """Whether a kernel's shared memory fits on the GPUs that it was compiled for."""
     metadata = compiled.metadata
-    return bool(metadata.shared <= shared_memory(metadata.target.arch))
+    return bool(metadata.shared <= architecture_of(divmod(metadata.target.arch, 10)).shared_memory)
 
 
 def is_direct_version() -> bool:

@@ -31,7 +31,7 @@ def warn_if_slower(request: Request, decision: Decision) -> None:
     """
     if "hopper" not in decision.refusals or decision.family is None or decision.family.name == "hopper":
         return  # also if the caller asked for the portable kernels
-    if request.capability[0] != 9 or support.is_interpreted() or gate.gpu_of(request) is None:
+    if not request.architecture.has_wgmma or support.is_interpreted() or gate.gpu_of(request) is None:
         return
     if request.dtype == torch.float32 or support.yields(request) is not None:
         return

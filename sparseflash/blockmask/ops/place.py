@@ -15,6 +15,7 @@ from sparseflash.blockmask.build import Integers
 from sparseflash.blockmask.ops.padding import bake_lengths
 from sparseflash.blockmask.ops.reblock import to_one_block
 from sparseflash.blockmask.ops.tilelist import TileList, mask_of, take_patterns
+from sparseflash.blockmask.threads import on_one_thread
 from sparseflash.blockmask.unique import distinct
 
 Placed = tuple[BlockMask, int, int]  # a mask, the token of its first query and the token of its first key
@@ -23,6 +24,7 @@ Words = NDArray[np.uint32]  # unsigned, because a shift to the right must not co
 _WORDS_AT_ONCE = 1 << 16  # words made at a time, so that temporaries fit in a CPU's caches
 
 
+@on_one_thread
 def place(parts: Sequence[Placed], q_len: int, k_len: int) -> BlockMask:
     """The mask of `q_len x k_len` scores in which each part is live at its place.
 

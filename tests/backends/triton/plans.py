@@ -23,17 +23,20 @@ def plans_of(mask):
     return list(mask_cache(mask.indices).get("plans", {}).values())
 
 
+def calls_of(mask):
+    return list(mask_cache(mask.indices).get("prepared", {}).values())
+
+
 def kernels_of(mask):
-    """`{kernel: Bound}` of all passes that have been prepared for the plans of a mask."""
+    """`{kernel: Bound}` of all passes that have been prepared for a mask."""
     found = {}
-    for each in plans_of(mask):
-        for run in each.launches.values():
-            if hasattr(run, "kernel"):
-                found["forward"] = run.kernel
-            else:
-                found |= {"dq": run.queries, "dk_dv": run.keys}
-                if run.means is not None:
-                    found["means"] = run.means
+    for call in calls_of(mask):
+        if call.forward is not None:
+            found["forward"] = call.forward.kernel
+        for run in call._backwards.values():
+            found |= {"dq": run.queries, "dk_dv": run.keys}
+            if run.means is not None:
+                found["means"] = run.means
     return found
 
 

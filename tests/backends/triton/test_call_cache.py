@@ -1,6 +1,9 @@
 """Repeated calls skip the checks and give the same results, and no other call is taken for a repeat."""
 
+import os
 import re
+import sys
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -9,10 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sparseflash import attention, attention_varlen, clear_caches, masks
+import sparseflash
+from sparseflash import attention, attention_varlen, clear_caches, masks, scores
 from sparseflash.backends import blockwise
 from sparseflash.backends.problem import Problem
-from sparseflash.backends.triton import api, call_cache
+from sparseflash.backends.triton import api, call_cache, prepared_call
+from sparseflash.backends.triton.call_keys import key_of
+from sparseflash.backends.triton.launcher import Variant
+from sparseflash.backends.triton.overrides import override
+from sparseflash.backends.triton.prepared_call import setting_of
 from tests.drawn.masks import SEEDS
 
 TOKENS = 40
@@ -117,10 +125,10 @@ def test_calls_that_differ_in_anything_have_keys_of_their_own():
 def test_launches_that_differ_in_anything_have_keys_of_their_own():
     q, k, v = tensors()
     problem = Problem.of(mask_of(), scale=0.25)
-    setting = api.setting_of(q, k, problem, (9, 0))
+    setting = setting_of(q, k, problem, (9, 0))
     beside = torch.cat([k.new_zeros(1), k.flatten()])[1:].view(k.shape)
     keys = [
-        api._key(setting._replace(**changed), problem._replace(**other), *given)
+        key_of(setting._replace(**changed), problem._replace(**other), *given)
         for changed, other, given in [
             ({}, {}, (q, k, v)),
             *[({name: not getattr(setting, name)}, {}, (q, k, v)) for name in ("tf32", "lengths", "dropout")],
@@ -129,6 +137,7 @@ def test_launches_that_differ_in_anything_have_keys_of_their_own():
             ({"coordinates": ("rows",)}, {}, (q, k, v)),
             ({}, {"scale": 0.5}, (q, k, v)),
             ({}, {"dropped": 3}, (q, k, v)),
+            ({}, {"kernels": "portable"}, (q, k, v)),
             ({}, {}, (q.bfloat16(), k, v)),
             ({}, {}, (q[:, :, :8], k, v)),
             ({}, {}, (q, beside, v)),
@@ -136,6 +145,65 @@ def test_launches_that_differ_in_anything_have_keys_of_their_own():
         ]
     ]  # fmt: skip
     assert len(set(keys)) == len(keys)
+
+
+def functions_of_a_repeat(call):
+    """The functions of the library that a third call runs, in order; as on a GPU, but nothing is started there."""
+    folder, found = f"{Path(sparseflash.__file__).parent}{os.sep}", []
+
+    def called(frame, event, _):
+        if event == "call" and frame.f_code.co_filename.startswith(folder):
+            found.append(frame.f_code.co_name)
+
+    def started(programs, given):
+        found.append("started")
+
+    before = sys.getprofile()
+    with (
+        override(),  # empties the caches, of what is prepared here, too
+        mock.patch.object(Variant, "can_start_directly", lambda self: found.append("asked") or True),
+        mock.patch.object(Variant, "direct_start", lambda self, *given: started),
+    ):
+        call()
+        call()
+        found.clear()
+        sys.setprofile(called)
+        try:
+            call()
+        finally:
+            sys.setprofile(before)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("change", "most"),
+    [
+        (lambda x: None, 19), (scores.alibi, 40), (scores.sink, 40), (lambda x: scores.softcap(30.0), 40),
+        (lambda x: scores.alibi(x) + scores.softcap(30.0), 45),
+    ],
+    ids=["plain", "alibi", "sink", "softcap", "alibi and softcap"],
+)  # fmt: skip
+@pytest.mark.parametrize("learned", [True, False])
+def test_a_repeat_is_short(change, most, learned):
+    q, k, v = (x.requires_grad_(learned) for x in tensors())
+    mask, changes = mask_of(), change(torch.rand(2, requires_grad=learned))
+    found = functions_of_a_repeat(lambda: attention(q, k, v, mask, scores=changes, backend="triton"))
+    assert found.count("started") == 1 and len(found) <= most, found
+
+
+@pytest.mark.parametrize("change", [lambda x: None, scores.alibi], ids=["plain", "alibi"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_the_kernels_of_a_pass_are_chosen_once(change, dtype):
+    x = torch.rand(2, requires_grad=True)
+    mask, given = mask_of(), [each.requires_grad_() for each in tensors(dtype=dtype)]
+    with mock.patch.object(prepared_call, "decide", wraps=prepared_call.decide) as decided:
+        for _ in range(2):
+            out, _ = run(*given, mask, scores=change(x))
+            out.sum().backward()
+        assert [call.args[0].backward for call in decided.call_args_list] == [True, False]
+        with torch.no_grad():
+            run(*tensors(dtype=dtype), mask_of(), scores=change(x))
+        assert decided.call_count == 3
 
 
 class Watching(TorchDispatchMode):

@@ -4,8 +4,14 @@ import pytest
 import torch
 
 from sparseflash import scores
+from sparseflash.backends.triton.changes.hopper import HopperChanges
 from sparseflash.backends.triton.changes.kind import WHOLE_NUMBERS, Changes, Functions, Request
-from sparseflash.backends.triton.changes.kinds import KINDS, Changed
+from sparseflash.backends.triton.changes.kinds import HOPPER_KINDS, KINDS, Changed, changed_on_hopper
+from sparseflash.backends.triton.hopper.backward import backward_kernel as hopper_backward
+from sparseflash.backends.triton.hopper.forward import forward_kernel as hopper_forward
+from sparseflash.backends.triton.portable.dk_dv import dk_dv_kernel
+from sparseflash.backends.triton.portable.dq import dq_kernel
+from sparseflash.backends.triton.portable.forward import forward_kernel
 from sparseflash.scores.change import ORDER, Scores, Sizes
 from tests.compiling.uninterpreted import python
 
@@ -93,3 +99,31 @@ def test_kernels_that_change_scores_are_started_directly():
     assert {name: found.get(name) for name in ("forward_kernel", "dq_kernel", "dk_dv_kernel")} == dict.fromkeys(
         ("forward_kernel", "dq_kernel", "dk_dv_kernel"), "True"
     ), done.stdout
+
+
+def on_hopper(*kinds):
+    return changed_on_hopper(Scores(tuple(CHANGES[kind] for kind in kinds))).constant
+
+
+def test_every_change_of_the_hopper_forward_is_another_constant():
+    kinds = [kind for kind in HOPPER_KINDS if kind in CHANGES]
+    assert set(HOPPER_KINDS) - set(kinds) == {"tile_bias"}
+    found = [on_hopper(), *(on_hopper(kind) for kind in kinds), *(on_hopper(kind, "sink") for kind in kinds[:-1])]
+    found.append(changed_on_hopper(Scores((scores.log_decay(torch.ones(2)),))).constant)
+    assert len({each.cache_key for each in found}) == len(set(found)) == len(found)
+    assert on_hopper("softcap") == on_hopper("softcap")
+
+
+@pytest.mark.parametrize("field", ["keeps_branch", "reads_blocks", "may_be_nan", "by_thread"])
+def test_an_edited_fact_of_the_hopper_forward_is_compiled_anew(field):
+    kind = HOPPER_KINDS["sink"]
+    assert HopperChanges([kind]) != HopperChanges([kind._replace(**{field: not getattr(kind, field)})])
+
+
+@pytest.mark.parametrize(
+    ("kernel", "most"),
+    [(hopper_forward, 37), (hopper_backward, 52), (forward_kernel, 42), (dq_kernel, 48), (dk_dv_kernel, 45)],
+)
+def test_no_kernel_has_more_parameters_than_today(kernel, most):
+    """A further score modification needs no further parameter of most kernels."""
+    assert len(kernel.arg_names) <= most

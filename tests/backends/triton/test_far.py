@@ -19,8 +19,12 @@ from sparseflash.backends.registration import empty_gradient, empty_out
 from sparseflash.backends.triton import api
 from sparseflash.backends.triton.changes.distance import distances
 from sparseflash.backends.triton.changes.pair_bias import pointers_of_pairs, strides_of_pairs
+from sparseflash.backends.triton.dispatch import decide
+from sparseflash.backends.triton.family import Request
 from sparseflash.backends.triton.hopper import backward_plan, support
 from sparseflash.backends.triton.launcher import Launch, Variant
+from sparseflash.backends.triton.prepared_call import setting_of
+from sparseflash.backends.triton.schedule.plan import plan_of
 from sparseflash.limits import COUNT, FAR, MOST_TOKENS, is_near
 
 LONG = 16_905_216  # keys: 2^24 + 128,000
@@ -210,8 +214,8 @@ def test_all_that_kernels_read_and_write_by_strides_lies_near(tensors, capabilit
     except ValueError as error:
         assert "elements apart" in str(error)
         return
-    setting = api.setting_of(q, k, Problem.of(None, scale=1.0), capability, torch.device("cpu"))
-    forward, backward = api.decide(api.Request.of(setting, q, v, backward=True), "portable").serving().passes()
+    setting = setting_of(q, k, Problem.of(None, scale=1.0), capability, torch.device("cpu"))
+    forward, backward = decide(Request.of(setting, q, v, backward=True), "portable").serving().passes()
     out, dout = empty_out(q, v), empty((*q.shape[:3], v.shape[3]), (1, 0, 2**40, 1))
     key = (capability, "far", *[(x.shape, x.stride()) for x in tensors])
     passes = forward(setting, key, q, k, v, 1.0, 0), backward(setting, key, q, k, v, out, dout, 1.0, 0, dlse=False)
@@ -244,7 +248,7 @@ def test_hopper_lists_no_more_tiles_than_its_kernels_count(monkeypatch):
     """With a limit that a small problem exceeds."""
     mask, pattern = masks.causal(512, block=128), torch.zeros(2, 3, dtype=torch.int32)
     problem = Problem.of(mask, scale=1.0)
-    plan = api.plan_of(problem, (2, 3), 3, (512, 512))
+    plan = plan_of(problem, (2, 3), 3, (512, 512))
     lists = plan.lists.get(1, None)
     assert backward_plan.check_entries(lists, pattern, 512, 512) is None
     for most, refuses in ((60, False), (59, True)):  # 10 tiles of each of six heads
@@ -257,8 +261,8 @@ def test_hopper_lists_no_more_tiles_than_its_kernels_count(monkeypatch):
         with pytest.raises(ValueError, match="live tiles of all heads must be at most 59"):
             backward_plan.backward_plan(lists, pattern, 3, 512, 512, programs=4)
     q = empty((2, 3, 1 << 17, 128), (3 << 24, 1 << 24, 128, 1))
-    setting = api.setting_of(q, q, Problem.of(None, scale=1.0), (9, 0), torch.device("cpu"))
-    request = api.Request.of(setting, q, q, backward=True)
+    setting = setting_of(q, q, Problem.of(None, scale=1.0), (9, 0), torch.device("cpu"))
+    request = Request.of(setting, q, q, backward=True)
     assert support.yields(request) is None
     monkeypatch.setattr(support, "MOST_ENTRIES_LISTED", 6 << 20)
     assert (

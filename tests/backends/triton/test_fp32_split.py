@@ -11,12 +11,10 @@ from torch import Tensor
 
 from sparseflash import attention, masks
 from sparseflash.backends.problem import Problem
-from sparseflash.backends.triton import api
-from sparseflash.backends.triton.configs import has_room_for_pieces
+from sparseflash.backends.triton.architecture import architecture_of
 from sparseflash.backends.triton.device import capability_of
-from sparseflash.backends.triton.portable import fp32_split
-from sparseflash.backends.triton.portable.choice import wants_pieces
-from sparseflash.backends.triton.portable.fp32_split import (
+from sparseflash.backends.triton.device_functions import fp32_split
+from sparseflash.backends.triton.device_functions.fp32_split import (
     PIECE_COUNT,
     PIECES,
     PIECES_CORRECTED,
@@ -25,6 +23,8 @@ from sparseflash.backends.triton.portable.fp32_split import (
     products,
     six_products,
 )
+from sparseflash.backends.triton.portable.choice import wants_pieces
+from sparseflash.backends.triton.prepared_call import setting_of
 from sparseflash.blockmask import streams
 from tests.interpreting.products import summed_as_by_tensor_cores
 
@@ -72,7 +72,7 @@ def test_the_largest_numbers_are_split_and_what_is_no_number_stays_none():
 
 def is_split(q, k, v, mask=None, capability=(9, 0), tf32=False):
     problem = Problem.of(mask, scale=1.0) if mask is not None else Problem.of(None, scale=1.0)
-    setting = api.setting_of(q, k, problem, capability)._replace(tf32=tf32)
+    setting = setting_of(q, k, problem, capability)._replace(tf32=tf32)
     return wants_pieces(q, v, setting, q.shape[1] // k.shape[1])
 
 
@@ -114,7 +114,8 @@ def test_who_is_split(dtype, tf32, capability, dim, split):
 
 
 def test_wide_heads_have_no_room_on_consumer_gpus_alone():
-    assert [has_room_for_pieces(each, 256) for each in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))] == [
+    tables = [architecture_of(each).tables for each in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))]
+    assert [each.has_room_for_pieces(256) for each in tables] == [
         True, False, False, True, True, False,
     ]  # fmt: skip
 
@@ -136,7 +137,9 @@ def product(x: Tensor, y: Tensor, mirrored: bool = False, precision: str | None 
     rows, dim = x.shape
     out = x.new_empty(rows, rows)
     if precision is None:
-        precision = precision_of("fp32", capability_of(x.device), in_pieces=True)
+        precision = precision_of(
+            "fp32", in_pieces=True, corrected=architecture_of(capability_of(x.device)).corrects_sums
+        )
     pieces = in_pieces(x[None, None], dim), in_pieces(y[None, None], dim)
     _product_kernel[(1,)](*pieces, out, rows, dim, precision, mirrored)
     return out
@@ -187,12 +190,19 @@ def test_small_whole_numbers_stay_exact(precision, device):
 
 
 def test_sums_are_corrected_on_the_gpus_that_it_was_fitted_on_alone(monkeypatch):
-    assert precision_of("fp32", (9, 0), in_pieces=True) == PIECES.value  # the interpreter rounds
+    assert precision_of("fp32", in_pieces=True, corrected=True) == PIECES.value  # the interpreter rounds
     monkeypatch.setattr(fp32_split, "INTERPRETED", False)
     for capability, corrected in (((9, 0), True), ((8, 0), False), ((10, 0), False), ((12, 0), False)):
         for split in (True, False):
-            assert ("corrected" in precision_of("fp32", capability, in_pieces=split)) == corrected
-    assert precision_of("half", (9, 0), in_pieces=False) == precision_of("tf32", (8, 0), in_pieces=False) == "tf32"
+            assert (
+                "corrected"
+                in precision_of("fp32", in_pieces=split, corrected=architecture_of(capability).corrects_sums)
+            ) == corrected
+    assert (
+        precision_of("half", in_pieces=False, corrected=True)
+        == precision_of("tf32", in_pieces=False, corrected=False)
+        == "tf32"
+    )
 
 
 @triton.jit
@@ -208,7 +218,7 @@ def _whole_product_kernel(
 def whole_product(x: Tensor, y: Tensor, mirrored: bool = False) -> Tensor:
     """The product of two [rows, dim] matrices, which the kernel splits."""
     out = x.new_empty(len(x), len(x))
-    precision = precision_of("fp32", capability_of(x.device), in_pieces=False)
+    precision = precision_of("fp32", in_pieces=False, corrected=architecture_of(capability_of(x.device)).corrects_sums)
     _whole_product_kernel[(1,)](x, y, out, *x.shape, precision, mirrored)
     return out
 

@@ -17,10 +17,10 @@ import sparseflash
 from sparseflash import attention, clear_caches, explain, masks, testing
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton import gate, kernel_check, notice
-from sparseflash.backends.triton.api import setting_of
 from sparseflash.backends.triton.dispatch import decide
 from sparseflash.backends.triton.family import Request
 from sparseflash.backends.triton.hopper import support
+from sparseflash.backends.triton.prepared_call import setting_of
 from sparseflash.cli import info
 from sparseflash.scores.change import Sizes
 from tests.compiling.uninterpreted import python

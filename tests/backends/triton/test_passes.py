@@ -8,11 +8,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sparseflash import attention, masks, scores
 from sparseflash.backends.problem import Problem
-from sparseflash.backends.triton import api
+from sparseflash.backends.triton import prepared_call
 from sparseflash.backends.triton.alignment import can_describe
+from sparseflash.backends.triton.launch import launches
 from sparseflash.backends.triton.overrides import override
-from sparseflash.backends.triton.portable import forward_pass, launches, pass_layout
-from tests.backends.triton.plans import kernels_of, plans_of
+from sparseflash.backends.triton.portable import forward_pass, pass_layout
+from sparseflash.backends.triton.prepared_call import setting_of
+from tests.backends.triton.plans import calls_of, kernels_of
 from tests.compared.exactness import loads
 
 CLOSE = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.float16: {"rtol": 2e-2, "atol": 2e-2}}
@@ -63,8 +65,7 @@ def test_a_second_call_prepares_nothing():
     with mock.patch.object(forward_pass, "Forward", side_effect=AssertionError("prepared again")):
         attention(q, k, v, mask, backend="triton")
         attention(q * 2, k * 2, v * 2, mask, backend="triton")
-    (plan,) = plans_of(mask)
-    assert len(plan.launches) == 1
+    assert len(calls_of(mask)) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # a call in half precision is cached
@@ -74,7 +75,7 @@ def test_the_kernels_of_a_backward_are_compiled_beside_those_of_its_forward(chan
     q, k, v = (wide(seed=seed).to(dtype).requires_grad_() for seed in range(3))
     changes = None if changed == "no" else scores.alibi(torch.rand(4, requires_grad=changed == "learned"))
     compiled = []
-    with mock.patch.object(api, "compile_side_by_side", side_effect=compiled.append):
+    with mock.patch.object(prepared_call, "compile_side_by_side", side_effect=compiled.append):
         mask = masks.causal(40, block=16)
         out = attention(q, k, v, mask, scores=changes, dropout_p=dropout, seed=7, backend="triton")
         out.backward(torch.ones_like(out))
@@ -89,7 +90,7 @@ def test_the_kernels_of_a_backward_after_a_call_without_gradients_are_compiled_s
     with torch.no_grad():
         attention(q, k, v, mask, backend="triton")
     compiled = []
-    with mock.patch.object(api, "compile_side_by_side", side_effect=compiled.append):
+    with mock.patch.object(prepared_call, "compile_side_by_side", side_effect=compiled.append):
         attention(q, k, v, mask, backend="triton").sum().backward()
     names = [{each.launch.variant.function.__name__ for each in launches} for launches in compiled]
     assert names == [{"dq_kernel", "dk_dv_kernel"}]
@@ -99,7 +100,7 @@ def test_the_kernels_of_a_backward_after_a_call_without_gradients_are_compiled_s
 def test_a_call_without_gradients_prepares_no_backward(dtype):
     q, k, v = (wide(seed=seed).to(dtype).requires_grad_() for seed in range(3))
     learned = scores.alibi(torch.rand(4, requires_grad=True))
-    with mock.patch.object(api, "backward_pass", side_effect=AssertionError("a backward")):
+    with mock.patch.object(prepared_call.PreparedCall, "backward_pass", side_effect=AssertionError("a backward")):
         for without in (torch.no_grad(), torch.inference_mode()):
             for changes in (None, learned):
                 with without:
@@ -159,7 +160,7 @@ def test_examples_have_the_layout_of_what_the_kernels_read():
     for dtype in (torch.float16, torch.float32):
         for dim in (16, 18, 24):
             q, k, v = (wide(dim=dim + 8, tokens=300, seed=seed).to(dtype)[..., :dim] for seed in range(3))
-            setting = api.setting_of(q, k, Problem.of(None, scale=1.0), (9, 0))
+            setting = setting_of(q, k, Problem.of(None, scale=1.0), (9, 0))
             layout = pass_layout.Layout(setting, q, k, v, 1.0, 0, None)
             for example, read in zip(layout.examples(q, k, v), layout.operands(q, k, v), strict=True):
                 assert (example.shape, example.stride(), example.dtype) == (read.shape, read.stride(), read.dtype)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from experiments.benchmarks.speed import patterns
 from sparseflash import BlockMask, masks
+from sparseflash.backends.triton.architecture import architecture_of
 from sparseflash.backends.triton.overrides import NEVER_SPLIT, override
 from sparseflash.backends.triton.portable.fitting import config_for
 from sparseflash.backends.triton.schedule import plan as planning
@@ -196,6 +197,13 @@ def test_more_work_items_than_an_int_counts_are_refused():
 CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
 
 
+@pytest.mark.parametrize("descriptors", [True, False])
+def test_a_b200_has_tables_of_its_own(descriptors):
+    """With the sizes of an H100, until they are measured; whoever writes them does not overwrite the other ones."""
+    hopper, blackwell = (architecture_of(each).tables.of(descriptors) for each in ((9, 0), (10, 0)))
+    assert blackwell == hopper and blackwell is not hopper
+
+
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
 @pytest.mark.parametrize("arithmetic", ["half", "tf32", "fp32"])
 def test_every_head_dim_and_block_has_a_configuration_that_its_mask_can_be_cut_into(capability, arithmetic):
@@ -204,7 +212,9 @@ def test_every_head_dim_and_block_has_a_configuration_that_its_mask_can_be_cut_i
             for block_q in (16, 32, 64, 128, 256):
                 for block_k in (16, 32, 64, 128, 256):
                     for descriptors in (False, True):
-                        config = config_for(kernel, capability, arithmetic, padded, (block_q, block_k), descriptors)
+                        config = config_for(
+                            kernel, architecture_of(capability), arithmetic, padded, (block_q, block_k), descriptors
+                        )
                         assert block_q % config.block_m == 0
                         assert block_k % config.block_n == 0
                         assert min(config.block_m, config.block_n) >= 16
@@ -218,7 +228,7 @@ def test_every_head_dim_and_block_has_a_configuration_that_its_mask_can_be_cut_i
     [("forward", 64, 1), ("dq", 64, 1), ("dk_dv", 64, 2), ("forward", 128, 2), ("dq", 128, 2), ("dk_dv", 128, 4)],
 )
 def test_tiles_of_32_are_walked_by_as_many_warps_as_took_least_on_an_h100(kernel, dim, warps):
-    assert config_for(kernel, (9, 0), "half", dim, (32, 32), True).num_warps == warps
-    assert config_for(kernel, (9, 0), "half", dim, (64, 64), True).num_warps == 4
-    fp32 = config_for(kernel, (9, 0), "fp32", dim, (32, 32), False)
+    assert config_for(kernel, architecture_of((9, 0)), "half", dim, (32, 32), True).num_warps == warps
+    assert config_for(kernel, architecture_of((9, 0)), "half", dim, (64, 64), True).num_warps == 4
+    fp32 = config_for(kernel, architecture_of((9, 0)), "fp32", dim, (32, 32), False)
     assert fp32.num_warps == 4  # pieces want many registers

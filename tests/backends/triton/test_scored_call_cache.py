@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparseflash import attention, clear_caches, masks, scores
-from sparseflash.backends.triton import api, call_cache
+from sparseflash.backends.triton import api, call_cache, prepared_call
+from sparseflash.backends.triton.call_keys import key_of_changes
 from tests.drawn.masks import SEEDS
 
 HEADS, TOKENS = 2, 24
@@ -96,7 +97,7 @@ def anew():
 
 def planned():
     """Counts the passes that are looked up among the plans: none for a repeat."""
-    return mock.patch.object(api, "setting_of", wraps=api.setting_of)
+    return mock.patch.object(prepared_call, "setting_of", wraps=prepared_call.setting_of)
 
 
 @pytest.fixture(autouse=True)
@@ -181,9 +182,53 @@ def test_what_launches_depend_on_is_in_the_key(other):
     ids=["number", "integer", "function", "kind"],
 )
 def test_changes_with_equal_tensors_have_keys_of_their_own(one, other):
-    keys = [api.key_of_changes(scores.Scores((each,))) for each in (one, other)]
+    keys = [key_of_changes(scores.Scores((each,))) for each in (one, other)]
     assert keys[0] != keys[1]
-    assert keys[0] == api.key_of_changes(scores.Scores((one.with_tensors([x + 1 for x in one.tensors()]),)))
+    assert keys[0] == key_of_changes(scores.Scores((one.with_tensors([x + 1 for x in one.tensors()]),)))
+
+
+@pytest.mark.parametrize("kind", ["alibi", "bias", "key bias", "sink", "function"])
+@pytest.mark.parametrize("other", [{"layout": "strided"}, {"layout": "unaligned"}, {"dtype": torch.float16}], ids=str)
+def test_a_repeat_that_skips_the_checks_has_tensors_of_the_same_layout(kind, other):
+    mask, tensors = mask_of(), inputs()
+    base = {"kind": kind, "layout": "contiguous", "dtype": torch.float32, "learned": False}
+    results(*drawn(**base), mask, tensors, mode="no_grad")
+    with mock.patch.object(call_cache, "first", wraps=call_cache.first) as prepared:
+        results(*drawn(**base, seed=1), mask, tensors, mode="no_grad")
+        assert prepared.call_count == 0
+        found = results(*drawn(**(base | other), seed=1), mask, tensors, mode="no_grad")
+        assert prepared.call_count == 1
+    with anew():
+        assert same(found, results(*drawn(**(base | other), seed=1), mask, tensors, mode="no_grad"))
+
+
+def test_changed_values_of_the_same_tensor_are_read_at_every_call():
+    mask, tensors = mask_of(), inputs()
+    change, slopes = drawn("alibi", learned=False)
+    first = results(change, slopes, mask, tensors, mode="no_grad")
+    slopes.mul_(2.0)
+    found = results(change, slopes, mask, tensors, mode="no_grad")
+    with anew():
+        assert same(found, results(change, slopes, mask, tensors, mode="no_grad")) and not same(found, first)
+
+
+def test_tensors_of_another_device_have_keys_of_their_own():
+    one = torch.ones(HEADS)
+    keys = [key_of_changes(scores.Scores((scores.alibi(x),))) for x in (one, torch.empty_like(one, device="meta"))]
+    assert keys[0] != keys[1]
+
+
+@pytest.mark.parametrize("kind", ["t5", "key bias"])
+def test_changes_that_are_replaced_before_the_kernels_are_replaced_at_every_call(kind):
+    """A table by distance, whose entries are found for the lengths, and a bias that is the same for all queries."""
+    mask, tensors = mask_of(), inputs()
+    for seed in range(3):
+        change, x = drawn(kind, seed)
+        if kind == "key bias":
+            change = scores.bias(x[:, :, None])
+        found = results(change, x, mask, tensors)
+        with anew():
+            assert same(found, results(change, x, mask, tensors))
 
 
 def test_tables_of_equal_strides_and_other_sizes_are_not_mixed_up():
@@ -244,7 +289,7 @@ def test_a_function_that_was_made_for_one_call_is_no_other():
 def test_the_cache_is_bounded_dies_with_the_mask_and_is_emptied():
     mask, tensors, change = mask_of(), inputs(), scores.alibi(torch.ones(HEADS))
     calls, _ = call_cache.place_of(*tensors, mask, None, "portable", on_gpu_only=False)
-    with mock.patch.object(api, "scored_call", wraps=lambda *arguments: api.scored_attention) as made:
+    with mock.patch.object(prepared_call, "PreparedCall", wraps=prepared_call.PreparedCall) as made:
         for number in range(call_cache._MOST + 3):
             attention(*tensors, mask, scores=change + scores.softcap(1.0 + number), backend="triton")
     assert made.call_count == call_cache._MOST + 3 and len(calls) == 3

@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sparseflash.backends.triton.portable.softmax import add_exactly, exp2_rounded
+from sparseflash.backends.triton.device_functions.softmax import add_exactly, exp2_rounded
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

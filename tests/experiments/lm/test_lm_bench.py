@@ -87,6 +87,8 @@ def test_the_default_cases_cover_what_the_table_shows():
         Case("1.3B", 8192, "dense", "flex") in cases and Case("124M", 65_536, "local|butterfly", "sparseflash") in cases
     )
     assert parsed("cpu:64:local+dense:sdpa")[0].pattern == "local,dense"
+    own = parsed("cpu:64:a/mine.py:rule+local(n, window=9),dense:sdpa")
+    assert [case.pattern for case in own] == ["a/mine.py:rule,local(n, window=9)", "dense"]
 
 
 def test_results_are_written_with_what_is_needed_to_repeat_them(tmp_path):

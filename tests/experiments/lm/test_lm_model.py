@@ -18,6 +18,7 @@ from experiments.lm.model.attention import attention_over, is_dense_causal
 from experiments.lm.model.fused_loss import fused_loss_and_gradient
 from experiments.lm.model.transformer import LanguageModel, Sizes
 from sparseflash import masks
+from sparseflash.cli.pattern_text import groups
 from tests.experiments.lm.models import gradients, model_of, tiny
 
 IDS = torch.randint(300, (3, 65), generator=torch.Generator().manual_seed(1))
@@ -196,10 +197,62 @@ def test_patterns_alternate_over_layers_and_divide_heads():
     assert by_head[2] == by_head[3] == masks.causal(256, block=32)
 
 
+MINE = """
+from sparseflash import masks
+
+def rule(q, k):
+    return (q - k).abs() <= 5
+
+def by_head(b, h, q, k):
+    return q - k <= 8 * h
+
+def windows(n, *, block):
+    return masks.local(n, window=21, block=block)
+"""
+
+
+def test_patterns_of_ones_own_and_of_the_library_by_layer_and_head(tmp_path, monkeypatch):
+    (tmp_path / "folder").mkdir()
+    path = tmp_path / "folder" / "mine.py"
+    path.write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    causal = masks.causal(96, block=16)
+
+    def of(text):
+        return patterns.of_layers(text, 2, 4, 96, window=32, block=16)
+
+    near = masks.local(96, left=5, right=0, block=16)
+    assert of("folder/mine.py:rule")[0] == of(f"{path}:rule")[0] == near  # and nothing after the query
+    assert of("folder/mine.py:windows")[0] == masks.local(96, left=10, right=0, block=16)
+    assert of("streaming(n, window=20, sink=4), causal")[0] == masks.streaming(96, window=20, sink=4, block=16)
+    assert of("streaming(n, window=20, sink=4), causal")[1] == causal
+    for text in ("dense/folder/mine.py:rule", f"dense/{path}:rule"):
+        mask, _ = of(text)
+        assert [mask.select(heads=head) for head in range(4)] == [causal, causal, near, near]
+    mask, _ = of("folder/mine.py:rule/local(n, window=9)|butterfly")
+    both = (masks.local(96, window=9, block=16) & causal) | masks.butterfly(96, causal=True, block=16)
+    assert [mask.select(heads=head) for head in (0, 3)] == [near, both]
+    mask, _ = of("dense/folder/mine.py:by_head")
+    assert mask.select(heads=2) == masks.local(96, left=0, right=0, block=16)  # the first head of its group
+    assert mask.select(heads=3) == masks.local(96, left=8, right=0, block=16)
+
+
+def test_a_path_begins_where_there_is_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "local").mkdir()
+    names = patterns.NAMES
+    assert groups("local/mine.py:rule", names) == ["local", "mine.py:rule"]  # neither is there
+    (tmp_path / "local" / "mine.py").touch()
+    assert groups("local/mine.py:rule/dense", names) == ["local/mine.py:rule", "dense"]
+    assert groups("dense//no/mine.py:rule", names) == ["dense", "/no/mine.py:rule"]
+    assert groups("a/b/mine.py:rule", names) == ["a/b/mine.py:rule"]
+    assert groups("local/butterfly", names) == ["local", "butterfly"]
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: patterns.build("round", 64, window=8, block=16), "a pattern must be made of dense, local, .*'round'"),
+        (lambda: patterns.build("round", 64, window=8, block=16), "the pattern must be dense, local, .*'round'"),
         (lambda: patterns.of_layer("dense/local", 3, 64, window=8, block=16), "must be a multiple of the 2 groups"),
         (lambda: attention_over(masks.causal(64), "fast"), "attention must be one of sparseflash, sdpa, flex"),
         (lambda: tiny(width=100), "width must be a multiple of head_dim; got width 100, head_dim 32"),

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import shutil
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -13,10 +14,12 @@ from typer.testing import CliRunner
 from experiments.lra import cli, demo
 from experiments.lra.config import DEFAULTS, HELP, configure, resumed
 from experiments.lra.data.listops.generator import Settings, generate
+from experiments.lra.model import masks
 from experiments.lra.presets import PRESETS
 from experiments.training import steps
 from experiments.training.signals import stop_caught
 from experiments.training.steps import compute_gradients
+from sparseflash.cli.expression import mask_of
 from tests.experiments.lra.commands import OPTIONS, WINDOW, call
 from tests.experiments.lra.runs import DATA, TINY
 
@@ -269,6 +272,12 @@ def test_demo_trains_all_masks_and_compares_them(folder, tmp_path):
     for word in ("dense", "local", "butterfly", "beacons", "majority class", "root operator", "Exact:", "masks.png"):
         assert word in result.output
     assert (tmp_path / "masks.png").exists()
+    proposed = [shlex.split(line, comments=True) for line in result.output.partition("What next?")[2].splitlines()]
+    trainings = [words[words.index("train") :] for words in proposed if "experiments.lra" in words]
+    assert len(trainings) == 2 and all(words[words.index("--out") + 1] == str(tmp_path) for words in trainings)
+    assert [masks.build(words[-1], 64, block=32, window=20).q_len for words in trainings] == [64, 64]
+    (shown,) = (words[-1] for words in proposed if "sparseflash" in words)
+    assert mask_of(shown).q_len == 2048
     outcomes = json.loads((tmp_path / "demo.json").read_text())
     assert [outcome["name"] for outcome in outcomes] == ["dense", "local", "butterfly", "beacons"]
     again = call("train", preset="demo", mask="local", data=folder, out=tmp_path, **{**options, "steps": 2})

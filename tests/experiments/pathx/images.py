@@ -13,11 +13,19 @@ def image(seed, *, lit=0.4, side=SIDE):
     return (rng.integers(1, 256, (side, side)) * (rng.random((side, side)) < lit)).astype(np.uint8)
 
 
+def knights(y, x, other_y, other_x):
+    """A rule of a user's own: a knight's move, and itself."""
+    dy, dx = (y - other_y).abs(), (x - other_x).abs()
+    return (dy * dx == 2) | (dy + dx == 0)
+
+
 def pairs_live(relation, y, x, other_y, other_x):
     """The rules of relations.py, on whole numbers."""
     dy, dx, numbers = abs(y - other_y), abs(x - other_x), relation.numbers
     if relation.kind == "dense":
         return True
+    if relation.kind == "own":
+        return (dy, dx) in ((0, 0), (1, 2), (2, 1))
     if relation.kind == "near":
         return max(dy, dx) <= numbers[0]
     if relation.kind == "rows":

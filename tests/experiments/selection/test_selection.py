@@ -11,7 +11,7 @@ from experiments import measurements
 from experiments.selection import cli
 from experiments.selection.cli import app
 from experiments.selection.moba import MoBA
-from experiments.selection.model import WAYS, RecallModel
+from experiments.selection.model import WAYS, RecallModel, attention_of
 from experiments.selection.nsa import NSA
 from experiments.selection.recall import Recall
 from experiments.selection.report import table
@@ -33,6 +33,28 @@ def problem(sizes=SIZES, seed=0):
     g = generator(seed)
     shapes = (sizes.tokens, sizes.width), *((h, sizes.tokens, sizes.dim) for h in (sizes.heads, *[sizes.kv_heads] * 2))
     return [torch.randn(2, *shape, generator=g) for shape in shapes]
+
+
+def test_a_way_may_be_a_pattern_of_the_library_or_of_ones_own(tmp_path):
+    (tmp_path / "mine.py").write_text("def rule(q, k):\n    return (q - k).abs() <= 5\n")
+    own = attention_of(f"{tmp_path}/mine.py:rule", SIZES).mask
+    assert own == masks.local(128, left=5, right=0, block=16)  # and nothing after the query
+    assert attention_of("local(n, window=9, causal=True)", SIZES).mask == masks.local(
+        128, window=9, causal=True, block=16
+    )
+    found = train(f"{tmp_path}/mine.py:rule", PRESETS["test"], CPU)
+    assert found["way"].endswith("mine.py:rule") and found["tokens_per_second"] > 0
+
+
+def test_a_wrong_pattern_is_refused_before_anything_is_trained(tmp_path, monkeypatch):
+    monkeypatch.setattr(cli, "train", lambda *_: pytest.fail("it was trained"))
+    for way, words in (
+        ("windows", "way must be one of dense, window, "),
+        ("no.py:rule", "there is no file no.py"),
+        ("lokal(n)", "no pattern is called lokal"),
+    ):
+        done = CliRunner().invoke(app, ["--preset", "test", "--way", "dense", "--way", way, "--out", str(tmp_path)])
+        assert done.exit_code != 0 and words in done.output
 
 
 @pytest.mark.parametrize("spread", [1, 3])

@@ -1,6 +1,7 @@
 """Kernels run from their source: imports from Triton are replaced, constants of the project are plain numbers."""
 
 import ast
+import copy
 import importlib
 import inspect
 import itertools
@@ -11,6 +12,7 @@ import torch
 import triton.language as tl
 from triton.experimental.gluon._runtime import GluonJITFunction
 
+from sparseflash.backends.triton.changes.kind import Changes
 from tests.interpreting.gluon.language import names_of_gluon
 from tests.interpreting.gluon.schedule import World
 from tests.interpreting.gluon.values import Descriptor, Pointer
@@ -21,11 +23,12 @@ _numbers = itertools.count()
 class Interpreted:
     """A kernel of a module, launched like Triton's; it replaces the kernel where the launcher finds it.
 
-    `seed`: of the interleaving. `change`: edits the module's source, to check that a fault is noticed.
+    `seed`: of the interleaving. `change`: edits the module's source, to check that a fault is noticed. `others`: the
+    same for modules of score modifications, by their paths.
     """
 
-    def __init__(self, module, name, seed=0, change=lambda source: source):
-        self.source, self.path = change(inspect.getsource(module)), module.__file__
+    def __init__(self, module, name, seed=0, change=lambda source: source, others=None):
+        self.source, self.path, self.others = change(inspect.getsource(module)), module.__file__, others or {}
         self.name, self.seed = name, seed
         self.__name__ = f"{name} interpreted as number {next(_numbers)}"  # launches are shared by this name
         self.arg_names = list(inspect.signature(getattr(module, name).fn).parameters)
@@ -37,7 +40,8 @@ class Interpreted:
         def launch(*arguments, **options):
             world = World(random.Random(self.seed), threads=32 * options["num_warps"])
             kernel = _functions(self.source, self.path, world)[self.name]
-            named = {name: _as_argument(x) for name, x in zip(self.arg_names, arguments, strict=True)}
+            given = zip(self.arg_names, arguments, strict=True)
+            named = {name: _as_argument(x, world, self.others) for name, x in given}
             for program in range(grid[0]):
                 world.add(lambda: kernel(**named), program, grid[0])
             world.run()
@@ -45,10 +49,28 @@ class Interpreted:
         return launch
 
 
-def _as_argument(x):
+def _as_argument(x, world, others):
     if isinstance(x, torch.Tensor):
         return Pointer(x)
+    if isinstance(x, tuple):
+        return tuple(_as_argument(each, world, others) for each in x)
+    if isinstance(x, Changes):
+        x = copy.copy(x)
+        x.kinds = tuple(_interpreted_functions(each, world, others) for each in x.kinds)
+        return x
     return Descriptor(x) if hasattr(x, "block_shape") else x
+
+
+def _interpreted_functions(kind, world, others):
+    """The device functions of a score modification, each from the source of its module."""
+    kind = copy.copy(kind)
+    for name, function in vars(kind).items():
+        if isinstance(function, GluonJITFunction):
+            module = importlib.import_module(function.__module__)
+            change = others.get(module.__file__, lambda source: source)
+            found = _functions(change(inspect.getsource(module)), module.__file__, world)
+            setattr(kind, name, found[function.__name__])
+    return kind
 
 
 def _functions(source, path, world):
@@ -63,8 +85,19 @@ def _functions(source, path, world):
 def _compiled(source, path):
     tree = ast.parse(source)
     imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
-    tree.body = [node for node in tree.body if node not in imports]
+    tree.body = [node for node in tree.body if node not in imports and not _is_of_host(node)]
     return imports, compile(tree, path, "exec")
+
+
+def _is_of_host(node):
+    """Whether a part of a module is not for Gluon: a class, a function of Python or a kernel of Triton's own language,
+    or something made of classes and functions.
+    """
+    if isinstance(node, ast.FunctionDef):
+        return not any("gluon." in ast.unparse(each) for each in node.decorator_list)
+    if isinstance(node, (ast.Assign, ast.AnnAssign)):
+        return not any(isinstance(each, ast.Attribute) and each.attr == "constexpr" for each in ast.walk(node))
+    return isinstance(node, (ast.ClassDef, ast.If))
 
 
 def _names_of_ours(imports, world):
@@ -72,9 +105,9 @@ def _names_of_ours(imports, world):
     for node in imports:
         if isinstance(node, ast.ImportFrom) and node.module.startswith("sparseflash."):
             module = importlib.import_module(node.module)
-            given = {each.name: getattr(module, each.name) for each in node.names}
+            given = {each.asname or each.name: getattr(module, each.name) for each in node.names}
             if any(isinstance(x, GluonJITFunction) for x in given.values()):
                 replaced = _functions(inspect.getsource(module), module.__file__, world)
-                given = {name: replaced[name] for name in given}
+                given |= {each.asname or each.name: replaced[each.name] for each in node.names if each.name in replaced}
             found |= given
     return {name: x.value if isinstance(x, tl.constexpr) else x for name, x in found.items()}

@@ -9,14 +9,32 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 from sparseflash.backends.triton.alignment import aligned_start
+from sparseflash.backends.triton.changes.hopper import HopperKind
 from sparseflash.backends.triton.changes.kind import Kind, Request
-from sparseflash.backends.triton.portable.loads import along_keys, along_queries, token_numbers
-from sparseflash.backends.triton.portable.softmax import LN2
+from sparseflash.backends.triton.device_functions.loads import along_keys, along_queries, token_numbers
+from sparseflash.backends.triton.device_functions.softmax import LN2
+from sparseflash.backends.triton.hopper.configs import ROWS as _ROWS
+from sparseflash.backends.triton.hopper.record import FIRST_Q, HEAD, field
+from sparseflash.backends.triton.hopper.scores import (
+    distances as distances_of_tile,
+)
+from sparseflash.backends.triton.hopper.scores import (
+    from_first_column,
+    side_of_columns,
+    slope_of,
+    sums_of_threads,
+    to_first_column,
+)
 
 if TYPE_CHECKING:
     from sparseflash.backends.triton.portable.learned import Call
+
+
+ROWS = gl.constexpr(_ROWS)  # of a warpgroup of the Hopper forward
 
 
 @triton.jit
@@ -104,3 +122,74 @@ class DistanceKind(Kind):
         if not rows:
             return [None]
         return [call.sums_by_head(rows[0].sum(1, keepdim=True)).squeeze(1)]
+
+
+# ---------------------------------------------------------------------- the Hopper forward
+
+
+@gluon.jit
+def hopper_no_item(CHANGES: gl.constexpr, NUMBER: gl.constexpr):
+    """No slope, no position."""
+    return 0.0, 0
+
+
+@gluon.jit
+def hopper_begin_item(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, item, C: gl.constexpr, BLOCK_N: gl.constexpr):
+    """The slope of the head, and the position of the first query among the keys."""
+    tensors, numbers, _, _ = args
+    record_s, turn, _, offset, _ = item
+    slope = slope_of(tensors[0], field(record_s, turn, HEAD), numbers[0])
+    return slope, field(record_s, turn, FIRST_Q) + (C * ROWS + offset)
+
+
+@gluon.jit
+def hopper_begin_tile(
+    CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, of_item, block, item, C: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """The slope, by how many tokens the first query comes after the first key, and the side of the keys."""
+    slope, first_position = of_item
+    ahead = first_position - block * BLOCK_N
+    side = side_of_columns(ahead, slope, item[4], ROWS, BLOCK_N, CHANGES.kinds[NUMBER].IS_LOG)
+    return (slope, ahead, side), side == 0
+
+
+@gluon.jit
+def hopper_apply(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, buffers, s, of_tile, step, C: gl.constexpr):
+    """The scores, unchanged. of_tile: with the distance to the first column of each thread."""
+    slope, ahead, side = of_tile
+    THREADS: gl.constexpr = sums_of_threads(s).type.layout
+    return s, (slope, to_first_column(ahead, ROWS, THREADS), side)
+
+
+@gluon.jit
+def hopper_apply_masked(
+    CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, s, of_tile, block, item, C: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """Subtracts the decay score by score, in a tile that the diagonal crosses."""
+    slope, first, side = of_tile
+    LAYOUT: gl.constexpr = s.type.layout
+    distant = gl.where(side == 0, slope, 0.0)
+    return s - distances_of_tile(first, BLOCK_N, CHANGES.kinds[NUMBER].IS_LOG, LAYOUT) * distant
+
+
+@gluon.jit
+def hopper_of_rows(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, s, of_tile, item, BLOCK_N: gl.constexpr):
+    """Adds the columns' part of a linear decay; the rows' part is left to the softmax."""
+    slope, first, side = of_tile
+    LAYOUT: gl.constexpr = s.type.layout
+    lean = gl.where(side == 0, 0.0, side * slope)  # a slope that is not finite would undo the mask
+    return s + from_first_column(BLOCK_N, LAYOUT) * lean, first * lean
+
+
+HOPPER, HOPPER_LOGARITHMIC = (
+    HopperKind(
+        {
+            "no_item": hopper_no_item, "begin_item": hopper_begin_item, "begin_tile": hopper_begin_tile,
+            "apply": hopper_apply, "apply_masked": hopper_apply_masked, "of_rows": hopper_of_rows,
+        },
+        {"IS_LOG": is_log}, tensors=("slopes_ptr",), numbers=("inverse_unit",), reads_blocks=True, by_thread=True,
+    )
+    for is_log in (False, True)
+)  # fmt: skip

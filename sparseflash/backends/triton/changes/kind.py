@@ -37,6 +37,11 @@ if TYPE_CHECKING:
 # "forward" is also for the pass that recomputes delta, which needs no gradients of the score modifications.
 Part = Literal["forward", "rows", "columns"]
 FUNCTIONS = ("begin", "load", "apply", "start", "gradient", "finish")
+# Those of the Hopper kernels, see `hopper.py`.
+HOPPER_FUNCTIONS = (
+    "buffers", "record", "load_with_keys", "load_last", "no_item", "begin_item", "begin_tile", "multiply", "apply",
+    "apply_masked", "of_rows", "finish_rows",
+)  # fmt: skip
 # The kernels' integer arguments for the score modifications of a call. Triton would specialise on integers in a tuple.
 WHOLE_NUMBERS = tuple(f"n{number}" for number in range(8))
 
@@ -121,11 +126,14 @@ class Functions:
     """The device functions of one score modification in one kernel, None for missing ones, and their constants."""
 
     begin = load = apply = start = gradient = finish = None
+    buffers = record = load_with_keys = load_last = no_item = begin_item = begin_tile = multiply = None
+    apply_masked = of_rows = finish_rows = None
 
     def __init__(self, functions: Mapping[str, Any], facts: Mapping[str, Any], whole: int) -> None:
         """whole: the length of `Kind.whole`."""
-        if unknown := {*functions} - {*FUNCTIONS}:
-            raise TypeError(f"device functions of a change must be from {FUNCTIONS}; got {sorted(unknown)}.")
+        known = tuple(dict.fromkeys(FUNCTIONS + HOPPER_FUNCTIONS))
+        if unknown := {*functions} - {*known}:
+            raise TypeError(f"device functions of a change must be from {known}; got {sorted(unknown)}.")
         self.__dict__.update(functions)
         self.__dict__.update(facts)
         self.WHOLE = whole

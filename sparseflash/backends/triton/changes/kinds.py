@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
+from sparseflash.backends.triton.changes import distance, key_bias, pair_bias, sink, softcap, table, tile_bias
 from sparseflash.backends.triton.changes.distance import DistanceKind
+from sparseflash.backends.triton.changes.hopper import HopperChanged, HopperKind
 from sparseflash.backends.triton.changes.key_bias import KeyBiasKind
 from sparseflash.backends.triton.changes.kind import WHOLE_NUMBERS, Changes, Kind, Part, Request
 from sparseflash.backends.triton.changes.own import OwnKind
@@ -19,8 +21,8 @@ from sparseflash.backends.triton.changes.sink import SinkKind
 from sparseflash.backends.triton.changes.softcap import SoftcapKind
 from sparseflash.backends.triton.changes.table import TableKind
 from sparseflash.backends.triton.changes.tile_bias import TileBiasKind
-from sparseflash.backends.triton.portable.learned import memory_argument
-from sparseflash.backends.triton.portable.passes import like
+from sparseflash.backends.triton.launch.examples import like
+from sparseflash.backends.triton.launch.gradient_sums import memory_argument
 from sparseflash.scores.change import Scores
 
 KINDS: dict[str, Any] = {
@@ -79,3 +81,17 @@ class Changed:
         if found:
             given["changes"] = tuple(found)
         return given
+
+
+HOPPER_KINDS: dict[str, HopperKind] = {
+    "softcap": softcap.HOPPER, "distance": distance.HOPPER, "relative": table.HOPPER, "key_bias": key_bias.HOPPER,
+    "bias": pair_bias.HOPPER, "tile_bias": tile_bias.HOPPER, "sink": sink.HOPPER,
+}  # fmt: skip
+
+
+def changed_on_hopper(changes: Scores | None) -> HopperChanged:
+    """The score modifications of a call as the Hopper forward takes them."""
+    found = () if changes is None else changes.changes
+    return HopperChanged(
+        [distance.HOPPER_LOGARITHMIC if getattr(x, "is_log", False) else HOPPER_KINDS[x.kind] for x in found]
+    )

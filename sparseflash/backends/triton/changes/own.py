@@ -23,9 +23,9 @@ from sparseflash.backends.triton.changes.own_source import HEADER, Load, Source
 from sparseflash.backends.triton.changes.pair_bias import are_all_live, store_pair_gradients, strides_of_all_pairs
 from sparseflash.backends.triton.changes.softcap import has_hardware_tanh, tanh
 from sparseflash.backends.triton.changes.table import add_table_gradients
-from sparseflash.backends.triton.portable import arithmetic
-from sparseflash.backends.triton.portable.arithmetic import product
-from sparseflash.backends.triton.portable.loads import along_keys, along_queries, token_numbers
+from sparseflash.backends.triton.device_functions import arithmetic
+from sparseflash.backends.triton.device_functions.arithmetic import product
+from sparseflash.backends.triton.device_functions.loads import along_keys, along_queries, token_numbers
 from sparseflash.blockmask.cache import BoundedDict
 from sparseflash.scores.function import Function
 

@@ -9,11 +9,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 from sparseflash.backends.triton.alignment import aligned_start
+from sparseflash.backends.triton.changes.hopper import HopperKind
 from sparseflash.backends.triton.changes.kind import Kind, Request
-from sparseflash.backends.triton.portable.learned import sink_gradient
-from sparseflash.backends.triton.portable.softmax import LOG2E, exp2_rounded, finite_maximum
+from sparseflash.backends.triton.device_functions.softmax import LOG2E, exp2_rounded, finite_maximum
+from sparseflash.backends.triton.launch.gradient_sums import sink_gradient
 
 if TYPE_CHECKING:
     from sparseflash.backends.triton.portable.learned import Call
@@ -55,3 +58,19 @@ class SinkKind(Kind):
         self, change: Any, call: Call, rows: Sequence[Tensor], columns: Sequence[Tensor]
     ) -> list[Tensor | None]:
         return [sink_gradient(change.logits, call.lse, call.drow) if self._wanted else None]
+
+
+# ---------------------------------------------------------------------- the Hopper forward
+
+
+@gluon.jit
+def hopper_finish_rows(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, maximum, total, head):
+    """Adds the sink to the sums of rows."""
+    tensors, _, _, _ = args
+    sink = gl.cast(gl.load(tensors[0] + head), gl.float32) * LOG2E
+    with_it = gl.maximum(maximum, sink)
+    shrinks = gl.exp2(maximum - with_it)
+    return with_it, total * shrinks + gl.exp2(sink - with_it), shrinks
+
+
+HOPPER = HopperKind({"finish_rows": hopper_finish_rows}, tensors=("sink_ptr",))

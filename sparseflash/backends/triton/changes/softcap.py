@@ -4,10 +4,14 @@ from typing import Any
 
 import triton
 import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 from sparseflash.backends.triton.availability import INTERPRETED
+from sparseflash.backends.triton.changes.hopper import HopperKind
 from sparseflash.backends.triton.changes.kind import Kind, Request
-from sparseflash.backends.triton.portable.softmax import LOG2E
+from sparseflash.backends.triton.device_functions.softmax import LOG2E
+from sparseflash.backends.triton.hopper.scores import hyperbolic_tangent
 
 
 @triton.jit
@@ -75,3 +79,16 @@ class SoftcapKind(Kind):
 def has_hardware_tanh(request: Request) -> bool:
     """Whether the error of the hardware's tanh is acceptable: for half precision."""
     return request.dtype.itemsize == 2 and not INTERPRETED
+
+
+# ---------------------------------------------------------------------- the Hopper forward
+
+
+@gluon.jit
+def hopper_apply(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, buffers, s, of_tile, step, C: gl.constexpr):
+    """Caps the scores, which are in units of the cap."""
+    _, numbers, _, _ = args
+    return hyperbolic_tangent(s * numbers[0]), of_tile
+
+
+HOPPER = HopperKind({"apply": hopper_apply}, numbers=("cap_scale",), keeps_branch=True)

@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 
 from sparseflash.backends.cached import Cached
-from sparseflash.backends.triton.availability import check_runs
+from sparseflash.backends.triton.availability import INTERPRETED, check_runs
+from sparseflash.backends.triton.decode.changes import Changes
 from sparseflash.backends.triton.decode.kernels import combine_kernel, decode_kernel
 from sparseflash.backends.triton.device import multiplies_in_tf32
+from sparseflash.backends.triton.device_functions.softmax import LOG2E
 from sparseflash.backends.triton.launcher import Launch
-from sparseflash.backends.triton.portable.softmax import LOG2E
 from sparseflash.blockmask.cache import bounded
 from sparseflash.limits import check_count
+from sparseflash.scores.change import Scores
 
 BLOCK_N = 32  # keys per step; with three stages, four programs fit on an SM at D = 128 in bf16
 STAGES = 3
@@ -72,31 +74,40 @@ class Call:
         if of.pages is not None:
             walk = "pages"
         strides = (*q.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3])
+        changes = Changes.of(of.changes)
+        is_changed = changes.constants[-1]
         constants = (
-            dim, v_dim, padded_d, padded_v, block_m, block_n, max(of.page, 1), *block, walk, keep, precision
+            dim, v_dim, padded_d, padded_v, block_m, block_n, max(of.page, 1), *block, walk, keep, precision,
+            *changes.constants, q.dtype.itemsize == 2 and not INTERPRETED,
         )  # fmt: skip
-        tensors = q, k_cache, v_cache, of.lengths, of.starts, of.block_table, of.pages, *self.arrays
+        tensors = (
+            q, k_cache, v_cache, of.lengths, of.starts, of.block_table, of.pages, *self.arrays, *changes.tensors
+        )  # fmt: skip
         self._decoding, self._combining = _kernels(
             constants, _power(splits), tuple(None if x is None else x.dtype for x in tensors),
             tuple(x.data_ptr() % 16 == 0 for x in (q, k_cache, v_cache)), tuple(map(_kind, strides)),
             stages, q.device,
         )  # fmt: skip
-        qk_scale = scale * LOG2E.value
+        # Modified scores are scaled before, and so natural.
+        qk_scale, in_softmax = (LOG2E.value, 1.0) if is_changed else (scale * LOG2E.value, scale)
         sizes = (
             _stride(of.lengths, "lengths"), 0 if of.starts is None else _stride(of.starts, "starts"),
             0 if of.pages is None else of.pages.shape[2], 0 if of.block_table is None else of.block_table.shape[1],
         )  # fmt: skip
         self._decoded = (
-            *sizes, *numbers, parts, qk_scale, q_len, rows, heads, heads // kv_heads, q_heads // heads, splits,
-            row_tiles, of.window or 0, of.sinks, capacity, *strides, *constants,
+            *sizes, *numbers, parts, scale, qk_scale, q_len, rows, heads, heads // kv_heads, q_heads // heads, splits,
+            row_tiles, of.window or 0, of.sinks, capacity, *changes.numbers, *strides, *constants,
         )  # fmt: skip
-        self._combined = parts, scale, qk_scale, splits, v_dim, padded_v, _power(splits), keep
+        self._combined = (
+            parts, in_softmax, qk_scale, splits, q_len, q_heads, v_dim, padded_v, _power(splits), keep or is_changed
+        )  # fmt: skip
 
     def __call__(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, starts: Tensor | None,
-        block_table: Tensor | None, pages: Tensor | None,
+        block_table: Tensor | None, pages: Tensor | None, changes: Scores | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """`(out [B, Hq, Nq, Dv], lse fp32 [B, Hq, Nq])`."""
+        *of_scores, sink = Changes.of(changes).tensors
         out = torch.empty(self.out, dtype=q.dtype, device=q.device)
         lse = torch.empty(self.lse, dtype=torch.float32, device=q.device)
         if out.numel() == 0:
@@ -104,9 +115,9 @@ class Call:
         sums = torch.empty(self.workspace, dtype=torch.float32, device=q.device)
         self._decoding.start(
             self.programs[0], q, k_cache, v_cache, sums, lengths, starts, block_table, pages, *self.arrays,
-            *self._decoded,
+            *of_scores, *self._decoded,
         )  # fmt: skip
-        self._combining.start(self.programs[1], sums, out, lse, *self._combined)
+        self._combining.start(self.programs[1], sums, out, lse, sink, *self._combined)
         return out, lse
 
 

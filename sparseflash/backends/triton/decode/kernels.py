@@ -9,7 +9,8 @@ capacity of the cache. So a CUDA graph can be replayed while the cache grows.
 import triton
 import triton.language as tl
 
-from sparseflash.backends.triton.portable.softmax import LN2, decay, softmax_step
+from sparseflash.backends.triton.decode.changes import changed
+from sparseflash.backends.triton.device_functions.softmax import LN2, decay, softmax_step
 
 # A program walks the keys of a range, the chosen pages, or the tiles of a mask's rows.
 RANGE = tl.constexpr("range")
@@ -117,12 +118,12 @@ def keys_of(
 @triton.jit(
     do_not_specialize=[
         "lengths_stride", "starts_stride", "choices", "table_width", "batch_patterns", "head_patterns", "row_blocks",
-        "parts", "qk_scale", "q_len", "rows", "heads", "kv_group", "group", "splits", "row_tiles", "window", "sinks",
-        "capacity",
+        "parts", "scale", "qk_scale", "q_len", "rows", "heads", "kv_group", "group", "splits", "row_tiles", "window",
+        "sinks", "capacity", "cap", "entries", "bias_batch", "bias_head", "bias_token",
     ],
     do_not_specialize_on_alignment=[
         "lengths_ptr", "starts_ptr", "table_ptr", "pages_ptr", "indptr_ptr", "index_ptr", "tile_ptr", "words_ptr",
-        "pattern_ptr",
+        "pattern_ptr", "slopes_ptr", "relative_ptr", "buckets_ptr", "key_bias_ptr",
     ],
 )  # fmt: skip
 def decode_kernel(
@@ -131,18 +132,24 @@ def decode_kernel(
     lengths_ptr, starts_ptr,  # integers [B], and [B] or None
     table_ptr, pages_ptr,  # integers [B, table_width] or None; [B, Hkv, choices] or None
     indptr_ptr, index_ptr, tile_ptr, words_ptr, pattern_ptr,  # of the mask, or None
+    slopes_ptr, relative_ptr,  # [Hq], and [Hq, entries], or None
+    buckets_ptr, key_bias_ptr,  # int32 [capacity], by distance; [B, Hq, capacity]; or None
     lengths_stride, starts_stride, choices, table_width,
     batch_patterns, head_patterns, row_blocks,  # strides of the patterns, 0 if shared; block rows of the mask
-    parts, qk_scale, q_len, rows,  # parts: B * heads * rows * splits; rows: group * q_len
+    parts,  # B * heads * rows * splits
+    scale, qk_scale,  # of modified scores; scale / ln 2, or 1 / ln 2 for modified scores
+    q_len, rows,  # rows: group * q_len
     heads, kv_group,  # groups of query heads with a program each, and how many of these groups share a key head
     group,  # query heads per program
     splits, row_tiles, window, sinks, capacity,
+    cap, entries, bias_batch, bias_head, bias_token,  # of score modifications
     q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,
     D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     PAGE: tl.constexpr,  # tokens of a page
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,  # of the mask
     WALK: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
+    CAPPED: tl.constexpr, IS_LOG: tl.constexpr, CHANGED: tl.constexpr, HARDWARE_TANH: tl.constexpr,
 ):  # fmt: skip
     """The sums over one share of the keys, for up to BLOCK_M rows. Row r is query r % q_len of head r // q_len."""
     program = tl.program_id(0)
@@ -220,7 +227,14 @@ def decode_kernel(
             k_ptr + k_at[:, None] + dims[None, :], mask=exists[:, None] & (dims < D)[None, :], other=0.0
         )  # fmt: skip
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-        p, alpha, m_i, l_i = softmax_step(scores, live, m_i, l_i, qk_scale, KEEP, PRECISION, False)
+        if CHANGED:
+            of_head = tl.where(row < rows, head * group + row // q_len, 0)
+            scores = changed(
+                scores * scale, live & (row < rows)[:, None], position, key, batch, of_head, cap, slopes_ptr,
+                relative_ptr, buckets_ptr, key_bias_ptr, entries, bias_batch, bias_head, bias_token, CAPPED, IS_LOG,
+                HARDWARE_TANH,
+            )  # fmt: skip
+        p, alpha, m_i, l_i = softmax_step(scores, live, m_i, l_i, qk_scale, KEEP, PRECISION, CHANGED)
         v_at = of_page * v_batch + kv_head.to(tl.int64) * v_head + at * v_token
         v_tile = tl.load(
             v_ptr + v_at[:, None] + v_dims[None, :], mask=exists[:, None] & (v_dims < DV)[None, :], other=0.0
@@ -234,14 +248,21 @@ def decode_kernel(
     tl.store(sums_ptr + part[:, None] * PADDED_DV + v_dims[None, :], acc, mask=(row < rows)[:, None])
 
 
-@triton.jit(do_not_specialize=["parts", "scale", "qk_scale", "splits"])
+@triton.jit(
+    do_not_specialize=["parts", "scale", "qk_scale", "splits", "q_len", "q_heads"],
+    do_not_specialize_on_alignment=["sink_ptr"],
+)
 def combine_kernel(
     sums_ptr,  # of decode_kernel
     out_ptr, lse_ptr,  # [B, Hq, Nq, DV], fp32 [B, Hq, Nq], both contiguous
-    parts, scale, qk_scale, splits,
+    sink_ptr,  # [Hq], or None
+    parts, scale, qk_scale, splits, q_len, q_heads,
     DV: tl.constexpr, PADDED_DV: tl.constexpr, SPLITS: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Computes out and lse of one query of one head. A share without a live key has maximum -inf and sum 0."""
+    """Computes out and lse of one query of one head. A share without a live key has maximum -inf and sum 0.
+
+    KEEP: maxima are of raw scores, in fp32, or of modified scores, whose scale is 1.
+    """
     row = tl.program_id(0).to(tl.int64)
     split, dims = tl.arange(0, SPLITS), tl.arange(0, PADDED_DV)
     here = split < splits
@@ -251,10 +272,15 @@ def combine_kernel(
     l_part = tl.load(totals_ptr + part, mask=here, other=0.0)
     acc_part = tl.load(sums_ptr + part[:, None] * PADDED_DV + dims[None, :], mask=here[:, None], other=0.0)
     m_i = tl.max(m_part, 0)
+    if sink_ptr is not None:  # then KEEP, and the scale is 1
+        sink = tl.load(sink_ptr + row // q_len % q_heads).to(tl.float32)
+        m_i = tl.maximum(m_i, sink)
     empty = m_i == float("-inf")
     m_safe = tl.where(empty, 0.0, m_i)  # -inf - -inf is NaN
     alpha = decay(m_part, m_safe, qk_scale, KEEP)
     total = tl.sum(l_part * alpha, 0)
+    if sink_ptr is not None:
+        total += tl.exp2((sink - m_safe) * qk_scale)
     total = tl.where(empty, 1.0, total)
     out = tl.sum(acc_part * alpha[:, None], 0)
     if KEEP:

@@ -18,7 +18,7 @@ The gradient of a bias of pairs is dS. It is stored row by row from the shared m
 live tile of a batch element and head belongs to one program, which writes it once.
 
 In the plan, an item that is far too long for one program is cut into parts (`cuts.py`). Each part writes its dk and dv
-in fp32 to a workspace; `portable/combine.py` sums them in the order of the list and rounds once.
+in fp32 to a workspace; `device_functions/combine.py` sums them in the order of the list and rounds once.
 
 Why the kernel cannot deadlock: `backward_plan.py` gives every entry (a tile of queries of some item) a time, which
 increases strictly along the list of a program, and ranks the entries of a chain by (time, number of the program). This
@@ -55,7 +55,7 @@ from sparseflash.backends.triton.hopper.backward_plan import (
     ITEM_NUMBER,
     ITEM_PART,
 )
-from sparseflash.backends.triton.hopper.change_flags import CAPPED
+from sparseflash.backends.triton.hopper.change_flags import CAPPED, LOGARITHMIC
 from sparseflash.backends.triton.hopper.configs import BLOCK
 from sparseflash.backends.triton.hopper.gluon_api import (
     accumulator,
@@ -179,7 +179,7 @@ def loader(
             if slopes_ptr is not None:
                 slope = slope_of(slopes_ptr, head, inverse_unit)
                 ahead = first_k - (first_q + offset)
-                side = side_of_columns(ahead, slope, qk_scale, KEYS, ROWS, CHANGES)
+                side = side_of_columns(ahead, slope, qk_scale, KEYS, ROWS, LOGARITHMIC & CHANGES)
                 told(number_s, stage, 1, ahead)
                 told(number_s, stage, 2, side)
                 slope = gl.where(side == 0, slope, side * slope)
@@ -371,7 +371,7 @@ def sums_with_distances(ds, side, first, ROWS: gl.constexpr, CHANGES: gl.constex
     """The gradient of a slope from the scores of a step, [KEYS, 4], a sum for each thread: dS times the distances."""
     S: gl.constexpr = ds.type.layout
     if side == 0:
-        gained = 0.0 - sums_of_threads(ds * distances(first, ROWS, CHANGES, S))
+        gained = 0.0 - sums_of_threads(ds * distances(first, ROWS, LOGARITHMIC & CHANGES, S))
     else:
         gained = (sums_of_threads(ds * from_first_column(ROWS, S)) + sums_of_threads(ds) * first) * side
     return gained
@@ -523,7 +523,7 @@ def consumer(
             else:
                 first_column = to_first_column(ahead, KEYS, SUMS)
                 if side == 0:
-                    changed -= distances(first_column, ROWS, CHANGES, S) * slope
+                    changed -= distances(first_column, ROWS, LOGARITHMIC & CHANGES, S) * slope
                 lean = gl.where(side == 0, 0.0, slope)  # a slope that is not finite would undo the mask
                 changed += from_first_column(ROWS, S) * lean
                 added = first_column * (lean * qk_scale)

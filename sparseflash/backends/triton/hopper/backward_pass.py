@@ -11,6 +11,7 @@ from torch import Tensor
 from sparseflash.backends.registration import empty_gradient, empty_lse
 from sparseflash.backends.saved import Saved
 from sparseflash.backends.triton.alignment import can_describe
+from sparseflash.backends.triton.device_functions.combine import TOKENS_TO_COMBINE, combine_gradients_kernel
 from sparseflash.backends.triton.family import KernelChoice, Setting
 from sparseflash.backends.triton.hopper import fused_plan
 from sparseflash.backends.triton.hopper.backward import backward_kernel
@@ -30,18 +31,17 @@ from sparseflash.backends.triton.hopper.pairs import PairGradients, StoredPairGr
 from sparseflash.backends.triton.hopper.rows import WIDTH, begin_kernel, finish_kernel
 from sparseflash.backends.triton.hopper.scores import TABLE_SUMS
 from sparseflash.backends.triton.hopper.tables import entries_of
-from sparseflash.backends.triton.launcher import BoundLaunch, Launch
-from sparseflash.backends.triton.portable.combine import TOKENS_TO_COMBINE, combine_gradients_kernel
-from sparseflash.backends.triton.portable.launches import SOME_LENGTHS, SOME_PARTS, launch_of, of_call, strides_of
-from sparseflash.backends.triton.portable.learned import (
+from sparseflash.backends.triton.launch.examples import like, one_number_of
+from sparseflash.backends.triton.launch.gradient_sums import (
     in_order,
     over_shared,
     sink_gradient,
     sums_of_groups,
     sums_of_runs,
 )
-from sparseflash.backends.triton.portable.merging import bind_merge, merge_launch
-from sparseflash.backends.triton.portable.passes import like, one_number_of
+from sparseflash.backends.triton.launch.launches import SOME_LENGTHS, SOME_PARTS, launch_of, of_call, strides_of
+from sparseflash.backends.triton.launch.merging import bind_merge, merge_launch
+from sparseflash.backends.triton.launcher import BoundLaunch, Launch
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.blockmask.transfer import to_device

@@ -12,12 +12,12 @@ import triton.language as tl
 from torch import Tensor
 
 from sparseflash.backends.triton.alignment import aligned_start
+from sparseflash.backends.triton.device_functions.fp32_split import PIECE_COUNT, split
 from sparseflash.backends.triton.hopper.configs import BLOCK
 from sparseflash.backends.triton.hopper.rows import finite_product
+from sparseflash.backends.triton.launch.examples import like, one_number_of
+from sparseflash.backends.triton.launch.launches import launch_of
 from sparseflash.backends.triton.launcher import BoundLaunch
-from sparseflash.backends.triton.portable.fp32_split import PIECE_COUNT, split
-from sparseflash.backends.triton.portable.launches import launch_of
-from sparseflash.backends.triton.portable.passes import like, one_number_of
 from sparseflash.scores.change import Scores
 
 KEYS = tl.constexpr(BLOCK[1])  # of a tile

@@ -1,4 +1,4 @@
-"""Bits of the Hopper kernels' CHANGES."""
+"""Bits of the CHANGES of the Hopper backward."""
 
 import triton.language as tl
 

@@ -7,10 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from sparseflash.backends.triton.alignment import aligned_start
+from sparseflash.backends.triton.device_functions.softmax import LOG2E
 from sparseflash.backends.triton.hopper.change_flags import CAPPED, LOGARITHMIC
 from sparseflash.backends.triton.hopper.configs import SMALLEST_SCALE
-from sparseflash.backends.triton.portable.passes import like
-from sparseflash.backends.triton.portable.softmax import LOG2E
+from sparseflash.backends.triton.launch.examples import like
 from sparseflash.scores.change import PAIRS, Scores
 
 # At most one of each, in the order that `Scores` keeps.
@@ -24,7 +24,7 @@ _CAPS = 1e-12, 1e30
 
 
 def flags_of(changes: Scores | None) -> int:
-    """The kernels' CHANGES."""
+    """The CHANGES of the backward kernel."""
     if changes is None:
         return 0
     decay = changes.find("distance")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from sparseflash.blockmask.cache import bounded
@@ -24,6 +25,32 @@ SMALLEST_SCALE = 1e-30
 # In units of log2(e): fp32 sums beyond this are known to a few powers of 2 only. A bias may be the lowest number of
 # fp32.
 COARSE = 2.0**26
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The tiles and buffers of the forward kernel: its compile-time argument SHAPE.
+
+    Triton identifies a compile-time argument by its text, in which a dataclass has all its numbers.
+    """
+
+    BLOCK_N: int  # keys of a step
+    SPLIT: int  # steps of a tile of the lists, whose queries are GROUPS * ROWS
+    # Channels of queries and keys, and of values, in two pieces, the second 0 if there is one; channels of a chunk.
+    D: int
+    D_REST: int
+    DV: int
+    DV_REST: int
+    PADDED_DV: int
+    OUT: int  # channels of out, of the first DV, that are written at a time: all or half
+    GROUPS: int  # warpgroups that share an item
+    STREAMS: int  # with items of their own
+    STAGES: int  # of keys and values
+    Q_BUFFERS: int  # of queries, 1 or 2
+    KEPT: int  # pieces of queries in registers, see `consumer`
+    IN_TURNS: bool  # see `consumer`
+    REGISTERS: int
+    LOADER_REGISTERS: int
 
 
 class Config(NamedTuple):
@@ -64,6 +91,15 @@ class Config(NamedTuple):
     def groups(self) -> int:
         """The warpgroups that share an item."""
         return self.tile[0] // ROWS
+
+    @property
+    def shape(self) -> Shape:
+        """The kernel's compile-time argument."""
+        return Shape(
+            self.keys, self.split, *self.dims, *self.v_dims, self.padded_v_dim, self.v_dims[0] // self.out_pieces,
+            self.groups, self.streams, self.stages, self.q_buffers, self.kept, self.in_turns, self.registers,
+            self.loader_registers,
+        )  # fmt: skip
 
     @property
     def shared_memory(self) -> int:

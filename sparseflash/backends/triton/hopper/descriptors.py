@@ -10,8 +10,8 @@ from triton.experimental.gluon import language as gl
 
 from sparseflash.backends.triton.alignment import can_describe, describable_strides
 from sparseflash.backends.triton.hopper.configs import CHANNELS
+from sparseflash.backends.triton.launch.examples import like
 from sparseflash.backends.triton.launcher import Describe
-from sparseflash.backends.triton.portable.passes import like
 
 
 def as_read(x: Tensor) -> Tensor:

@@ -39,8 +39,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from sparseflash.backends.triton.changes.hopper_steps import (
+    arguments_of_changes,
+    begun_items,
+    begun_tiles,
+    buffers_of_changes,
+    changed_in_masked_tiles,
+    changed_scores,
+    finished_rows,
+    load_last,
+    load_with_keys,
+    multiplied,
+    no_items,
+    recorded,
+)
+from sparseflash.backends.triton.changes.kind import WHOLE_NUMBERS
+from sparseflash.backends.triton.device_functions.softmax import LN2, LOWEST
 from sparseflash.backends.triton.hopper import configs
-from sparseflash.backends.triton.hopper.change_flags import CAPPED
 from sparseflash.backends.triton.hopper.gluon_api import accumulator, async_load, async_store
 from sparseflash.backends.triton.hopper.plan import (
     ITEM,
@@ -52,57 +67,34 @@ from sparseflash.backends.triton.hopper.plan import (
     ITEM_START,
     ITEM_TILE,
 )
-from sparseflash.backends.triton.hopper.scores import (
-    as_float,
-    by_thread,
-    distances,
-    entries_of_head,
-    entries_of_scores,
-    from_first_column,
-    hyperbolic_tangent,
-    outer_runs,
-    outer_tiles,
-    pair_buffers,
-    place_of_pairs,
-    plus_of_threads,
-    shared_entry,
-    side_of_columns,
-    slope_of,
-    sums_of_threads,
-    to_first_column,
+from sparseflash.backends.triton.hopper.record import (
+    BATCH,
+    BATCH_HEAD,
+    BLOCK,
+    COUNT,
+    FIRST_Q,
+    FULL,
+    HEAD,
+    JUMP,
+    JUMP_LEFT,
+    K_LIMIT,
+    PART,
+    Q_LIMIT,
+    RECORD,
+    RECORDS,
+    START,
+    TILE,
+    field,
 )
-from sparseflash.backends.triton.portable.softmax import LN2, LOG2E, LOWEST
+from sparseflash.backends.triton.hopper.scores import as_float, by_thread, plus_of_threads, sums_of_threads
 
 NO_SCALE = gl.constexpr(2e-30)  # in units of log2(e); a scale of 0 arrives as less, see `configs.SMALLEST_SCALE`
-RECORD = gl.constexpr(16)  # numbers of an item that the loader passes to the warpgroups
-# More than the one or two buffers of queries: an item's queries are freed before its record is read for the
-# last time.
-RECORDS = gl.constexpr(4)
 ROWS = gl.constexpr(configs.ROWS)  # of a warpgroup
-CHANNELS = gl.constexpr(configs.CHANNELS)
 LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))  # of one warp
 # How far, in powers of 2, the running maximum may lag behind the true one. Weights then stay below 256, which half
 # precision and fp32 sums hold as exactly as weights below 1.
 SLACK = gl.constexpr(8.0)
 COARSE = gl.constexpr(configs.COARSE)
-
-# Indices of the numbers of a record.
-BATCH_HEAD = gl.constexpr(0)
-BATCH = gl.constexpr(1)
-HEAD = gl.constexpr(2)
-FIRST_Q = gl.constexpr(3)
-FULL = gl.constexpr(4)  # steps whose scores are all live, which come first
-COUNT = gl.constexpr(5)  # steps; 0: the stream ends
-START = gl.constexpr(6)  # where the list begins
-TILE = gl.constexpr(7)  # the number of the first tile's bits, 0: full, -1: dead
-PART = gl.constexpr(8)  # which chunk of a longer item, from 1; 0: a whole one
-Q_LIMIT = gl.constexpr(9)  # queries from here on are dead
-K_LIMIT = gl.constexpr(10)  # and keys
-JUMP_LEFT = gl.constexpr(11)  # when this many steps are left,
-JUMP = gl.constexpr(12)  # this many tiles of the list, full ones past the lengths, are skipped
-BLOCK = gl.constexpr(13)  # the number of the first tile
-FIRST_ENTRY = gl.constexpr(14)  # of a table, the entries of the first distance and of the last, as bits
-LAST_ENTRY = gl.constexpr(15)
 
 
 # ---------------------------------------------------------------------- the loading warp
@@ -169,18 +161,20 @@ def cut_at_lengths(index_ptr, start, full, count, first_q, q_limit, k_limit, BLO
 
 @gluon.jit
 def loader(
-    own, loads, stream, BLOCK_N: gl.constexpr, SPLIT: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
-    GROUPS: gl.constexpr, STAGES: gl.constexpr, Q_BUFFERS: gl.constexpr, HAS_LENGTHS: gl.constexpr,
+    own, loads, stream, SHAPE: gl.constexpr, HAS_LENGTHS: gl.constexpr, CHANGES: gl.constexpr,
 ):  # fmt: skip
     """Finds items, writes their records, and loads queries, the keys of a step and the values of the step before."""
-    buffers_s, rests_s, bias_s, pairs_s = own
+    BLOCK_N: gl.constexpr = SHAPE.BLOCK_N
+    SPLIT: gl.constexpr = SHAPE.SPLIT
+    D: gl.constexpr = SHAPE.D
+    DV: gl.constexpr = SHAPE.DV
+    GROUPS: gl.constexpr = SHAPE.GROUPS
+    STAGES: gl.constexpr = SHAPE.STAGES
+    Q_BUFFERS: gl.constexpr = SHAPE.Q_BUFFERS
+    buffers_s, rests_s, changes_s = own
     tiles_s, _, record_s, bars = buffers_s
     q_rest_s, k_rest_s, v_rest_s, _ = rests_s
-    descriptors, work_ptr, lists, lengths, counter_ptr, sizes, streams, bias, pairs, entries_ptr = loads
-    bias_desc, bias_of_batch, bias_of_head = bias
-    pairs_desc, stored = pairs
-    if pairs_desc is not None:
-        pair_s, pair_full, pair_empty = pairs_s
+    descriptors, work_ptr, lists, lengths, counter_ptr, sizes, streams, changes = loads
     index_ptr, tile_ptr = lists
     q_desc, k_desc, v_desc, q_rest_desc, k_rest_desc, v_rest_desc = descriptors
     q_s, k_s, v_s = tiles_s
@@ -243,11 +237,7 @@ def loader(
         record = gl.where(number == JUMP_LEFT, jump_left, record)
         record = gl.where(number == JUMP, jump, record)
         record = gl.where(number == BLOCK, block, record)
-        if entries_ptr is not None:
-            here_ptr = entries_of_head(entries_ptr, head, q_len, k_len - q_len)
-            first_entry, last_entry = gl.load(here_ptr + (1 - q_len)), gl.load(here_ptr + (k_len - 1))
-            record = gl.where(number == FIRST_ENTRY, gl.cast(first_entry, gl.int32, bitcast=True), record)
-            record = gl.where(number == LAST_ENTRY, gl.cast(last_entry, gl.int32, bitcast=True), record)
+        record = recorded(CHANGES, changes, record, number, head, q_len, k_len)
         record_s.index(turn % RECORDS).store(record)
         for c in gl.static_range(GROUPS):
             bar = q_full.index(slot * GROUPS + c)
@@ -273,12 +263,8 @@ def loader(
             block = block_at(index_ptr, place, SPLIT)
             mbarrier.wait(kv_empty.index(stage), ((step // STAGES) & 1) ^ 1)
             if is_item:
-                if bias_desc is None:
-                    mbarrier.expect(k_full.index(stage), K_BYTES)
-                else:
-                    mbarrier.expect(k_full.index(stage), K_BYTES + bias_desc.block_type.nbytes)
-                    bias_row = batch * bias_of_batch + head * bias_of_head
-                    async_load(bias_desc, [bias_row, 0, first_k], k_full.index(stage), bias_s.index(stage))
+                mbarrier.expect(k_full.index(stage), K_BYTES + CHANGES.BYTES_OF_KEY * BLOCK_N)
+                load_with_keys(CHANGES, changes, changes_s, stage, k_full.index(stage), batch, head, first_k)
                 async_load(k_desc, [batch, kv_head, first_k, 0], k_full.index(stage), k_s.index(stage))
                 if k_rest_desc is not None:
                     async_load(k_rest_desc, [batch, kv_head, first_k, D], k_full.index(stage), k_rest_s.index(stage))
@@ -291,31 +277,12 @@ def loader(
                 async_load(v_desc, [v_batch, v_head, v_first, 0], v_full.index(stage), v_s.index(stage))
                 if v_rest_desc is not None:
                     async_load(v_rest_desc, [v_batch, v_head, v_first, DV], v_full.index(stage), v_rest_s.index(stage))
-            if pairs_desc is not None:
-                # Last: the bias has one buffer, which is freed last.
-                at = place_of_pairs(stored, batch, head, first_q, first_k, GROUPS * ROWS, BLOCK_N)
-                for c in gl.static_range(GROUPS):
-                    mbarrier.wait(pair_empty.index(c), (step & 1) ^ 1)
-                    if is_item:
-                        mbarrier.expect(pair_full.index(c), pairs_desc.block_type.nbytes)
-                        async_load(
-                            pairs_desc, [at[0], at[1], at[2] + c * ROWS, at[3]], pair_full.index(c), pair_s.index(c)
-                        )  # fmt: skip
-                    else:
-                        mbarrier.arrive(pair_full.index(c), count=1)
+            load_last(CHANGES, changes, changes_s, step, is_item, batch, head, first_q, first_k, GROUPS, BLOCK_N)
             v_batch, v_head, v_first = batch, kv_head, first_k
             step += 1
 
 
 # ---------------------------------------------------------------------- the warpgroups
-
-
-@gluon.jit
-def field(record_s, turn, N: gl.constexpr):
-    """Number N of an item's record."""
-    layout: gl.constexpr = gl.BlockedLayout([RECORD], [32], [4], [0])
-    number = gl.arange(0, RECORD, layout=layout)
-    return gl.sum(gl.where(number == N, record_s.index(turn % RECORDS).load(layout), 0), 0)
 
 
 @gluon.jit
@@ -453,13 +420,12 @@ def finished(acc, factors, IS_NAN: gl.constexpr):
 
 
 @gluon.jit
-def store_part(part_ptr, out, first_row, FIRST: gl.constexpr, PADDED_DV: gl.constexpr, SAVES: gl.constexpr):
-    """Writes channels from FIRST on to a chunk [., PADDED_DV]. SAVES: keeps the compiler from computing the addresses
-    before the loop, where the register pressure is too high for them.
+def store_part(part_ptr, out, first_row, FIRST: gl.constexpr, PADDED_DV: gl.constexpr):
+    """Writes channels from FIRST on to a chunk [., PADDED_DV].
+
+    `opaque` keeps the compiler from computing the addresses before the loop, which has no registers for them.
     """
-    row = first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, out.type.layout))
-    if SAVES:
-        row = opaque(row)
+    row = opaque(first_row + gl.arange(0, ROWS, layout=gl.SliceLayout(1, out.type.layout)))
     column = gl.arange(0, out.shape[1], layout=gl.SliceLayout(0, out.type.layout))
     if FIRST > 0:
         column += FIRST
@@ -488,25 +454,25 @@ def send(
 def consumer(
     own, reads,
     C: gl.constexpr,  # which of the warpgroups
-    BLOCK_N: gl.constexpr, SPLIT: gl.constexpr,
-    D: gl.constexpr, D_REST: gl.constexpr, DV: gl.constexpr, DV_REST: gl.constexpr, PADDED_DV: gl.constexpr,
-    OUT: gl.constexpr, GROUPS: gl.constexpr, STAGES: gl.constexpr, Q_BUFFERS: gl.constexpr, KEPT: gl.constexpr,
-    IN_TURNS: gl.constexpr, HAS_LENGTHS: gl.constexpr, HAS_PARTS: gl.constexpr, CHANGES: gl.constexpr,
+    SHAPE: gl.constexpr, HAS_LENGTHS: gl.constexpr, HAS_PARTS: gl.constexpr, CHANGES: gl.constexpr,
 ):  # fmt: skip
     """out and lse of ROWS queries of every item."""
-    buffers_s, rests_s, bias_s, pairs_s = own
+    BLOCK_N: gl.constexpr = SHAPE.BLOCK_N
+    SPLIT: gl.constexpr = SHAPE.SPLIT
+    D: gl.constexpr = SHAPE.D
+    D_REST: gl.constexpr = SHAPE.D_REST
+    DV: gl.constexpr = SHAPE.DV
+    DV_REST: gl.constexpr = SHAPE.DV_REST
+    PADDED_DV: gl.constexpr = SHAPE.PADDED_DV
+    OUT: gl.constexpr = SHAPE.OUT
+    GROUPS: gl.constexpr = SHAPE.GROUPS
+    STAGES: gl.constexpr = SHAPE.STAGES
+    Q_BUFFERS: gl.constexpr = SHAPE.Q_BUFFERS
+    KEPT: gl.constexpr = SHAPE.KEPT
+    IN_TURNS: gl.constexpr = SHAPE.IN_TURNS
+    buffers_s, rests_s, changes_s = own
     tiles_s, o_s, record_s, bars = buffers_s
-    lists, words_ptr, out_descs, lse_ptr, parts_ptr, qk_scale, q_len, changes = reads
-    cap_scale, inverse_unit, slopes_ptr, offset, sink_ptr, entries_ptr, until_ptr, pairs_desc = changes
-    if pairs_desc is not None:
-        pair_s, pair_full, pair_empty = pairs_s
-    HAS_TABLE: gl.constexpr = entries_ptr is not None
-    HAS_KEY_BIAS: gl.constexpr = bias_s is not None
-    # Whether maxima are kept unscaled, not in units of log2(e). Where all scores of a query are as low as a bias can
-    # be, a fused multiplication and subtraction of the maximum leaves an arbitrary number instead of 0. With a bias of
-    # keys alone `scale_of_rows` prevents this.
-    KEEPS: gl.constexpr = pairs_desc is not None or (HAS_KEY_BIAS and slopes_ptr is not None)
-    HAS_DISTANCES: gl.constexpr = slopes_ptr is not None or HAS_TABLE
+    lists, words_ptr, out_descs, lse_ptr, parts_ptr, qk_scale, q_len, offset, changes = reads
     q_s, k_s, v_s = tiles_s
     q_rest_s, k_rest_s, v_rest_s, o_rest_s = rests_s
     out_s = (o_s, o_rest_s)
@@ -555,13 +521,12 @@ def consumer(
     kept_q = gl.zeros([ROWS, D], dtype, layout=Q)
     if KEPT == 2:
         kept_rest = gl.zeros([ROWS, D_REST], dtype, layout=Q)
-    ones = gl.full([ROWS, CHANNELS], 1.0, gl.bfloat16, layout=Q)
     goes_on = False  # whether the next product is added to acc; False for the first of an item
     step = 0
     turn = -1
     left, partial_left, place, tile, k_limit, jump_left = 0, 0, 0, 0, 0, 0
-    slope, first_position, next_block = 0.0, 0, 0
-    past_until, future_from = 0, 0
+    next_block = 0
+    of_items = no_items(CHANGES)
     mbarrier.wait(k_full.index(0), 0)
     if IN_TURNS and C == 1:
         at_turn_of(0, "arrive")
@@ -576,17 +541,8 @@ def consumer(
             tile = field(record_s, turn, TILE)
             if HAS_LENGTHS:
                 k_limit, jump_left = field(record_s, turn, K_LIMIT), field(record_s, turn, JUMP_LEFT)
-            if slopes_ptr is not None:
-                slope = slope_of(slopes_ptr, field(record_s, turn, HEAD), inverse_unit)
-            if HAS_TABLE:
-                past_until, future_from = outer_tiles(
-                    outer_runs(until_ptr, q_len, offset), field(record_s, turn, FIRST_Q) + (C * ROWS + offset),
-                    as_float(field(record_s, turn, FIRST_ENTRY)), as_float(field(record_s, turn, LAST_ENTRY)),
-                    ROWS, BLOCK_N,
-                )  # fmt: skip
-            if slopes_ptr is not None:
-                first_position = field(record_s, turn, FIRST_Q) + (C * ROWS + offset)
-            if HAS_DISTANCES:
+            of_items = begun_items(CHANGES, changes, of_items, (record_s, turn, q_len, offset, qk_scale), C, BLOCK_N)
+            if CHANGES.READS_BLOCKS:
                 next_block = field(record_s, turn, BLOCK)
             running = left > 0
             if KEPT > 0:
@@ -596,27 +552,18 @@ def consumer(
                 if Q_BUFFERS == 1 and KEEPS_Q:
                     async_copy.mbarrier_arrive(q_empty.index(C), increment_count=False)
         is_mixed = left <= partial_left
-        entry, is_shared = 0.0, True
-        if HAS_TABLE:
-            is_past, is_future = next_block * BLOCK_N <= past_until, next_block * BLOCK_N >= future_from
-            is_shared = is_past | is_future
-            if not is_shared:
-                ahead = field(record_s, turn, FIRST_Q) + (C * ROWS + offset) - next_block * BLOCK_N
-                here_ptr = entries_of_head(entries_ptr, field(record_s, turn, HEAD), q_len, offset)
-                runs = outer_runs(until_ptr, q_len, offset)
-                _, entry, is_shared = shared_entry(runs, here_ptr, ahead - (BLOCK_N - 1), ahead + (ROWS - 1))
-            is_mixed = is_mixed | (not is_shared)
-        if slopes_ptr is not None:
-            ahead = first_position - next_block * BLOCK_N
-            side = side_of_columns(ahead, slope, qk_scale, ROWS, BLOCK_N, CHANGES)
-            is_mixed = is_mixed | (side == 0)
+        block = next_block
+        of_tiles, is_mixed = begun_tiles(
+            CHANGES, changes, of_items, is_mixed, block, (record_s, turn, q_len, offset, qk_scale), C, BLOCK_N
+        )
         words = gl.zeros([ROWS, BLOCK_N // 32], gl.int32, layout=WORDS)
         if is_mixed:
             k_left = BLOCK_N
             if HAS_LENGTHS:
                 k_left = k_limit - block_at(index_ptr, place, SPLIT) * BLOCK_N
             words = live_words(
-                words_ptr, tile, C * ROWS, place, k_left, BLOCK_M, BLOCK_N, SPLIT, HAS_LENGTHS, HAS_DISTANCES, WORDS
+                words_ptr, tile, C * ROWS, place, k_left, BLOCK_M, BLOCK_N, SPLIT, HAS_LENGTHS, CHANGES.READS_BLOCKS,
+                WORDS,
             )  # fmt: skip
         left -= 1
         place += 1
@@ -625,8 +572,7 @@ def consumer(
         # Prefetched for the next step: the address of the mask's words depends on it, and two dependent loads would
         # stall.
         tile = gl.load(tile_ptr + (place if SPLIT == 1 else place // SPLIT))
-        if HAS_DISTANCES:
-            table_block = next_block
+        if CHANGES.READS_BLOCKS:
             next_block = block_at(index_ptr, place, SPLIT)
 
         stage, phase = step % STAGES, (step // STAGES) & 1
@@ -640,8 +586,7 @@ def consumer(
         if D_REST > 0:
             q = kept_rest if KEPT == 2 else q_rest_s.index((turn & (Q_BUFFERS - 1)) * GROUPS + C)
             s = warpgroup_mma(q, k_rest_s.index(stage).permute((1, 0)), accumulator(s), is_async=True)
-        if HAS_KEY_BIAS:
-            s = warpgroup_mma(ones, bias_s.index(stage), accumulator(s), is_async=True)
+        s = multiplied(CHANGES, changes, changes_s, s, stage, Q)
         mbarrier.wait(v_full.index(stage), phase)
         weights = gl.convert_layout(p, P)
         acc = warpgroup_mma(weights, v_s.index(stage), acc, use_acc=goes_on, is_async=True)
@@ -655,34 +600,19 @@ def consumer(
         if IN_TURNS:
             at_turn_of(C, "sync")
 
-        if CAPPED & CHANGES:
-            s = hyperbolic_tangent(s * cap_scale)
-        if slopes_ptr is not None:
-            first = to_first_column(ahead, ROWS, SUMS)
-        if pairs_desc is not None:
-            mbarrier.wait(pair_full.index(C), step & 1)
-            pairs = pair_s.index(C).load(S)
-            # Arrives without a wait for the loads: loads are in order, and the next numbers arrive long after them.
-            async_copy.mbarrier_arrive(pair_empty.index(C), increment_count=False)
-            s = s * cap_scale + pairs.to(gl.float32)
+        s, of_tiles = changed_scores(CHANGES, changes, changes_s, s, of_tiles, step, C)
         if is_mixed:
-            if slopes_ptr is not None:
-                distant = gl.where(side == 0, slope, 0.0)
-                s = s - distances(first, BLOCK_N, CHANGES, S) * distant
-            if HAS_TABLE and not is_shared:
-                ahead = field(record_s, turn, FIRST_Q) + (C * ROWS + offset) - table_block * BLOCK_N
-                here_ptr = entries_of_head(entries_ptr, field(record_s, turn, HEAD), q_len, offset)
-                s = s + entries_of_scores(here_ptr, ahead, 1, s)
-            words = exchanged_with_nobody(words) if CAPPED & CHANGES or pairs_desc is not None else opaque(words)
+            s = changed_in_masked_tiles(
+                CHANGES, changes, s, of_tiles, block, (record_s, turn, q_len, offset, qk_scale), C, BLOCK_N
+            )
+            words = exchanged_with_nobody(words) if CHANGES.KEEPS_BRANCH else opaque(words)
             s = masked(s, words, BLOCK_N, BITS)
-        added = None
-        if slopes_ptr is not None:
-            lean = gl.where(side == 0, 0.0, side * slope)  # a slope that is not finite would undo the mask
-            s = s + from_first_column(BLOCK_N, S) * lean
-            added = first * lean
-        if HAS_TABLE:
-            first, last = field(record_s, turn, FIRST_ENTRY), field(record_s, turn, LAST_ENTRY)
-            added = gl.where(is_past | is_future, as_float(gl.where(is_past, last, first)), entry)
+        added = None  # what is still to be added to the scores: a number for the tile, or for each thread of a row
+        for n in gl.static_range(len(CHANGES.kinds)):
+            if CHANGES.kinds[n].of_rows is not None:
+                s, added = CHANGES.kinds[n].of_rows(
+                    CHANGES, n, changes[n], s, of_tiles[n], (record_s, turn, q_len, offset, qk_scale), BLOCK_N
+                )
         inverse = gl.zeros([ROWS], gl.float32, layout=S_ROWS)
         ended = turn - 1
         if begins:
@@ -695,13 +625,13 @@ def consumer(
                 row = C * ROWS + gl.arange(0, ROWS, layout=S_ROWS)
                 part = field(record_s, ended, PART)
                 maximum = m_i
-                if KEEPS:  # a bias may be the lowest number of fp32
+                if CHANGES.KEEPS_UNITS:  # a bias may be the lowest number of fp32
                     maximum = gl.where(m_i == float("-inf"), float("-inf"), gl.maximum(m_i * qk_scale, LOWEST))
-                elif HAS_KEY_BIAS:
+                elif CHANGES.MAY_BE_COARSE:
                     maximum = by_own_scale(m_i, qk_scale)
                 if HAS_PARTS and part > 0:
                     inverse = gl.full([ROWS], 1.0, gl.float32, layout=S_ROWS)
-                    if HAS_LENGTHS and pairs_desc is not None:  # past the lengths a bias may be NaN
+                    if HAS_LENGTHS and CHANGES.MAY_BE_NAN:  # past the lengths a bias may be NaN
                         is_past = field(record_s, ended, FIRST_Q) + row >= field(record_s, ended, Q_LIMIT)
                         maximum = gl.where(is_past, float("-inf"), maximum)
                         total = gl.where(is_past, 0.0, total)
@@ -715,13 +645,9 @@ def consumer(
                     if HAS_LENGTHS:
                         is_empty = is_empty | (q_row >= field(record_s, ended, Q_LIMIT))
                     maximum = gl.where(qk_scale < NO_SCALE, 0.0, maximum)
-                    shrinks = 1.0
-                    if sink_ptr is not None:
-                        sink = gl.cast(gl.load(sink_ptr + field(record_s, ended, HEAD)), gl.float32) * LOG2E
-                        with_sink = gl.maximum(maximum, sink)
-                        shrinks = gl.exp2(maximum - with_sink)
-                        total = total * shrinks + gl.exp2(sink - with_sink)
-                        maximum = with_sink
+                    maximum, total, shrinks = finished_rows(
+                        CHANGES, changes, maximum, total, field(record_s, ended, HEAD)
+                    )
                     lse = gl.where(is_empty, float("-inf"), (maximum + gl.log2(total)) * LN2)
                     at = gl.cast(field(record_s, ended, BATCH_HEAD), gl.int64) * q_len + q_row
                     gl.store(lse_ptr + at, lse, mask=q_row < q_len)
@@ -731,34 +657,34 @@ def consumer(
         if IN_TURNS:
             at_turn_of(1 - C, "arrive")
         highest = row_maximum(s, added)
-        if KEEPS:
+        if CHANGES.KEEPS_UNITS:
             m_new = gl.maximum(m_i, highest)
             grows = (m_new - m_i) * qk_scale > SLACK
         else:
-            scale = scale_of_rows(highest * qk_scale, qk_scale) if HAS_KEY_BIAS else qk_scale
+            scale = scale_of_rows(highest * qk_scale, qk_scale) if CHANGES.MAY_BE_COARSE else qk_scale
             m_new = gl.maximum(m_i, highest * scale)
             grows = m_new - m_i > SLACK
         if not IN_TURNS:
             m_new = gl.where(grows, m_new, m_i)
         # A query that has met no live key yet has maximum -inf, and -inf - -inf is NaN; 0 gives exp2(-inf) = 0.
         m_safe = gl.where(m_new == float("-inf"), 0.0, m_new)
-        if HAS_TABLE:
-            p = gl.exp2(s * qk_scale - (m_safe - added * qk_scale)[:, None])
-        elif slopes_ptr is None:
-            if KEEPS:
+        if added is None:
+            if CHANGES.KEEPS_UNITS:
                 p = gl.exp2((s - m_safe[:, None]) * qk_scale)
             else:
-                scale = scale_of_rows(m_new, qk_scale)[:, None] if HAS_KEY_BIAS else qk_scale
+                scale = scale_of_rows(m_new, qk_scale)[:, None] if CHANGES.MAY_BE_COARSE else qk_scale
                 p = gl.exp2(s * scale - m_safe[:, None])
+        elif not CHANGES.BY_THREAD:  # one number for the tile
+            p = gl.exp2(s * qk_scale - (m_safe - added * qk_scale)[:, None])
         else:
             less = gl.convert_layout(m_safe, SUM_ROWS, assert_trivial=True)[:, None]
-            if KEEPS:
+            if CHANGES.KEEPS_UNITS:
                 exponents = plus_of_threads(s, added - less) * qk_scale
                 # The decay may be lost to rounding; no weight may become infinite then.
                 p = gl.exp2(gl.where(exponents > SLACK, SLACK, exponents))
             else:
                 p = gl.exp2(plus_of_threads(s * qk_scale, added * qk_scale - less))
-        decay = gl.exp2((m_i - m_safe) * qk_scale if KEEPS else m_i - m_safe)
+        decay = gl.exp2((m_i - m_safe) * qk_scale if CHANGES.KEEPS_UNITS else m_i - m_safe)
         l_i = l_i * gl.convert_layout(decay, SUM_ROWS, assert_trivial=True)[:, None] + sums_of_threads(p)
         l_i = exchanged_with_nobody(l_i)
         p = p.to(dtype)
@@ -774,21 +700,21 @@ def consumer(
         async_copy.mbarrier_arrive(kv_empty.index(stage), increment_count=False)
         goes_on = not begins
         if begins and turn > 0:
-            IS_NAN: gl.constexpr = HAS_LENGTHS and pairs_desc is not None  # sums past the lengths may be NaN
+            IS_NAN: gl.constexpr = HAS_LENGTHS and CHANGES.MAY_BE_NAN  # sums past the lengths may be NaN
             out = finished(acc, gl.convert_layout(alpha, A_ROWS)[:, None], IS_NAN)
             rest = out
             if DV_REST > 0:
                 rest = finished(acc_rest, gl.convert_layout(alpha, R_ROWS)[:, None], IS_NAN)
-            # For the register pressure. Other tiles keep the code that was measured.
-            SAVES: gl.constexpr = D != DV or D_REST > 0 or DV > 128
-            if SAVES:
+            # Without this ptxas keeps out in other registers than acc, and spills at D = 128. Kernels that did not
+            # spill keep the code that was measured.
+            if D != DV or D_REST > 0 or DV > 128 or HAS_PARTS:
                 acc = out  # in the same registers: the next product does not accumulate onto it
             part = field(record_s, ended, PART)
             if HAS_PARTS and part > 0:
                 part_ptr = parts_ptr + gl.cast(part - 1, gl.int64) * PART_SIZE
-                store_part(part_ptr, out, C * ROWS, 0, PADDED_DV, SAVES)
+                store_part(part_ptr, out, C * ROWS, 0, PADDED_DV)
                 if DV_REST > 0:
-                    store_part(part_ptr, rest, C * ROWS, DV, PADDED_DV, SAVES)
+                    store_part(part_ptr, rest, C * ROWS, DV, PADDED_DV)
             else:
                 batch, head = field(record_s, ended, BATCH), field(record_s, ended, HEAD)
                 first_q = field(record_s, ended, FIRST_Q) + C * ROWS
@@ -837,20 +763,10 @@ def buffers(
     return (q_s, k_s, v_s), o_s, record_s, (q_full, q_empty, k_full, v_full, kv_empty)
 
 
-@gluon.jit
-def bias_buffers(bias_desc, BLOCK_N: gl.constexpr, STAGES: gl.constexpr):
-    """A stream's shared memory for a bias of keys."""
-    dtype: gl.constexpr = bias_desc.dtype
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHANNELS, BLOCK_N], dtype)
-    return gl.allocate_shared_memory(dtype, [STAGES, CHANNELS, BLOCK_N], LAYOUT)
-
-
 # Sizes are not specialised: another length or number of heads causes no recompilation.
 @gluon.jit(
     do_not_specialize=[
-        "lengths_stride", "qk_scale", "items", "heads", "group", "q_len", "k_len", "row_tiles", "cap_scale",
-        "inverse_unit", "bias_of_batch", "bias_of_head", "has_batches", "has_heads",
-        "tiles_of_batch", "tiles_of_head", "tile_rows", "tile_words",
+        "lengths_stride", "qk_scale", "items", "heads", "group", "q_len", "k_len", "row_tiles", *WHOLE_NUMBERS,
     ],
     do_not_specialize_on_alignment=["lengths_ptr"],  # one number is loaded at a time
 )  # fmt: skip
@@ -868,30 +784,25 @@ def forward_kernel(
     counter_ptr,  # int32 [1], zero before and after the launch
     qk_scale,  # positive; scores in the units of scores.py times qk_scale are exponents of 2
     items, heads, group, q_len, k_len, row_tiles,
-    cap_scale, inverse_unit,  # scale over the unit of scores, if CHANGES has CAPPED or for pairs; 1 over that unit
-    slopes_ptr, sink_ptr,  # [Hq], or None
-    entries_ptr, until_ptr,  # of a table: fp32 [Hq, MARGIN + C + MARGIN] of `entries_kernel`, int32 [C + 1]; or None
-    # Of keys, bf16 [rows, PIECES, Nk in whole tiles] of `biases_kernel` in boxes of [1, CHANNELS, BLOCK_N]; or None.
-    bias_desc,
-    bias_of_batch, bias_of_head,  # rows from one batch element or query head to the next
-    # A bias of pairs, or None: [B or 1, Hq or 1, Nq, Nk] in boxes of [1, 1, ROWS, BLOCK_N]; or, stored for live tiles,
-    # [1, 1, B or 1 * Hq or 1 * tiles * block_q, block_k].
-    pairs_desc,
-    # Steps from one batch element or head to the next, 0 where they share the bias: in the first two dimensions, or in
-    # the pattern.
-    has_batches, has_heads,
-    tile_numbers_ptr, tile_pattern_ptr,  # of the tiles that are stored, see `StoredTiles`; or None
-    tiles_of_batch, tiles_of_head, tile_rows, tile_words,  # as in `changes/tile_bias.py`
-    BLOCK_N: gl.constexpr, SPLIT: gl.constexpr,  # keys of a step; steps of a tile, whose queries are GROUPS * ROWS
-    # Channels of queries and keys, and of values, in two pieces, the second 0 if there is one; channels of a chunk.
-    D: gl.constexpr, D_REST: gl.constexpr, DV: gl.constexpr, DV_REST: gl.constexpr, PADDED_DV: gl.constexpr,
-    OUT: gl.constexpr,  # channels of out, of the first DV, that are written at a time: all or half
-    GROUPS: gl.constexpr, STREAMS: gl.constexpr,  # warpgroups that share an item; streams, with items of their own
-    STAGES: gl.constexpr, Q_BUFFERS: gl.constexpr,  # of keys and values; of queries, 1 or 2
-    KEPT: gl.constexpr, IN_TURNS: gl.constexpr,  # see `consumer`
-    REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr, CHANGES: gl.constexpr,
+    # Tensors and numbers of each score modification, see changes/hopper.py; or None. The descriptor of the one that has
+    # one, or None: Triton 3.6 starts no kernel with a descriptor in a tuple.
+    changes, change_numbers, change_desc,
+    n0, n1, n2, n3, n4, n5, n6, n7,  # WHOLE_NUMBERS: integers of all score modifications, concatenated
+    SHAPE: gl.constexpr, CHANGES: gl.constexpr,  # see configs.py and changes/hopper.py
 ):  # fmt: skip
     """out and lse of all items."""
+    BLOCK_N: gl.constexpr = SHAPE.BLOCK_N
+    D: gl.constexpr = SHAPE.D
+    D_REST: gl.constexpr = SHAPE.D_REST
+    DV: gl.constexpr = SHAPE.DV
+    DV_REST: gl.constexpr = SHAPE.DV_REST
+    OUT: gl.constexpr = SHAPE.OUT
+    GROUPS: gl.constexpr = SHAPE.GROUPS
+    STREAMS: gl.constexpr = SHAPE.STREAMS
+    STAGES: gl.constexpr = SHAPE.STAGES
+    Q_BUFFERS: gl.constexpr = SHAPE.Q_BUFFERS
+    REGISTERS: gl.constexpr = SHAPE.REGISTERS
+    LOADER_REGISTERS: gl.constexpr = SHAPE.LOADER_REGISTERS
     gl.static_assert(GROUPS * STREAMS == 2, "two warpgroups")
     dtype: gl.constexpr = q_desc.dtype
     HAS_LENGTHS: gl.constexpr = lengths_ptr is not None
@@ -899,18 +810,11 @@ def forward_kernel(
     lengths = (lengths_ptr, lengths_stride)
     sizes = (items, heads, group, q_len, k_len, row_tiles)
     lists = (index_ptr, tile_ptr)
-    changes = (
-        cap_scale, inverse_unit, slopes_ptr, k_len - q_len, sink_ptr, entries_ptr, until_ptr, pairs_desc
-    )  # fmt: skip
+    changes = arguments_of_changes(CHANGES, changes, change_numbers, (n0, n1, n2, n3, n4, n5, n6, n7), change_desc)
     stream, streams = gl.program_id(0) * STREAMS, gl.num_programs(0) * STREAMS
-    bias = (bias_desc, bias_of_batch, bias_of_head)
-    stored = (
-        has_batches, has_heads, tile_numbers_ptr, tile_pattern_ptr, tiles_of_batch, tiles_of_head, tile_rows, tile_words
-    )  # fmt: skip
-    pairs = (pairs_desc, stored)
     descriptors = (q_desc, k_desc, v_desc, q_rest_desc, k_rest_desc, v_rest_desc)
-    loads = (descriptors, work_ptr, lists, lengths, counter_ptr, sizes, streams, bias, pairs, entries_ptr)
-    reads = (lists, words_ptr, (o_desc, o_rest_desc), lse_ptr, parts_ptr, qk_scale, q_len, changes)
+    loads = (descriptors, work_ptr, lists, lengths, counter_ptr, sizes, streams, changes)
+    reads = (lists, words_ptr, (o_desc, o_rest_desc), lse_ptr, parts_ptr, qk_scale, q_len, k_len - q_len, changes)
     # In a tuple Gluon allows None only as an argument of the kernel, so the argument stands for the missing buffers.
     q_rest_s, k_rest_s, v_rest_s, o_rest_s = q_rest_desc, k_rest_desc, v_rest_desc, o_rest_desc
     if D_REST > 0:
@@ -918,30 +822,18 @@ def forward_kernel(
     if DV_REST > 0:
         v_rest_s, o_rest_s = tiles_of(dtype, STAGES, BLOCK_N, DV_REST), tiles_of(dtype, GROUPS, ROWS, DV_REST)
     rests_s = (q_rest_s, k_rest_s, v_rest_s, o_rest_s)
-    bias_s, pairs_s = bias_desc, pairs_desc
-    if bias_desc is not None:
-        bias_s = bias_buffers(bias_desc, BLOCK_N, STAGES)
-    if pairs_desc is not None:
-        pairs_s = pair_buffers(pairs_desc, GROUPS, ROWS, BLOCK_N, 128)
-    own = (buffers(dtype, BLOCK_N, D, DV, OUT, GROUPS, STAGES, Q_BUFFERS), rests_s, bias_s, pairs_s)
+    changes_s = buffers_of_changes(CHANGES, changes, BLOCK_N, STAGES, GROUPS)
+    own = (buffers(dtype, BLOCK_N, D, DV, OUT, GROUPS, STAGES, Q_BUFFERS), rests_s, changes_s)
     if STREAMS == 1:
         gl.warp_specialize(
             [
-                (
-                    consumer,
-                    (own, reads, 0, BLOCK_N, SPLIT, D, D_REST, DV, DV_REST, PADDED_DV, OUT, GROUPS, STAGES, Q_BUFFERS,
-                     KEPT, IN_TURNS, HAS_LENGTHS, HAS_PARTS, CHANGES),
-                ),
-                (
-                    consumer,
-                    (own, reads, 1, BLOCK_N, SPLIT, D, D_REST, DV, DV_REST, PADDED_DV, OUT, GROUPS, STAGES, Q_BUFFERS,
-                     KEPT, IN_TURNS, HAS_LENGTHS, HAS_PARTS, CHANGES),
-                ),
-                (loader, (own, loads, stream, BLOCK_N, SPLIT, D, DV, GROUPS, STAGES, Q_BUFFERS, HAS_LENGTHS)),
+                (consumer, (own, reads, 0, SHAPE, HAS_LENGTHS, HAS_PARTS, CHANGES)),
+                (consumer, (own, reads, 1, SHAPE, HAS_LENGTHS, HAS_PARTS, CHANGES)),
+                (loader, (own, loads, stream, SHAPE, HAS_LENGTHS, CHANGES)),
             ],
             [4, 1],
             [REGISTERS, LOADER_REGISTERS],
-        )  # fmt: skip
+        )
     else:
         if D_REST > 0:
             q_rest_s = tiles_of(dtype, Q_BUFFERS * GROUPS, ROWS, D_REST)
@@ -949,26 +841,15 @@ def forward_kernel(
         if DV_REST > 0:
             v_rest_s, o_rest_s = tiles_of(dtype, STAGES, BLOCK_N, DV_REST), tiles_of(dtype, GROUPS, ROWS, DV_REST)
         rests_s = (q_rest_s, k_rest_s, v_rest_s, o_rest_s)
-        if bias_desc is not None:
-            bias_s = bias_buffers(bias_desc, BLOCK_N, STAGES)
-        if pairs_desc is not None:
-            pairs_s = pair_buffers(pairs_desc, GROUPS, ROWS, BLOCK_N, 128)
-        other = (buffers(dtype, BLOCK_N, D, DV, OUT, GROUPS, STAGES, Q_BUFFERS), rests_s, bias_s, pairs_s)
+        changes_s = buffers_of_changes(CHANGES, changes, BLOCK_N, STAGES, GROUPS)
+        other = (buffers(dtype, BLOCK_N, D, DV, OUT, GROUPS, STAGES, Q_BUFFERS), rests_s, changes_s)
         gl.warp_specialize(
             [
-                (
-                    consumer,
-                    (own, reads, 0, BLOCK_N, SPLIT, D, D_REST, DV, DV_REST, PADDED_DV, OUT, GROUPS, STAGES, Q_BUFFERS,
-                     KEPT, IN_TURNS, HAS_LENGTHS, HAS_PARTS, CHANGES),
-                ),
-                (
-                    consumer,
-                    (other, reads, 0, BLOCK_N, SPLIT, D, D_REST, DV, DV_REST, PADDED_DV, OUT, GROUPS, STAGES, Q_BUFFERS,
-                     KEPT, IN_TURNS, HAS_LENGTHS, HAS_PARTS, CHANGES),
-                ),
-                (loader, (own, loads, stream, BLOCK_N, SPLIT, D, DV, GROUPS, STAGES, Q_BUFFERS, HAS_LENGTHS)),
-                (loader, (other, loads, stream + 1, BLOCK_N, SPLIT, D, DV, GROUPS, STAGES, Q_BUFFERS, HAS_LENGTHS)),
+                (consumer, (own, reads, 0, SHAPE, HAS_LENGTHS, HAS_PARTS, CHANGES)),
+                (consumer, (other, reads, 0, SHAPE, HAS_LENGTHS, HAS_PARTS, CHANGES)),
+                (loader, (own, loads, stream, SHAPE, HAS_LENGTHS, CHANGES)),
+                (loader, (other, loads, stream + 1, SHAPE, HAS_LENGTHS, CHANGES)),
             ],
             [4, 1, 1],
             [REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS],
-        )  # fmt: skip
+        )

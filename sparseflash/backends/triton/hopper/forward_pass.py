@@ -10,9 +10,11 @@ from torch import Tensor
 
 from sparseflash.backends.registration import empty_lse, empty_out
 from sparseflash.backends.triton.alignment import can_describe
+from sparseflash.backends.triton.changes.kinds import changed_on_hopper
+from sparseflash.backends.triton.device_functions.combine import TOKENS_TO_COMBINE, combine_rows_kernel
 from sparseflash.backends.triton.family import KernelChoice, Setting
 from sparseflash.backends.triton.hopper.biases import biases_of
-from sparseflash.backends.triton.hopper.changed import examples_of, flags_of, forward_numbers_of, tensors_of
+from sparseflash.backends.triton.hopper.changed import examples_of, forward_numbers_of, tensors_of
 from sparseflash.backends.triton.hopper.choices import described_choice
 from sparseflash.backends.triton.hopper.configs import ROWS, Config
 from sparseflash.backends.triton.hopper.descriptors import as_read, described_as, described_channels, read_as
@@ -21,11 +23,10 @@ from sparseflash.backends.triton.hopper.forward import forward_kernel
 from sparseflash.backends.triton.hopper.pairs import pairs_of
 from sparseflash.backends.triton.hopper.plan import ITEM_COUNT, forward_plan
 from sparseflash.backends.triton.hopper.tables import entries_of
+from sparseflash.backends.triton.launch.examples import empty_like, like, one_number_of
+from sparseflash.backends.triton.launch.launches import SOME_LENGTHS, SOME_PARTS, launch_of, of_call, strides_of
+from sparseflash.backends.triton.launch.merging import bind_merge, merge_launch
 from sparseflash.backends.triton.launcher import BoundLaunch, Describe, Launch
-from sparseflash.backends.triton.portable.combine import TOKENS_TO_COMBINE, combine_rows_kernel
-from sparseflash.backends.triton.portable.launches import SOME_LENGTHS, SOME_PARTS, launch_of, of_call, strides_of
-from sparseflash.backends.triton.portable.merging import bind_merge, merge_launch
-from sparseflash.backends.triton.portable.passes import empty_like, like, one_number_of
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.backends.triton.schedule.worklists import Worklist
@@ -52,6 +53,7 @@ class ForwardLayout:
         self.as_they_are = all(map(can_describe, (q, k, v)))
         self.out_is_as_q = empty_like(q).stride() == out.stride()
         self.an_lse = one_number_of(lse, device)
+        self.changed = changed_on_hopper(changes)
         pairs = pairs_of(changes, (ROWS, config.tile[1]))
         units = forward_numbers_of(changes, scale)
         entries = entries_of(changes, q, units["inverse_unit"], device)
@@ -64,33 +66,29 @@ class ForwardLayout:
             **units, "items": items, "heads": heads, "group": heads // kv_heads,
             "q_len": q_len, "k_len": k_len, "row_tiles": -(-q_len // queries), "lengths_stride": 0,
         }  # fmt: skip
-        constants = {
-            "BLOCK_N": keys, "SPLIT": config.split, "D": config.dims[0], "D_REST": config.dims[1],
-            "DV": config.v_dims[0], "DV_REST": config.v_dims[1], "PADDED_DV": config.padded_v_dim,
-            "OUT": config.v_dims[0] // config.out_pieces, "GROUPS": config.groups, "STREAMS": config.streams,
-            "STAGES": config.stages, "Q_BUFFERS": config.q_buffers, "KEPT": config.kept, "IN_TURNS": config.in_turns,
-            "REGISTERS": config.registers, "LOADER_REGISTERS": config.loader_registers, "CHANGES": flags_of(changes),
-        }  # fmt: skip
+        constants = {"SHAPE": config.shape, "CHANGES": self.changed.constant}
         tiles = {"q": read_as(q), "k": read_as(k), "v": read_as(v), "o": out}
         described = _described(tiles, config)
         tiles = {name: tiles[name[0]] for name in described}
         examples: dict[str, Any] = {**tiles, "lse_ptr": lse, "counter_ptr": _SOME_COUNTERS[:1]}
-        changed = examples_of(changes, q)
-        examples |= changed
+        changed, of_changes = examples_of(changes, q), dict(units)
+        given: dict[str, Any] = dict(changed)
         if entries is not None:
-            examples |= entries.examples
+            given |= entries.examples
         if biases is not None:
-            examples["bias_desc"] = biases.example
-            numbers |= biases.numbers
+            given["bias_desc"] = biases.example
+            of_changes |= biases.numbers
         examples |= of_call(SOME_LENGTHS if setting.lengths else None)
         if merges:
             examples["parts_ptr"] = SOME_PARTS
         if biases is not None:
-            described["bias_desc"] = described_channels(biases.example, keys)
+            described["change_desc"] = described_channels(biases.example, keys)
         if pairs is not None:
-            examples |= pairs.examples
-            described["pairs_desc"] = pairs.described
-            numbers |= pairs.numbers
+            given |= pairs.examples
+            described["change_desc"] = pairs.described
+            of_changes |= pairs.numbers
+        examples |= self.changed.tensors(given)
+        numbers |= self.changed.numbers(of_changes)
         self.pairs = pairs
         self.launch = launch_of(
             forward_kernel, constants, numbers, examples, device, described,
@@ -153,6 +151,7 @@ class Forward:
                 given |= each(changes)
             if layout.pairs is not None:
                 given |= layout.pairs(changes)
+            given |= layout.changed.tensors(given)
         if self._combine is not None:
             # The merge also reads the channels between the pieces of values and the next power of 2, which no kernel
             # writes.
@@ -209,12 +208,13 @@ def forward_worklist(plan: Plan, tile: tuple[int, int], programs: int, *, may_cu
     lists = plan.lists.get(0, Tiling(*tile))
     lists.ready.wait()
     pattern, (q_len, k_len) = plan.pattern, plan.lists.tokens
-    if not plan.lists.reusable:
+    if plan.lists.fused:
         return dynamic_forward_plan(lists, pattern, q_len)
     if plan.lists.pattern is not None:
         pattern = plan.lists.pattern.expand(plan.pattern.shape)
     pattern = pattern.to(lists.index.device)
-    made = forward_plan(lists, pattern, q_len, k_len, programs=programs, may_cut=may_cut)
+    reusable = plan.lists.reusable
+    made = forward_plan(lists, pattern, q_len, k_len, programs=programs, may_wait=reusable, may_cut=may_cut)
     return made.to(plan.device)
 
 

@@ -13,9 +13,9 @@ from sparseflash.backends.triton.alignment import aligned_start, with_padded_row
 from sparseflash.backends.triton.changes.tile_bias import numbers_of_tiles
 from sparseflash.backends.triton.hopper.configs import BLOCK
 from sparseflash.backends.triton.hopper.descriptors import described_as
+from sparseflash.backends.triton.launch.examples import like
+from sparseflash.backends.triton.launch.launches import launch_of
 from sparseflash.backends.triton.launcher import BoundLaunch, Describe
-from sparseflash.backends.triton.portable.launches import launch_of
-from sparseflash.backends.triton.portable.passes import like
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.backends.triton.schedule.worklists import TileLists

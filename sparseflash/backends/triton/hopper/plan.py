@@ -13,7 +13,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from sparseflash.backends.triton.schedule.costs import SPLITS
+from sparseflash.backends.triton.architecture import multiprocessors
+from sparseflash.backends.triton.schedule import launch_order
 from sparseflash.backends.triton.schedule.splits import Cuts, Items, cut_items
 from sparseflash.backends.triton.schedule.work_item import place
 from sparseflash.backends.triton.schedule.worklists import TileLists, Worklist, check_number_of_items
@@ -25,11 +26,15 @@ class Rule(NamedTuple):
     A row far longer than the others of its pattern, such as the row of a global token, would still run when all others
     are done, unless there are many others. With 2 global rows of 128 tiles among 126 rows of about 8, an SM has 9 tiles
     to do for one head and 150 for 16. A chunk costs about two tiles, to write its sums and to merge them.
+
+    Few queries of many keys are few items, whatever their lengths: a chunk of a long prompt, or cross-attention.
     """
 
     far: float = 4.0  # a row is cut if it is longer than this many times the mean of its pattern,
     chunk: int = 32  # tiles of the longest chunk,
-    worth: float = 1.5  # and longer than this many chunks
+    worth: float = 1.5  # and longer than this many chunks.
+    few: int = 4  # With more tiles of keys than this for each tile of queries, all long rows are cut,
+    few_chunk: int = 128  # into longer chunks.
 
 
 RULE = Rule()
@@ -64,14 +69,16 @@ ITEM_UNUSED = place(ForwardItem, "unused")
 
 
 def forward_plan(
-    lists: TileLists, pattern: Tensor, q_len: int, k_len: int, *, programs: int, may_cut: bool = True
-) -> Worklist:
+    lists: TileLists, pattern: Tensor, q_len: int, k_len: int, *, programs: int, may_wait: bool = True,
+    may_cut: bool = True,
+) -> Worklist:  # fmt: skip
     """The plan for `pattern [B, Hq]`, with items `[W, ITEM]`.
 
     A row without tiles has one dead tile, number -1.
 
-    programs: how many run at a time; only the order depends on it. The host waits for the device, once, where rows may
-    have to be cut.
+    programs: how many run at a time; only the order depends on it. may_wait: False for a dynamic mask. Then no row is
+    cut, and the order is the portable kernels'; on a GPU `dynamic_plan.py` makes the same plan with kernels. Otherwise
+    the host waits for the device, once, where rows may have to be cut; if not may_cut, none is.
     """
     batch, heads = pattern.shape
     rows = -(-q_len // lists.tiling.held)
@@ -82,8 +89,9 @@ def forward_plan(
     start = lists.start[row]
     items = Items(number, start, lists.full[row], lists.count[row], torch.zeros_like(start))
     parts, merged = 0, None
-    if may_cut and -(-k_len // lists.tiling.streamed) > RULE.worth * RULE.chunk:
-        chunks = _chunks(lists.count, rows)[row.view(-1)]
+    columns = -(-k_len // lists.tiling.streamed)
+    if may_wait and may_cut and columns > RULE.worth * RULE.chunk:
+        chunks = _chunks(lists.count, rows, columns)[row.view(-1)]
         total, cut = torch.stack([chunks.sum(), (chunks > 1).sum()]).tolist()
         if cut:
             cuts = Cuts(chunks, total, cut)
@@ -92,19 +100,23 @@ def forward_plan(
     index, tile = lists.index, lists.tile
     if len(index) < 2:  # a mask without a tile: the kernel reads one tile ahead even then
         index, tile = torch.cat([index, index]), torch.cat([tile, tile])
-    return Worklist(_work(items, index, tile, programs), index, tile, lists.words, parts, merged)
+    lengths = items.size.view(-1)
+    order = start_order(lengths.clamp(min=1), programs) if may_wait else launch_order.start_order(lengths)
+    return Worklist(_work(items, index, tile)[order].contiguous(), index, tile, lists.words, parts, merged)
 
 
-def _chunks(count: Tensor, rows: int) -> Tensor:
+def _chunks(count: Tensor, rows: int, columns: int) -> Tensor:
     """The number of chunks of each row: int64. count: each `rows` numbers are one pattern."""
     tiles = count.view(-1, rows).long()
+    is_few = columns > RULE.few * rows
     is_far = tiles * rows > RULE.far * tiles.sum(1, keepdim=True)
-    is_worth = tiles > RULE.worth * RULE.chunk
-    return torch.where(is_far & is_worth, -(-tiles // RULE.chunk), 1).view(-1)
+    chunk = torch.where(is_far, RULE.chunk, RULE.few_chunk)
+    is_worth = tiles > RULE.worth * chunk
+    return torch.where((is_far | is_few) & is_worth, -(-tiles // chunk), 1).view(-1)
 
 
-def _work(items: Items, index: Tensor, tile: Tensor, programs: int) -> Tensor:
-    """int32 [W, ITEM], in the order in which programs take them."""
+def _work(items: Items, index: Tensor, tile: Tensor) -> Tensor:
+    """int32 [W, ITEM], in the order of the items."""
     number, start, full, count, part = (x.view(-1) for x in items)
     is_empty = count == 0
     start = torch.where(is_empty, 0, start)
@@ -112,7 +124,7 @@ def _work(items: Items, index: Tensor, tile: Tensor, programs: int) -> Tensor:
     first_tile = torch.where(is_empty, -1, tile[start.long()])
     count = count.clamp(min=1)
     work = ForwardItem(number, start, full, count, first_block, first_tile, part, torch.zeros_like(part))
-    return torch.stack(work, dim=-1)[start_order(count, programs)].contiguous()
+    return torch.stack(work, dim=-1)
 
 
 def start_order(lengths: Tensor, programs: int, *, least: int = 0) -> Tensor:
@@ -140,8 +152,4 @@ def start_order(lengths: Tensor, programs: int, *, least: int = 0) -> Tensor:
 
 def programs_of(device: torch.device) -> int:
     """How many programs run at the same time: one per SM, or the SMs of an H100 if the device is no GPU."""
-    return (
-        int(torch.cuda.get_device_properties(device).multi_processor_count)
-        if device.type == "cuda"
-        else SPLITS.multiprocessors
-    )
+    return multiprocessors(device)

@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
+from sparseflash.backends.triton.device_functions.softmax import LN2, LOWEST
 from sparseflash.backends.triton.hopper.configs import BLOCK, COARSE
-from sparseflash.backends.triton.portable.softmax import LN2, LOWEST
 
 TILE_ROWS = tl.constexpr(BLOCK[0])  # queries of a tile
 WIDTH = tl.constexpr(256)  # of the boxes in which the copy engine adds dq

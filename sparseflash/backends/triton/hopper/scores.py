@@ -18,12 +18,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from sparseflash.backends.triton.hopper.change_flags import LOGARITHMIC
-from sparseflash.backends.triton.hopper.tables import MARGIN
-from sparseflash.backends.triton.portable.softmax import LN2
+from sparseflash.backends.triton.device_functions.softmax import LN2
 
 # The steepest slope for two parts, in powers of 2 a token. Over 128 tokens the rounding of a part is 2^-13.
 STEEPEST = gl.constexpr(16.0)
+# Padding of tables at both ends: tiles that lie partly past the ends of the tokens read this far beyond the valid
+# distances.
+MARGIN = gl.constexpr(128)
 TABLE_SUMS = gl.constexpr(64)  # partial sums of a bucket, one a thread: eight threads of each warp
 LARGEST_FINITE = gl.constexpr(3.4e38)  # about the largest finite number of fp32
 
@@ -44,7 +45,7 @@ def slope_of(slopes_ptr, head, inverse_unit):
 
 @gluon.jit
 def side_of_columns(
-    ahead, slope, qk_scale, ROWS: gl.constexpr, COLUMNS: gl.constexpr, CHANGES: gl.constexpr
+    ahead, slope, qk_scale, ROWS: gl.constexpr, COLUMNS: gl.constexpr, IS_LOG: gl.constexpr
 ):  # fmt: skip
     """1 if all columns of a tile come before all its rows, -1 if all come after them, else 0.
 
@@ -55,7 +56,7 @@ def side_of_columns(
     thread (`to_first_column`). That is one operation a score instead of two. The side is also 0 for a logarithmic
     decay, and for a slope so steep that two parts would not be as exact.
     """
-    IS_LINEAR: gl.constexpr = not LOGARITHMIC & CHANGES
+    IS_LINEAR: gl.constexpr = not IS_LOG
     # Each part is rounded by itself, and may be much larger than their sum.
     is_linear = IS_LINEAR & (gl.abs(slope) * qk_scale <= STEEPEST)
     return gl.where(is_linear & (ahead >= COLUMNS - 1), 1, gl.where(is_linear & (ahead <= 1 - ROWS), -1, 0))
@@ -81,13 +82,13 @@ def to_first_column(ahead, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def distances(first, COLUMNS: gl.constexpr, CHANGES: gl.constexpr, LAYOUT: gl.constexpr):
+def distances(first, COLUMNS: gl.constexpr, IS_LOG: gl.constexpr, LAYOUT: gl.constexpr):
     """[ROWS, COLUMNS]: the distances of a tile's rows and columns in tokens, or their logarithms. first: the tile's
     `to_first_column`.
     """
     column = from_first_column(COLUMNS, LAYOUT).broadcast_to(first.shape[0], COLUMNS)
     apart = gl.abs(plus_of_threads(column, first))
-    if LOGARITHMIC & CHANGES:
+    if IS_LOG:
         apart = gl.log2(apart + 1.0) * LN2
     return apart
 

@@ -37,7 +37,7 @@ def refuses(request: Request) -> str | None:
     >>> refuses(Request((9, 0), torch.bfloat16, (20, 64), (128, 128), False, False, False, (4096, 4096), 4096.0, False))
     'they take head dims that are multiples of 8 up to 256; got D = 20 and Dv = 64'
     """
-    if request.capability[0] != 9:
+    if not request.architecture.has_wgmma:
         return f"they run on compute capability 9.0; got {request.capability[0]}.{request.capability[1]}"
     if request.dtype not in _DTYPES:
         return f"they take fp16 and bf16; got {request.dtype}"

@@ -10,13 +10,12 @@ from torch import Tensor
 from sparseflash.backends.triton.alignment import aligned_start
 from sparseflash.backends.triton.changes.table import in_dtype
 from sparseflash.backends.triton.hopper.rows import finite_product
+from sparseflash.backends.triton.hopper.scores import MARGIN
+from sparseflash.backends.triton.launch.examples import like, one_number_of
+from sparseflash.backends.triton.launch.launches import launch_of
 from sparseflash.backends.triton.launcher import BoundLaunch
-from sparseflash.backends.triton.portable.launches import launch_of
-from sparseflash.backends.triton.portable.passes import like, one_number_of
 from sparseflash.scores.change import Scores
 
-# Padding at both ends: tiles that lie partly past the ends of the tokens read this far beyond the valid distances.
-MARGIN = tl.constexpr(128)
 _BLOCK = 1024  # codes of a program of `entries_kernel`
 
 

@@ -11,12 +11,13 @@ from torch import Tensor
 from sparseflash.backends.registration import empty_gradient
 from sparseflash.backends.saved import Saved
 from sparseflash.backends.triton.family import KernelChoice, Setting
+from sparseflash.backends.triton.launch.examples import like, one_number_of
+from sparseflash.backends.triton.launch.launches import of_call
 from sparseflash.backends.triton.launcher import BoundLaunch
-from sparseflash.backends.triton.portable.launches import KernelLayout, of_call
+from sparseflash.backends.triton.portable.launches import KernelLayout
 from sparseflash.backends.triton.portable.learned import Call, Sums
-from sparseflash.backends.triton.portable.merging import Combine, combine_gradients, combine_means
-from sparseflash.backends.triton.portable.pass_layout import Layout
-from sparseflash.backends.triton.portable.passes import layouts, like, one_number_of, run_kernel
+from sparseflash.backends.triton.portable.merging import Combine, combine_gradients, combine_means, run_kernel
+from sparseflash.backends.triton.portable.pass_layout import Layout, layouts
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.dropout import Dropout
 from sparseflash.limits import is_near
@@ -42,10 +43,11 @@ class BackwardLayout(Layout):
         stride = self.numbers.q_len if self.keep else -(-self.numbers.q_len // 4) * 4
         self.rows = self.lse.new_empty(*self.lse.shape[:2], stride)
         self.two_rows = one_number_of(self.lse.new_empty(2, *self.rows.shape), setting.plan.device)
-        self.dq, self.dk, self.dv = (empty_gradient(like(x)) for x in (q, k, v))
         # Makes dq, dk and dv at a call. `empty_gradient` depends only on the layout, so its check can be done here.
-        are_alike = all(is_near(torch.empty_like(like(x))) for x in (q, k, v))
+        inputs = [like(x) for x in (q, k, v)]
+        are_alike = all([is_near(torch.empty_like(x)) for x in inputs])
         self.empty: Callable[[Tensor], Tensor] = torch.empty_like if are_alike else empty_gradient
+        self.dq, self.dk, self.dv = map(self.empty, inputs)
         q, k, v, dout = self.examples(q, k, v, dout)
         tiles = {"q": q, "k": k, "v": v}
         strides = {**tiles, "dout": dout, "out": self.out, "dq": self.dq}

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from sparseflash.backends.triton.alignment import can_describe
-from sparseflash.backends.triton.configs import Arithmetic, Config, Kernel, arithmetic_of, has_room_for_pieces
+from sparseflash.backends.triton.configs import Arithmetic, Config, Kernel, arithmetic_of
+from sparseflash.backends.triton.device_functions.fp32_split import is_in_pieces
 from sparseflash.backends.triton.family import Setting
 from sparseflash.backends.triton.overrides import overrides
 from sparseflash.backends.triton.portable.fitting import (
@@ -18,7 +19,6 @@ from sparseflash.backends.triton.portable.fitting import (
     with_addresses,
     with_more_registers,
 )
-from sparseflash.backends.triton.portable.fp32_split import is_in_pieces
 from sparseflash.backends.triton.portable.occupancy import held_and_streamed, padded_dims
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tilings import FP32, HALF, Tile, Tiling
@@ -53,7 +53,7 @@ class Chooser:
         """
         q, v = loaded[0], loaded[2]
         self._overrides = overrides()
-        self._kernel, self._capability = kernel, setting.capability
+        self._kernel, self._architecture = kernel, setting.architecture
         self._lengths, self._dropout = setting.lengths, setting.dropout
         self._changes = changes
         self._pieces = is_in_pieces(q)
@@ -63,9 +63,9 @@ class Chooser:
         else:
             # In full fp32, matrix instructions read bf16 pieces, even if tiles are split after they are loaded.
             itemsize = 2 if self._arithmetic == "fp32" else q.element_size()
-            self._padded = padded_dims(*dims, setting.capability, itemsize)
+            self._padded = padded_dims(*dims, setting.architecture, itemsize)
         self._why_not_described = ""
-        if setting.capability < (9, 0):
+        if not setting.architecture.has_tma:
             self._why_not_described = "GPUs before Hopper have no TMA"
         elif not all(map(can_describe, loaded)):
             self._why_not_described = "a tensor has rows that are not aligned to 16 bytes, or is expanded"
@@ -113,7 +113,7 @@ class Chooser:
         rows = min(block)
         if self._pieces:
             rows = held_and_streamed(self._kernel, self._config(block, True)[:2])[0]
-        from_shared = self._capability[0] in (9, 10) and rows >= 64
+        from_shared = self._architecture.reads_shared and rows >= 64
         few_registers = max(self._padded) <= 128 and self._arithmetic != "fp32"
         why = self._why_not_described
         if not why and tiling.gathered:
@@ -149,13 +149,13 @@ class Chooser:
         if config is not None:
             return config._replace(block_m=min(config.block_m, block[0]), block_n=min(config.block_n, block[1]))
         return config_for(
-            self._kernel, self._capability, self._arithmetic, max(self._padded), block, descriptors,
+            self._kernel, self._architecture, self._arithmetic, max(self._padded), block, descriptors,
             self._tuned(descriptors),
         )  # fmt: skip
 
     def _tuned(self, descriptors: bool) -> Config | None:
         return tuned_for_scores(
-            self._kernel, self._capability, self._arithmetic, max(self._padded), self._changes, descriptors
+            self._kernel, self._architecture, self._arithmetic, max(self._padded), self._changes, descriptors
         )  # fmt: skip
 
     def _warps(self, tile: Tile, is_gathered: bool) -> int:
@@ -170,7 +170,7 @@ def wants_pieces(q: Tensor, v: Tensor, setting: Setting, group: int) -> bool:
     """
     if q.dtype != torch.float32 or setting.tf32 or not overrides().pieces:
         return False
-    padded = padded_dims(q.shape[-1], v.shape[-1], setting.capability, itemsize=2)
-    if not has_room_for_pieces(setting.capability, max(padded)):
+    padded = padded_dims(q.shape[-1], v.shape[-1], setting.architecture, itemsize=2)
+    if not setting.architecture.tables.has_room_for_pieces(max(padded)):
         return False
     return group * -(-q.shape[2] // setting.block[0]) >= 2

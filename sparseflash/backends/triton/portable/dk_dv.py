@@ -16,17 +16,17 @@ from sparseflash.backends.triton.changes.steps import (
     loaded,
     no_sums,
 )
-from sparseflash.backends.triton.portable.dropout import DropoutArguments, kept_weights
-from sparseflash.backends.triton.portable.fp32_split import accumulate, products
-from sparseflash.backends.triton.portable.gradients import lse_gradients, write_gradients
-from sparseflash.backends.triton.portable.loads import (
+from sparseflash.backends.triton.device_functions.fp32_split import accumulate, products
+from sparseflash.backends.triton.device_functions.gradients import lse_gradients, write_gradients
+from sparseflash.backends.triton.device_functions.loads import (
     live_scores,
     load_tokens,
     numbers_of_rows,
     part_pointers,
     token_numbers,
 )
-from sparseflash.backends.triton.portable.softmax import recomputed_weights, score_gradients
+from sparseflash.backends.triton.device_functions.softmax import recomputed_weights, score_gradients
+from sparseflash.backends.triton.portable.dropout import DropoutArguments, kept_weights
 from sparseflash.backends.triton.portable.walk import (
     cut_at_length,
     list_of_item,
@@ -120,17 +120,29 @@ def dk_dv_kernel(
     dropped, amplification,  # if DROPOUT
     scale, qk_scale,
     kv_heads, group, q_len, k_len, col_tiles, row_stride,
-    q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides,
+    strides,  # of q, k, v, dout, dk and dv
     changes, change_numbers,  # tensors and numbers of each score modification, see changes/kind.py; or None
     n0, n1, n2, n3, n4, n5, n6, n7,  # WHOLE_NUMBERS: `Kind.whole` of all score modifications, concatenated
     learned,  # as in dq_kernel
-    D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    GATHERED: tl.constexpr,  # as in the forward, but for a tile of queries
-    HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS_TMA: tl.constexpr, CHANGES: tl.constexpr,
+    SHAPE: tl.constexpr, CHANGES: tl.constexpr,  # as in the forward
 ):  # fmt: skip
     """Computes dK and dV of one tile of keys."""
+    D: tl.constexpr = SHAPE.D
+    DV: tl.constexpr = SHAPE.DV
+    PADDED_D: tl.constexpr = SHAPE.PADDED_D
+    PADDED_DV: tl.constexpr = SHAPE.PADDED_DV
+    BLOCK_Q: tl.constexpr = SHAPE.BLOCK_Q
+    BLOCK_K: tl.constexpr = SHAPE.BLOCK_K
+    BLOCK_M: tl.constexpr = SHAPE.BLOCK_M
+    BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
+    GATHERED: tl.constexpr = SHAPE.GATHERED
+    HAS_LENGTHS: tl.constexpr = SHAPE.HAS_LENGTHS
+    DROPOUT: tl.constexpr = SHAPE.DROPOUT
+    KEEP: tl.constexpr = SHAPE.KEEP
+    TMA: tl.constexpr = SHAPE.TMA
+    PRECISION: tl.constexpr = SHAPE.PRECISION
+    ROWS_TMA: tl.constexpr = SHAPE.ROWS_TMA
+    q_strides, k_strides, v_strides, dout_strides, dk_strides, dv_strides = strides
     SPLIT: tl.constexpr = BLOCK_Q // BLOCK_M
     tl.static_assert(GATHERED == 0 or SPLIT == 1, "a gathered tile is taken whole")
     item_ptr = work_ptr + tl.cast(tl.program_id(0), tl.int64) * group * ITEM

@@ -10,20 +10,14 @@ import triton.language as tl
 from sparseflash.backends.triton.changes.kind import WHOLE_NUMBERS
 from sparseflash.backends.triton.changes.sink import means_of_sink
 from sparseflash.backends.triton.changes.steps import begun, finish, no_sums
-from sparseflash.backends.triton.portable.delta import means_step, write_means
+from sparseflash.backends.triton.device_functions.delta import means_step, write_means
+from sparseflash.backends.triton.device_functions.fp32_split import in_fp32
+from sparseflash.backends.triton.device_functions.gradients import lse_gradients, write_gradients
+from sparseflash.backends.triton.device_functions.loads import load_columns, load_tokens, part_pointers
+from sparseflash.backends.triton.device_functions.softmax import LOG2E
 from sparseflash.backends.triton.portable.dq_step import dq_step, row_step
 from sparseflash.backends.triton.portable.dropout import DropoutArguments
-from sparseflash.backends.triton.portable.fp32_split import in_fp32
-from sparseflash.backends.triton.portable.gradients import lse_gradients, write_gradients
-from sparseflash.backends.triton.portable.loads import load_columns, load_tokens, part_pointers
-from sparseflash.backends.triton.portable.softmax import LOG2E
-from sparseflash.backends.triton.portable.walk import (
-    listed_block,
-    part_of,
-    partial_tile,
-    row_item,
-    tokens_of_block,
-)
+from sparseflash.backends.triton.portable.walk import listed_block, part_of, partial_tile, row_item, tokens_of_block
 from sparseflash.backends.triton.schedule.work_item import ITEM
 
 
@@ -49,16 +43,12 @@ def dq_kernel(
     seed_ptr, rows_ptr, queries_ptr, groups_ptr,  # if DROPOUT: see dropout.py; int32 [B, Hq], [Nq], [groups], or None
     dropped, amplification,  # if DROPOUT
     scale, qk_scale, heads, group, q_len, k_len, row_tiles, row_stride,
-    q_strides, k_strides, v_strides, dout_strides, out_strides, dq_strides,
+    strides,  # of q, k, v, dout, out and dq
     changes, change_numbers,  # tensors and numbers of each score modification, see changes/kind.py; or None
     n0, n1, n2, n3, n4, n5, n6, n7,  # WHOLE_NUMBERS: `Kind.whole` of all score modifications, concatenated
     sink_ptr,  # [Hq], or None; read if DELTA
     learned,  # memory for the gradients of each score modification's tensors; None if no tensor is learned
-    D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    GATHERED: tl.constexpr,  # as in the forward
-    HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-    DELTA: tl.constexpr, CHANGES: tl.constexpr,
+    SHAPE: tl.constexpr, CHANGES: tl.constexpr,  # as in the forward
 ):  # fmt: skip
     """Computes dQ of one tile of queries, and lse2 and delta for dk_dv_kernel; if DELTA, only delta and inverse sums.
 
@@ -73,6 +63,22 @@ def dq_kernel(
     recomputes the inverse sums of the exponentials from the backward's scores. They are Kahan sums over the tiles,
     because their rounding error would be common to all gradients of the row.
     """
+    D: tl.constexpr = SHAPE.D
+    DV: tl.constexpr = SHAPE.DV
+    PADDED_D: tl.constexpr = SHAPE.PADDED_D
+    PADDED_DV: tl.constexpr = SHAPE.PADDED_DV
+    BLOCK_Q: tl.constexpr = SHAPE.BLOCK_Q
+    BLOCK_K: tl.constexpr = SHAPE.BLOCK_K
+    BLOCK_M: tl.constexpr = SHAPE.BLOCK_M
+    BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
+    GATHERED: tl.constexpr = SHAPE.GATHERED
+    HAS_LENGTHS: tl.constexpr = SHAPE.HAS_LENGTHS
+    DROPOUT: tl.constexpr = SHAPE.DROPOUT
+    KEEP: tl.constexpr = SHAPE.KEEP
+    TMA: tl.constexpr = SHAPE.TMA
+    PRECISION: tl.constexpr = SHAPE.PRECISION
+    DELTA: tl.constexpr = SHAPE.DELTA
+    q_strides, k_strides, v_strides, dout_strides, out_strides, dq_strides = strides
     SPLIT: tl.constexpr = BLOCK_K // BLOCK_N
     tl.static_assert(GATHERED == 0 or SPLIT == 1, "a gathered tile is taken whole")
     item_ptr = work_ptr + tl.cast(tl.program_id(0), tl.int64) * ITEM

@@ -5,10 +5,10 @@ import triton.language as tl
 
 from sparseflash.backends.triton.changes.kind import At
 from sparseflash.backends.triton.changes.steps import changed_scores, gradients_before, loaded
+from sparseflash.backends.triton.device_functions.fp32_split import accumulate, products
+from sparseflash.backends.triton.device_functions.loads import live_in_row, load_tokens
+from sparseflash.backends.triton.device_functions.softmax import recomputed_weights, score_gradients
 from sparseflash.backends.triton.portable.dropout import kept_weights
-from sparseflash.backends.triton.portable.fp32_split import accumulate, products
-from sparseflash.backends.triton.portable.loads import live_in_row, load_tokens
-from sparseflash.backends.triton.portable.softmax import recomputed_weights, score_gradients
 
 
 @triton.jit

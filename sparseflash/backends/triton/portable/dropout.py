@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from sparseflash.backends.triton.portable.loads import token_numbers
+from sparseflash.backends.triton.device_functions.loads import token_numbers
 
 GROUP = tl.constexpr(16)
 ROUNDS = tl.constexpr(7)

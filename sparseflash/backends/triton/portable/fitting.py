@@ -6,17 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from sparseflash.backends.triton.configs import (
-    HOPPER_64,
-    HOPPER_BIASED,
-    HOPPER_TABLE,
-    HOPPER_TILE_BIASED,
-    Arithmetic,
-    Config,
-    Kernel,
-    table_for,
-    uses_hopper_tables,
-)
+from sparseflash.backends.triton.architecture import Architecture
+from sparseflash.backends.triton.configs import Arithmetic, Config, Kernel
 from sparseflash.backends.triton.portable.occupancy import held_and_streamed, results_and_scores
 from sparseflash.scores.change import PAIRS
 
@@ -24,7 +15,7 @@ _SCORES_A_WARP = 256  # tensor cores process patches of 16 x 16
 
 
 def config_for(
-    kernel: Kernel, capability: tuple[int, int], arithmetic: Arithmetic, padded_dim: int, block: tuple[int, int],
+    kernel: Kernel, architecture: Architecture, arithmetic: Arithmetic, padded_dim: int, block: tuple[int, int],
     descriptors: bool, tuned: Config | None = None,
 ) -> Config:  # fmt: skip
     """The configuration to run, cut down to the mask's `block = (block_q, block_k)`, which its tiles must divide.
@@ -32,9 +23,9 @@ def config_for(
     tuned: a configuration to cut down instead of the table's.
     """
     entry = kernel, arithmetic, max(padded_dim, 32)
-    chosen = tuned or table_for(capability, descriptors)[entry]
-    if tuned is None and uses_hopper_tables(capability) and descriptors and held_and_streamed(kernel, block)[0] == 64:
-        chosen = HOPPER_64.get(entry, chosen)
+    chosen = tuned or architecture.tables.of(descriptors)[entry]
+    if tuned is None and descriptors and held_and_streamed(kernel, block)[0] == 64:
+        chosen = architecture.tables.held_64.get(entry, chosen)
     block_m, block_n = min(chosen.block_m, block[0]), min(chosen.block_n, block[1])
     if arithmetic == "fp32":  # the pieces need the registers of at least four warps
         is_cut = (block_m, block_n) != chosen[:2] and padded_dim <= 128
@@ -55,24 +46,26 @@ def config_for(
 
 
 def tuned_for_scores(
-    kernel: Kernel, capability: tuple[int, int], arithmetic: Arithmetic, padded_dim: int, changes: Collection[str],
+    kernel: Kernel, architecture: Architecture, arithmetic: Arithmetic, padded_dim: int, changes: Collection[str],
     descriptors: bool,
 ) -> Config | None:  # fmt: skip
     """The configuration that was tuned for these kinds of score modifications, or None.
 
-    >>> print(tuned_for_scores("dk_dv", (9, 0), "half", 128, {"bias", "softcap"}, True))
+    >>> from sparseflash.backends.triton.architecture import architecture_of
+    >>> hopper = architecture_of((9, 0))
+    >>> print(tuned_for_scores("dk_dv", hopper, "half", 128, {"bias", "softcap"}, True))
     64x64x4x2
-    >>> print(tuned_for_scores("dk_dv", (9, 0), "half", 128, {"bias", "relative"}, True))
+    >>> print(tuned_for_scores("dk_dv", hopper, "half", 128, {"bias", "relative"}, True))
     None
     """
-    entry = kernel, arithmetic, padded_dim
-    if not (uses_hopper_tables(capability) and descriptors) or "function" in changes:
+    entry, tables = (kernel, arithmetic, padded_dim), architecture.tables
+    if not descriptors or "function" in changes:
         return None
     if "relative" in changes:
-        return None if set(PAIRS) & set(changes) else HOPPER_TABLE.get(entry)
+        return None if set(PAIRS) & set(changes) else tables.table.get(entry)
     if "tile_bias" in changes:
-        return HOPPER_TILE_BIASED.get(entry)
-    return HOPPER_BIASED.get(entry) if "bias" in changes else None
+        return tables.tile_biased.get(entry)
+    return tables.biased.get(entry) if "bias" in changes else None
 
 
 def with_more_registers(config: Config, *, lengths: bool, dropout: bool, changes: bool = False) -> Config:

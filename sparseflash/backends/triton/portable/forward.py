@@ -8,24 +8,13 @@ import triton
 import triton.language as tl
 
 from sparseflash.backends.triton.changes.kind import WHOLE_NUMBERS, At
-from sparseflash.backends.triton.changes.sink import with_sink
 from sparseflash.backends.triton.changes.steps import begun, changed_scores, loaded
+from sparseflash.backends.triton.device_functions.fp32_split import accumulate, products
+from sparseflash.backends.triton.device_functions.loads import live_in_row, load_tokens, part_pointers
+from sparseflash.backends.triton.device_functions.results import write_rows
+from sparseflash.backends.triton.device_functions.softmax import scaled_maximum, softmax_step
 from sparseflash.backends.triton.portable.dropout import DropoutArguments, kept_weights
-from sparseflash.backends.triton.portable.fp32_split import accumulate, products
-from sparseflash.backends.triton.portable.loads import (
-    live_in_row,
-    load_tokens,
-    part_pointers,
-    store_tokens,
-)
-from sparseflash.backends.triton.portable.softmax import LN2, scaled_maximum, softmax_step
-from sparseflash.backends.triton.portable.walk import (
-    listed_block,
-    part_of,
-    partial_tile,
-    row_item,
-    tokens_of_block,
-)
+from sparseflash.backends.triton.portable.walk import listed_block, part_of, partial_tile, row_item, tokens_of_block
 from sparseflash.backends.triton.schedule.work_item import ITEM
 
 
@@ -65,47 +54,6 @@ def forward_step(
     return accumulate(p, v_tile, acc, PRECISION), m_i, l_i
 
 
-@triton.jit
-def write_rows(
-    acc, m_i, l_i, out_ptr, lse_ptr, maximum_ptr, inverse_ptr, batch_head, batch, head, first_q, q_len, q_length,
-    amplification, scale, qk_scale, sink_ptr, out_strides,
-    DV: tl.constexpr, PADDED_DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr,
-):  # fmt: skip
-    """Writes out and lse, and if KEEP the maximum and the inverse sum, after all keys have been added."""
-    rows = first_q + tl.arange(0, BLOCK_M)
-    empty = l_i == 0.0
-    if HAS_LENGTHS:
-        empty = empty | (rows >= q_length)
-    if sink_ptr is not None:
-        m_i, alpha, l_i = with_sink(m_i, l_i, sink_ptr, head, qk_scale, KEEP)
-        acc = acc * alpha[:, None]
-    total = tl.where(empty, 1.0, l_i)
-    if DROPOUT:
-        acc = acc * amplification
-    maximum = tl.where(empty, 0.0, m_i)
-    if KEEP:
-        out = tl.where(empty[:, None], 0.0, tl.div_rn(acc, tl.broadcast_to(total[:, None], acc.shape)))
-        lse = maximum * scale + tl.log2(total) * LN2
-    else:
-        out = acc * tl.where(empty, 0.0, 1.0 / total)[:, None]
-        lse = (maximum + tl.log2(total)) * LN2
-    lse = tl.where(empty, float("-inf"), lse)
-    store_tokens(
-        out_ptr, out.to(out_ptr.dtype.element_ty), batch, head, first_q, q_len, out_strides, DV, PADDED_DV, BLOCK_M
-    )
-    at = tl.cast(batch_head, tl.int64) * q_len + rows
-    tl.store(lse_ptr + at, lse, mask=rows < q_len)
-    if KEEP:
-        # lse is rounded, so probabilities recomputed from it would have larger errors than fp32 arithmetic makes.
-        tl.store(maximum_ptr + at, maximum, mask=rows < q_len)
-        tl.store(
-            inverse_ptr + at,
-            tl.where(empty, 0.0, tl.div_rn(tl.full([BLOCK_M], 1.0, tl.float32), total)),
-            mask=rows < q_len,
-        )
-
-
 # Sizes are not specialised, so another length or number of heads does not recompile.
 @triton.jit(
     do_not_specialize=[
@@ -129,18 +77,29 @@ def forward_kernel(
     scale, qk_scale,  # not negative; scale / ln 2
     one,  # 1.0, unknown to the compiler
     heads, group, q_len, k_len, row_tiles,
-    q_strides, k_strides, v_strides, out_strides,  # of batch, head, token
+    strides,  # of batch, head and token, of q, k, v and out
     changes, change_numbers,  # tensors and numbers of each score modification, see changes/kind.py; or None
     n0, n1, n2, n3, n4, n5, n6, n7,  # WHOLE_NUMBERS: `Kind.whole` of all score modifications, concatenated
     sink_ptr,  # [Hq], or None
-    D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,  # the tiles of the lists
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,  # the kernel's tiles; divisors of BLOCK_Q and BLOCK_K
-    GATHERED: tl.constexpr,  # block size in tokens of a gathered tile of keys, or 0: see loads.py
-    HAS_LENGTHS: tl.constexpr, DROPOUT: tl.constexpr, KEEP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-    Q_IN_REGISTERS: tl.constexpr, CHANGES: tl.constexpr,
+    SHAPE: tl.constexpr, CHANGES: tl.constexpr,  # see shape.py and changes/kind.py
 ):  # fmt: skip
     """Computes out and lse of one tile of queries."""
+    D: tl.constexpr = SHAPE.D
+    DV: tl.constexpr = SHAPE.DV
+    PADDED_D: tl.constexpr = SHAPE.PADDED_D
+    PADDED_DV: tl.constexpr = SHAPE.PADDED_DV
+    BLOCK_Q: tl.constexpr = SHAPE.BLOCK_Q
+    BLOCK_K: tl.constexpr = SHAPE.BLOCK_K
+    BLOCK_M: tl.constexpr = SHAPE.BLOCK_M
+    BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
+    GATHERED: tl.constexpr = SHAPE.GATHERED
+    HAS_LENGTHS: tl.constexpr = SHAPE.HAS_LENGTHS
+    DROPOUT: tl.constexpr = SHAPE.DROPOUT
+    KEEP: tl.constexpr = SHAPE.KEEP
+    TMA: tl.constexpr = SHAPE.TMA
+    PRECISION: tl.constexpr = SHAPE.PRECISION
+    Q_IN_REGISTERS: tl.constexpr = SHAPE.Q_IN_REGISTERS
+    q_strides, k_strides, v_strides, out_strides = strides
     SPLIT: tl.constexpr = BLOCK_K // BLOCK_N
     tl.static_assert(GATHERED == 0 or SPLIT == 1, "a gathered tile is taken whole")
     item_ptr = work_ptr + tl.cast(tl.program_id(0), tl.int64) * ITEM

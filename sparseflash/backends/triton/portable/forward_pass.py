@@ -12,11 +12,12 @@ from torch import Tensor
 
 from sparseflash.backends.registration import empty_out
 from sparseflash.backends.triton.family import KernelChoice, Setting
+from sparseflash.backends.triton.launch.examples import empty_like, one_number_of
+from sparseflash.backends.triton.launch.launches import of_call
 from sparseflash.backends.triton.launcher import BoundLaunch
-from sparseflash.backends.triton.portable.launches import Bound, KernelLayout, of_call
-from sparseflash.backends.triton.portable.merging import combine_rows
-from sparseflash.backends.triton.portable.pass_layout import Layout
-from sparseflash.backends.triton.portable.passes import empty_kept, empty_like, layouts, one_number_of, run_kernel
+from sparseflash.backends.triton.portable.launches import Bound, KernelLayout
+from sparseflash.backends.triton.portable.merging import combine_rows, run_kernel
+from sparseflash.backends.triton.portable.pass_layout import Layout, empty_kept, layouts
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.dropout import Dropout
 from sparseflash.scores.change import Scores

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from sparseflash.backends.triton.alignment import describable_strides
 from sparseflash.backends.triton.configs import Kernel
+from sparseflash.backends.triton.device_functions.fp32_split import PIECE_COUNT, is_in_pieces, precision_of
+from sparseflash.backends.triton.device_functions.softmax import LOG2E
 from sparseflash.backends.triton.family import KernelChoice, Setting
-from sparseflash.backends.triton.launcher import BoundLaunch, Describe, Launch, Variant
+from sparseflash.backends.triton.launch.launches import (
+    SOME_COORDINATES,
+    SOME_LENGTHS,
+    SOME_PARTS,
+    SOME_SEED,
+    launch_of,
+    of_call,
+    strides_of,
+)
+from sparseflash.backends.triton.launcher import BoundLaunch, Describe, Launch
 from sparseflash.backends.triton.portable.choice import Choice, Chooser
 from sparseflash.backends.triton.portable.dk_dv import dk_dv_kernel
 from sparseflash.backends.triton.portable.dq import dq_kernel
 from sparseflash.backends.triton.portable.forward import forward_kernel
-from sparseflash.backends.triton.portable.fp32_split import PIECE_COUNT, is_in_pieces, precision_of
 from sparseflash.backends.triton.portable.occupancy import resident_programs
-from sparseflash.backends.triton.portable.softmax import LOG2E
+from sparseflash.backends.triton.portable.shape import Shape
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.backends.triton.schedule.work_item import ITEM_COUNT
 from sparseflash.backends.triton.schedule.worklists import Worklist
-from sparseflash.blockmask.cache import BoundedDict
 from sparseflash.dropout import Dropout, amplification
 
 if TYPE_CHECKING:
@@ -31,13 +39,11 @@ if TYPE_CHECKING:
     from sparseflash.backends.triton.changes.kinds import Changed
 
 FUNCTIONS: dict[Kernel, Any] = {"forward": forward_kernel, "dk_dv": dk_dv_kernel, "dq": dq_kernel}
-# Examples of arguments that only some launches have.
-SOME_PARTS = torch.empty(16, dtype=torch.float32, device="meta")
-SOME_LENGTHS = torch.empty(2, 16, dtype=torch.int32, device="meta")
-SOME_SEED = torch.empty(1, dtype=torch.int64, device="meta")
-SOME_COORDINATES = torch.empty(16, dtype=torch.int32, device="meta")
-
-_variants = BoundedDict(512)
+# The tensors whose strides a kernel takes, in the order of its argument.
+STRIDES: dict[Kernel, tuple[str, ...]] = {
+    "forward": ("q", "k", "v", "out"), "dk_dv": ("q", "k", "v", "dout", "dk", "dv"),
+    "dq": ("q", "k", "v", "dout", "out", "dq"),
+}  # fmt: skip
 
 
 class Numbers(NamedTuple):
@@ -94,7 +100,7 @@ class KernelLayout:
         exponentials.
         """
         self.kernel, self.numbers = kernel, numbers
-        self.capability, self.lengths, self.dropout = setting.capability, setting.lengths, setting.dropout
+        self._architecture, self.lengths, self.dropout = setting.architecture, setting.lengths, setting.dropout
         self._coordinates = setting.coordinates
         self.device = setting.plan.device
         self._chooser = Chooser(
@@ -140,14 +146,16 @@ class KernelLayout:
             "BLOCK_Q": block_q, "BLOCK_K": block_k, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n,
             "GATHERED": choice.tiling.gathered, "HAS_LENGTHS": self.lengths, "DROPOUT": self.dropout,
             "KEEP": choice.arithmetic != "half", "TMA": choice.descriptors,
-            "PRECISION": precision_of(choice.arithmetic, self.capability, in_pieces=choice.pieces),
-            "CHANGES": None if self._changed is None else self._changed.constant(self._part),
+            "PRECISION": precision_of(
+                choice.arithmetic, in_pieces=choice.pieces, corrected=self._architecture.corrects_sums
+            ),
         }  # fmt: skip
         own_constants: dict[str, dict[str, Any]] = {
             "forward": {"Q_IN_REGISTERS": config.q_in_registers},
             "dk_dv": {"ROWS_TMA": choice.describes_rows}, "dq": {"DELTA": self._means},
         }  # fmt: skip
-        constants |= own_constants[self.kernel]
+        shape = Shape(**constants, **own_constants[self.kernel])
+        changes = None if self._changed is None else self._changed.constant(self._part)
         count = -(-(numbers.k_len if over_columns else numbers.q_len) // tile)
         numbers_by_name: dict[str, Any] = {
             "dropped": numbers.dropped, "amplification": amplification(numbers.dropped),
@@ -155,7 +163,7 @@ class KernelLayout:
             "heads": numbers.heads, "kv_heads": numbers.kv_heads, "group": numbers.heads // numbers.kv_heads,
             "q_len": numbers.q_len, "k_len": numbers.k_len, "col_tiles": count, "row_tiles": count,
             "row_stride": self._row_stride, "lengths_stride": 0,
-            **{f"{name}_strides": strides_of(x) for name, x in self._strides.items()},
+            "strides": tuple(strides_of(self._strides[name]) for name in STRIDES[self.kernel]),
         }  # fmt: skip
         examples: dict[str, Any] = {**self._tiles, **self._varying}
         if split:
@@ -167,7 +175,8 @@ class KernelLayout:
             examples |= self._changed.examples | self._changed.learned(self._part)
         examples |= self._sink
         return launch_of(
-            FUNCTIONS[self.kernel], constants, numbers_by_name, examples, self.device, self._descriptors(choice),
+            FUNCTIONS[self.kernel], {"SHAPE": shape, "CHANGES": changes}, numbers_by_name,
+            examples, self.device, self._descriptors(choice),
             bound=("work_ptr", "index_ptr", "tile_ptr", "words_ptr"), num_warps=config.num_warps,
             num_stages=config.num_stages, registers=config.registers,
         )  # fmt: skip
@@ -188,54 +197,3 @@ class KernelLayout:
                 shape = [batch * heads, self.numbers.q_len]
                 made[name] = Describe(self._varying[name], shape, [stride, 1], [1, config.block_m])
         return made
-
-
-def of_call(lengths: Tensor | None, dropout: Dropout | None = None) -> dict[str, Any]:
-    """The arguments for lengths and dropout, which are the same for all kernels of a call, by name."""
-    found: dict[str, Any] = {}
-    if lengths is not None:
-        found |= {"lengths_ptr": lengths, "lengths_stride": lengths.stride(0)}
-    if dropout is not None:
-        found["seed_ptr"] = dropout.seed
-        found |= {f"{name}_ptr": x for name, x in dropout.coordinates.items()}
-    return found
-
-
-def launch_of(
-    function: Any, constants: Mapping[str, Any], numbers: Mapping[str, Any], examples: Mapping[str, Any],
-    device: torch.device, described: Mapping[str, Describe], *, bound: Sequence[str], **options: Any,
-) -> Launch:  # fmt: skip
-    """A launch not bound to work. Layouts that Triton specialises on in the same way share its variant.
-
-    Arguments that are neither constants, numbers, examples nor bound are None.
-    """
-    others = {*constants, *examples, *bound}
-    fixed = {name: numbers.get(name) for name in function.arg_names if name not in others}
-    key = (
-        function.__name__, device, tuple(options.values()), tuple(constants.values()), tuple(described),
-        tuple((name, _dtypes(x)) for name, x in examples.items()),
-        tuple((name, _specialised(x) if isinstance(x, tuple) else x is None) for name, x in fixed.items()),
-    )  # fmt: skip
-    variant: Variant | None = _variants.get(key)
-    if variant is None:
-        variant = _variants.put(key, Variant(function, constants, device, **options))
-    return Launch(variant, fixed, examples, described, bound=bound)
-
-
-def _dtypes(x: Any) -> Any:
-    """The dtype of a tensor, or the dtypes of a tuple of tensors; None for other values."""
-    if isinstance(x, tuple):
-        return tuple(map(_dtypes, x))
-    return x.dtype if isinstance(x, Tensor) else None
-
-
-def _specialised(x: Any) -> Any:
-    """The key of a tuple of numbers. Triton may specialise on integers, such as strides, but not on floats."""
-    if isinstance(x, tuple):
-        return tuple(map(_specialised, x))
-    return float if isinstance(x, float) else x
-
-
-def strides_of(x: Tensor) -> tuple[int, ...]:
-    """The strides of batch, head and token."""
-    return x.stride()[:3]

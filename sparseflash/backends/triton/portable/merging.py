@@ -8,38 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseflash.backends.triton.launcher import BoundLaunch, Launch
-from sparseflash.backends.triton.portable.combine import (
+from sparseflash.backends.triton.device_functions.combine import (
     TOKENS_TO_COMBINE,
     combine_gradients_kernel,
     combine_means_kernel,
     combine_rows_kernel,
 )
-from sparseflash.backends.triton.portable.launches import (
-    SOME_LENGTHS,
-    SOME_PARTS,
-    Bound,
-    KernelLayout,
-    launch_of,
-    strides_of,
-)
+from sparseflash.backends.triton.launch.launches import SOME_LENGTHS, strides_of
+from sparseflash.backends.triton.launch.merging import bind_merge, merge_launch
+from sparseflash.backends.triton.portable.launches import Bound, KernelLayout
 from sparseflash.dropout import amplification
-
-
-def merge_launch(
-    function: Any, constants: Mapping[str, Any], numbers: Mapping[str, Any], examples: Mapping[str, Any],
-    device: torch.device,
-) -> Launch:  # fmt: skip
-    """The launch of a kernel of `combine.py`, not bound to work. Calls pass the partial results and `examples`."""
-    return launch_of(
-        function, constants, numbers, {"parts_ptr": SOME_PARTS, **examples}, device, {}, bound=("merged_ptr",),
-        num_warps=4, num_stages=2,
-    )  # fmt: skip
-
-
-def bind_merge(launch: Launch, merged: Tensor, tile: int, tokens: int = TOKENS_TO_COMBINE) -> BoundLaunch:
-    """Binds a launch to the items `merged [cut, CUT_ITEM]` of `tile` tokens each, with `tokens` tokens per program."""
-    return launch.bind(len(merged) * (tile // tokens), merged_ptr=merged)
 
 
 class Combine:
@@ -132,3 +110,14 @@ def combine_means(of: Bound, layout: KernelLayout, rows: Tensor, sink: Mapping[s
         by_name["heads"] = numbers.heads
         examples |= {"maximum_ptr": rows, **sink}
     return Combine(of, layout, combine_means_kernel, 3, of.tile, {"BLOCK_M": of.tile}, by_name, examples, names)
+
+
+def run_kernel(kernel: Bound, combine: Combine | None, given: Mapping[str, Any]) -> None:
+    """Launches a kernel, then the kernel that merges its chunks, if any. given: the arguments of both, by name."""
+    kernel.work.ready.wait()
+    if combine is None:
+        kernel.launch(given)
+        return
+    given = {**given, "parts_ptr": combine.workspace()}
+    kernel.launch(given)
+    combine(given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sparseflash.backends.triton.architecture import Architecture
 from sparseflash.backends.triton.configs import Config, Kernel
 
 _SHARED_MEMORY = 227 * 1024  # bytes per SM of an H100 that programs may use
@@ -25,12 +26,14 @@ def results_and_scores(kernel: Kernel, block_m: int, block_n: int, dim: int) -> 
     return results * held * dim + held * streamed * (1 if kernel == "forward" else 2)
 
 
-def padded_dims(dim: int, v_dim: int, capability: tuple[int, int], itemsize: int) -> tuple[int, int]:
+def padded_dims(dim: int, v_dim: int, architecture: Architecture, itemsize: int) -> tuple[int, int]:
     """The columns of the tiles of queries and keys, and of values: powers of two from 16 up.
 
-    >>> padded_dims(72, 80, (9, 0), itemsize=2)
+    >>> from sparseflash.backends.triton.architecture import architecture_of
+    >>> ampere, hopper = architecture_of((8, 0)), architecture_of((9, 0))
+    >>> padded_dims(72, 80, hopper, itemsize=2)
     (128, 128)
-    >>> padded_dims(64, 16, (9, 0), itemsize=2), padded_dims(64, 16, (8, 0), itemsize=2)
+    >>> padded_dims(64, 16, hopper, itemsize=2), padded_dims(64, 16, ampere, itemsize=2)
     ((64, 64), (64, 16))
 
     On Hopper both must have the same layout in shared memory, where the swizzle depends on the width of rows, up to 128
@@ -38,8 +41,8 @@ def padded_dims(dim: int, v_dim: int, capability: tuple[int, int], itemsize: int
     adds to an uninitialised register, and wgmma reads the values from a wrong address. This was seen for D = 64 with
     Dv = 16, where rows pass through registers.
     """
-    padded, padded_v = (max(16, 1 << (x - 1).bit_length()) for x in (dim, v_dim))
-    if capability[0] == 9:
+    padded, padded_v = max(16, 1 << (dim - 1).bit_length()), max(16, 1 << (v_dim - 1).bit_length())
+    if architecture.needs_one_layout:
         least = min(max(padded, padded_v), 128 // itemsize)
         return max(padded, least), max(padded_v, least)
     return padded, padded_v

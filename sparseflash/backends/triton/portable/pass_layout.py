@@ -15,13 +15,16 @@ from sparseflash.backends.registration import empty_lse, empty_out
 from sparseflash.backends.triton.alignment import is_readable, readable, with_aligned_rows
 from sparseflash.backends.triton.changes.kind import Request
 from sparseflash.backends.triton.changes.kinds import Changed
+from sparseflash.backends.triton.device_functions.fp32_split import PIECE_COUNT, PIECES_DTYPE, in_pieces
 from sparseflash.backends.triton.family import Setting
+from sparseflash.backends.triton.launch.examples import like
 from sparseflash.backends.triton.portable.choice import wants_pieces
-from sparseflash.backends.triton.portable.fp32_split import PIECE_COUNT, PIECES_DTYPE, in_pieces
 from sparseflash.backends.triton.portable.launches import Numbers
 from sparseflash.backends.triton.portable.occupancy import padded_dims
-from sparseflash.backends.triton.portable.passes import like
+from sparseflash.blockmask.cache import BoundedDict
 from sparseflash.scores.change import Scores
+
+layouts = BoundedDict(256)  # by "forward" or "backward" and everything else that a layout depends on
 
 
 class Layout:
@@ -41,7 +44,7 @@ class Layout:
             self.changed = Changed(changes, request, wanted)
         self.sink = {} if self.changed is None else self.changed.sink
         self.pieces = wants_pieces(q, v, setting, heads // kv_heads)
-        self._padded = padded_dims(*self.numbers.dims, setting.capability, itemsize=2)
+        self._padded = padded_dims(*self.numbers.dims, setting.architecture, itemsize=2)
         self.out, self.lse = empty_out(like(q), like(v)), empty_lse(like(q))
 
     def operands(self, q: Tensor, k: Tensor, v: Tensor, *dout: Tensor) -> list[Tensor]:
@@ -64,3 +67,8 @@ class Layout:
     def are_read_as_they_are(self, *tensors: Tensor) -> bool:
         """Whether `operands` returns tensors of these layouts unchanged."""
         return not self.pieces and all(map(is_readable, tensors))
+
+
+def empty_kept(q: Tensor) -> Tensor:
+    """An uninitialised tensor `[2, B, Hq, Nq]` for maxima and inverse sums of rows; in half precision an empty one."""
+    return q.new_empty((2, *q.shape[:-1]) if q.dtype == torch.float32 else (0,))

@@ -42,7 +42,6 @@ from sparseflash.blockmask.transfer import to_device
 T = TypeVar("T")
 
 _MOST_PLANS = 64  # per mask, or for dense attention; a program with more shapes would not gain from the cache
-_MOST_LAUNCHES = 64  # per plan
 _MOST_ENTRIES = 2**31 - 1  # one more would be an int64 argument of the kernels
 _DEVICES = ["cuda"]  # where kernels plan dynamic masks; tests add the CPU, for the interpreter
 
@@ -86,7 +85,7 @@ class MaskLists:
 
 
 class Plan:
-    """The work of one mask for one batch size and number of heads, and the launches prepared for it."""
+    """The work of one mask for one batch size and number of heads."""
 
     def __init__(self, lists: MaskLists, pattern: Tensor, kv_heads: int, tiles_per_head: float) -> None:
         self.lists = lists
@@ -94,7 +93,6 @@ class Plan:
         self.kv_heads = kv_heads
         self._worklists: dict[tuple[int, int, Tiling | None, int], Worklist] = {}
         self.tiles_per_head = tiles_per_head  # live tiles, mean over the patterns; capacity of a dynamic mask
-        self.launches = BoundedDict(_MOST_LAUNCHES)
         self._derived: dict[Any, Any] = {}
 
     @property

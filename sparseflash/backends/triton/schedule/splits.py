@@ -2,7 +2,7 @@
 
 An item far longer than the rest (the row or column of a global token) would still be running when all others are done.
 Its list is cut into chunks of nearly equal length. Each chunk is an item and writes partial results to a workspace;
-`portable/combine.py` merges them in the order of the list.
+`device_functions/combine.py` merges them in the order of the list.
 
 The cuts of a row depend only on the rows of the same (batch element, head), so a row has the same bits in every batch.
 """

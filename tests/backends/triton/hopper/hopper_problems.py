@@ -8,14 +8,15 @@ import torch
 
 from sparseflash.backends.problem import Problem as Asked
 from sparseflash.backends.saved import Saved
-from sparseflash.backends.triton import api
 from sparseflash.backends.triton.hopper import backward as backward_module
 from sparseflash.backends.triton.hopper import backward_pass, cuts, forward_pass, passes, plan, wide_backward_pass
 from sparseflash.backends.triton.hopper import forward as forward_module
 from sparseflash.backends.triton.hopper import wide_backward as wide_backward_module
 from sparseflash.backends.triton.hopper import wide_dq as wide_dq_module
 from sparseflash.backends.triton.hopper.configs import HEAD_DIMS, backward_config_for, config_for
+from sparseflash.backends.triton.prepared_call import setting_of
 from sparseflash.blockmask.cache import clear_caches
+from sparseflash.scores.sink import completed
 from sparseflash.testing.comparison import compare_with_draws
 from tests.compared.closeness import Results
 from tests.compared.exactness import plain_draws, results
@@ -47,8 +48,8 @@ def as_it_is(source):
 
 def interpreted(
     mask, q, k, v, scale, dout=None, dlse=None, *, lengths=None, programs=3, seed=0, rule=plan.RULE, cut=cuts.RULE,
-    change=as_it_is, change_backward=as_it_is, change_wide=as_it_is, change_dq=as_it_is, backward=None, changes=None,
-    **config,
+    change=as_it_is, change_backward=as_it_is, change_wide=as_it_is, change_dq=as_it_is, change_others=None,
+    backward=None, changes=None, **config,
 ):  # fmt: skip
     """`(out, lse)` of the kernels, and the gradients if there is a `dout`.
 
@@ -69,7 +70,7 @@ def interpreted(
     replaced = [
         (plan, "RULE", rule),
         (cuts, "RULE", cut),
-        (forward_pass, "forward_kernel", Interpreted(forward_module, "forward_kernel", seed, change)),
+        (forward_pass, "forward_kernel", Interpreted(forward_module, "forward_kernel", seed, change, change_others)),
         (passes, "config_for", changed_config),
         (forward_pass, "counter", lambda device: counter),
         (backward_pass, "backward_kernel", Interpreted(backward_module, "backward_kernel", seed, change_backward)),
@@ -87,7 +88,7 @@ def interpreted(
     with ExitStack() as stack:
         for module, name, other in replaced:
             stack.enter_context(mock.patch.object(module, name, other))
-        setting = api.setting_of(q, k, asked, (9, 0))
+        setting = setting_of(q, k, asked, (9, 0))
         forward = passes.forward(setting, object(), q, k, v, scale, 0, changes)
         out, lse, _ = forward(q, k, v, asked.lengths, None, changes)
         gradients = ()
@@ -103,6 +104,13 @@ def interpreted(
                 gradients, learned = run.with_learned(*given, changes)
                 gradients += tuple(x for x in learned if x is not None)
     assert counter.item() == 0, "the next launch would not begin with the first item"
+    sink = None if changes is None else changes.find("sink")
+    if sink is not None:  # as in `attention`
+        whole = completed(lse, sink.logits)
+        if gradients and dlse is not None and sink.logits.requires_grad:
+            *gradients, of_sink = gradients
+            gradients += [of_sink + torch.autograd.grad(whole, sink.logits, dlse)[0]]
+        lse = whole.detach()
     return (out, lse, *gradients)
 
 

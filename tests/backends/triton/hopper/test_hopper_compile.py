@@ -154,10 +154,7 @@ def check(dim, dtype, features):
     assert reports.keys() == OURS | preparing | (MERGING if "parts" in features else set())
     for name in OURS | preparing:
         found = reports[name]
-        # From Triton 3.7 on ptxas gets `--regAllocOptLevel=2` and spills up to 29 numbers of the forward in parts at
-        # D=128, where 3.6 spills none.
-        bytes_spilled = 116 if name == "forward_kernel" and dim == 128 and "parts" in features else 0
-        assert found["spilled"] <= bytes_spilled or name == "backward_kernel", (name, found)
+        assert found["spilled"] == 0 or name == "backward_kernel", (name, found)
         assert found["warnings"] == [] and found["shared"] <= SHARED_MEMORY, (name, found)
         assert found["direct"] and not found["two_layouts"]
         assert found["resident"] == (name == "backward_kernel")

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from sparseflash import BlockMask, masks
 from sparseflash.backends.problem import Problem
-from sparseflash.backends.triton import api
 from sparseflash.backends.triton.hopper import backward_plan, passes, plan
 from sparseflash.backends.triton.hopper.dynamic_plan import dynamic_forward_plan
 from sparseflash.backends.triton.hopper.plan import forward_plan, start_order
+from sparseflash.backends.triton.prepared_call import setting_of
 from sparseflash.backends.triton.schedule import plan as planning
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.backends.triton.schedule.worklists import full_first
@@ -88,6 +88,15 @@ def test_rows_of_global_tokens_are_cut_and_rows_that_are_alike_are_not():
     assert planned(mask_of("butterfly"), 1, 1).parts == 0
 
 
+def test_long_rows_of_few_queries_are_cut():
+    for q_len, k_len, chunks in ((1024, 65_536, 4), (1024, 24_576, 1), (16_384, 65_536, 1), (128, 25_000, 2)):
+        items = planned(masks.dense(q_len, k_len, block=128), 1, 2)
+        rows = 2 * -(-q_len // 128)
+        assert (len(items.work), items.parts) == (rows * chunks, rows * chunks if chunks > 1 else 0)
+        counts = items.work[:, plan.ITEM_COUNT.value]
+        assert counts.sum() == rows * -(-k_len // 128) and counts.max() - counts.min() <= 1
+
+
 @given(st.data(), SEEDS)
 def test_a_mask_made_at_every_step_is_walked_alike_but_never_cut(data, seed):
     """Whatever its arrays are, planned by operations and by kernels."""
@@ -105,6 +114,8 @@ def test_a_mask_made_at_every_step_is_walked_alike_but_never_cut(data, seed):
         assert walked(made) == wanted and (made.parts, made.merged) == (0, None)
         assert made.work[:, 0].tolist() == listed.work[:, 0, 0].tolist()
         assert made.words is lists.words
+        in_operations = forward_plan(lists, of.pattern, mask.q_len, mask.k_len, programs=132, may_wait=False)
+        assert torch.equal(made.work, in_operations.work) and in_operations.parts == 0
 
 
 def test_the_kernel_that_plans_is_compiled_for_hopper_and_started_directly():
@@ -167,7 +178,7 @@ def prepared(mask, *, merges=False):
     q = torch.empty(1, 2, 512, 64, dtype=torch.bfloat16)
     rule = plan.Rule(far=0.0, chunk=1, worth=1.0) if merges else plan.RULE
     with mock.patch.object(plan, "RULE", rule):
-        setting = api.setting_of(q, q, Problem.of(mask, scale=1.0), (9, 0))
+        setting = setting_of(q, q, Problem.of(mask, scale=1.0), (9, 0))
         return (
             passes.forward(setting, "one layout", q, q, q, 1.0, 0),
             passes.backward(setting, "one layout", q, q, q, q, q, 1.0, 0, dlse=False),
@@ -186,6 +197,6 @@ def test_work_of_another_size_has_another_layout():
     assert forward.layout.combine is None and other.layout.combine is not None
     with mock.patch.object(backward_plan, "_SHORTEST_CHAIN", 1), mock.patch.object(backward_plan, "_LONG_CHAIN", 0):
         _, several = prepared(masks.dense(512))
-    assert [each.numel() for each in several.layout.workspace()] != [
-        each.numel() for each in backward.layout.workspace()
+    assert [each.numel() for each in several.layout.workspace().values()] != [
+        each.numel() for each in backward.layout.workspace().values()
     ]

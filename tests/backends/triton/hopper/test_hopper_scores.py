@@ -14,6 +14,7 @@ from sparseflash.backends.triton import api
 from sparseflash.backends.triton import device as gpu
 from sparseflash.backends.triton.hopper import cuts, passes, plan, support
 from sparseflash.backends.triton.hopper.configs import BLOCK
+from sparseflash.backends.triton.prepared_call import PreparedCall
 from sparseflash.scores.change import Scores, Sizes
 from sparseflash.scores.relative import Codes
 from tests.backends.triton.hopper.hopper_problems import (
@@ -152,12 +153,13 @@ def test_a_cap_of_any_size(cap):
         torch.testing.assert_close(x, y.to(x.dtype), rtol=1e-2, atol=5e-3)
 
 
-def test_a_query_without_keys_gives_a_sink_no_gradient():
+def test_a_query_without_keys_has_the_sink_alone():
     arguments = some_problem().recipe.arguments
     case = Scored(some_problem(recipe=Recipe("from_dense", arguments, (400, 0))), ("sink",))
     got = run(case)
     check_results(case, got)
-    assert got["lse"][1].isneginf().all()
+    sink, _ = case.changes("cpu", case.dtype)
+    assert torch.equal(got["lse"][1], sink.changes[0].logits.detach()[:, None].expand(got["lse"][1].shape))
 
 
 @pytest.mark.parametrize("slope", [float("nan"), float("inf")])
@@ -646,8 +648,11 @@ def test_they_take_tables_by_distance_alone_or_with_a_sink():
 def test_who_insists_on_them_learns_before_the_forward_that_slopes_get_no_gradient(monkeypatch):
     monkeypatch.setattr(gpu, "capability_of", lambda device: (9, 0))
     q, slopes = torch.zeros(1, 2, 256, 64, dtype=torch.float16), torch.ones(2, requires_grad=True)
-    with mock.patch.object(api, "scored_call") as made, torch.no_grad():  # the call is cached
-        made.return_value.directly.return_value = q, q[..., 0]
+
+    def prepare(call, *given):
+        call.forward = lambda *given: (q, q[..., 0], None)
+
+    with mock.patch.object(PreparedCall, "prepare_forward", prepare), torch.no_grad():  # the call is cached
         attention(q, q, q, scale=0.125, scores=scores.log_decay(slopes), backend="hopper")
     for scale in (0.125, -0.125):  # a negative scale is never cached
         with pytest.raises(ValueError, match=f"the hopper kernels cannot serve this call: {NO_GRADIENT}"):

@@ -14,6 +14,7 @@ from experiments.benchmarks.tune.measuring import Candidates
 from experiments.benchmarks.tune.space import ARITHMETICS, DIMS, KERNELS, Target, candidates
 from experiments.measurements import Run
 from sparseflash.backends.triton import configs
+from sparseflash.backends.triton.architecture import architecture_of
 from sparseflash.backends.triton.configs import Config
 from sparseflash.backends.triton.portable.forward_pass import Forward
 from tests.compiling.uninterpreted import python
@@ -22,6 +23,8 @@ TABLES = {
     (8, 0): "_AMPERE",
     (8, 6): "_CONSUMER",
     (9, 0): "_HOPPER_COPYING" if configs._COPYING else "_HOPPER",
+    (10, 0): "_BLACKWELL",
+    (10, 3): "_BLACKWELL",
     (12, 0): "_CONSUMER",
 }
 
@@ -43,8 +46,10 @@ def test_what_is_shipped_for_hopper_at_head_dim_64_is_among_the_candidates():
 
 @pytest.mark.parametrize(("capability", "name"), TABLES.items(), ids=str)
 def test_the_table_of_an_architecture(capability, name):
-    assert configs.table_for(capability, True) is getattr(configs, name)
-    assert configs.table_for((9, 0), False) is configs._HOPPER_POINTERS
+    tables = architecture_of(capability).tables
+    assert tables.of(True) is getattr(configs, name)
+    pointers = {(9, 0): configs._HOPPER_POINTERS, (10, 0): configs._BLACKWELL_POINTERS}
+    assert tables.of(False) is pointers.get(capability, tables.of(False))
 
 
 def test_a_candidate_that_spills_or_asks_for_too_much_memory_is_dropped():

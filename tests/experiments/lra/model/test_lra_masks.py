@@ -15,6 +15,12 @@ from sparseflash import BlockMask
 from sparseflash.draw import MEANINGS, kinds
 def narrow(q_len, *, block):
     return BlockMask.from_function(lambda q, k: (q - k).abs() <= 1, q_len, block=block)
+def tall(q_len):
+    return narrow(q_len, block=32)
+def by_head(b, h, q, k):
+    return k <= q
+def three(a, b, c):
+    pass
 def shorter(q_len, *, block):
     return BlockMask.dense(q_len - 1, block=block)
 def tensor(q_len, *, block):
@@ -48,6 +54,15 @@ def test_own_masks_by_module_and_by_file(own):
     expected = BlockMask.from_function(lambda q, k: (q - k).abs() <= 1, 96, block=32)
     assert build("own_masks:narrow") == build(f"{own}:narrow") == expected
     assert build("experiments.lra.custom_mask:beacons") == beacons(96, block=32)
+    assert build(f"{own}:rule") == build(f"{own}:by_head") == library.causal(96, block=32)
+    assert build(f"{own}:tall") == expected
+
+
+def test_any_pattern_of_the_library_is_a_name_or_an_expression():
+    assert build("causal") == library.causal(96, block=32)
+    both = library.streaming(96, window=20, sink=4, block=32) | library.butterfly(96, block=32)
+    assert build("streaming(n, window=20, sink=4) | butterfly(n)") == both
+    assert build("local(n, window=20, block=16)").block_q == 16
 
 
 def test_the_example_keeps_to_its_formula():
@@ -59,17 +74,22 @@ def test_the_example_keeps_to_its_formula():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("butterfyl", "the mask must be dense, local, butterfly, module:function or file.py:function; got 'butterfyl'"),
-        ("no_such_module:mask", "the mask's module 'no_such_module' was not found"),
-        ("experiments.lra.nothing:mask", "the mask's module 'experiments.lra.nothing' was not found"),
-        ("no/such/file.py:mask", "the mask's file no/such/file.py does not exist"),
-        ("own_masks:wide", r"own_masks must define a function wide\(q_len, \*, block\)"),
+        ("butterfyl", r"the pattern must be dense, local, butterfly, an expression such as local\(n, window=64\), or a "
+         "function as file.py:function; got 'butterfyl'"),
+        ("no_such_module:mask", "there is no module no_such_module; a Python file ends with .py"),
+        ("experiments.lra.nothing:mask", "there is no module experiments.lra.nothing; a Python file"),
+        ("no/such/file.py:mask", "there is no file no/such/file.py"),
+        ("own_masks:wide", "own_masks must define a function wide; it has none"),
         ("own_masks:number", "own_masks must define a function number"),
-        ("own_masks:", "module:function or file.py:function; got 'own_masks:'"),
+        ("own_masks:", "a function as file.py:function; got 'own_masks:'"),
         ("own_masks:tensor", "own_masks:tensor must return a BlockMask; got Tensor"),
-        ("own_masks:rule", r"own_masks:rule must take the number of tokens, and the block size by name, as function"
-         r"\(q_len, \*, block\) does; got a function of \(q, k\): missing a required argument: 'k'"),
-        ("own_masks:nothing", r"own_masks:nothing must take .* got a function of \(\): too many positional arguments"),
+        ("own_masks:three", r"own_masks:three must take the number of tokens, and the block size by name, as function"
+         r"\(q_len, \*, block\) does, or be a rule of \(q, k\) or \(b, h, q, k\); got a function of \(a, b, c\)"),
+        ("streaming", r"streaming must be called, with n for the number of tokens: streaming\(q_len"),
+        ("lokal(n, window=3)", "no pattern is called lokal; did you mean local.* The number of tokens is n. For a f"),
+        ("local(95, window=3)", "must return a mask of 96 queries and keys; got 95 and 95"),
+        ("per_batch([causal(n), causal(n)])", "must return a mask for one batch element; got 2"),
+        ("own_masks:nothing", r"own_masks:nothing must take .* got a function of \(\)"),
         ("own_masks:shorter", "own_masks:shorter must return a mask of 96 queries and keys; got 95 and 95"),
     ],
 )  # fmt: skip

@@ -15,7 +15,9 @@ from experiments.pathx.model.gather import GatherGroups, Permute, inverse_permut
 from tests.experiments.pathx.images import SIDE, expected, image, in_stored_order
 
 CPU = torch.device("cpu")
-OF_PIXELS = "dense,near:3,rows:1,columns:2,axial:0,axial:2,butterfly:2,factor:4:2"
+OF_PIXELS = (
+    "dense,near:3,rows:1,columns:2,axial:0,axial:2,butterfly:2,factor:4:2,tests.experiments.pathx.images:knights"
+)
 IMAGES = [image(0), image(1, lit=0.1), image(2, lit=0.9)]
 LABELS = [1, 0, 1]
 

@@ -8,7 +8,7 @@ numbers of all its tokens, [TOKENS]; for a contiguous tile it is the number of t
 import triton
 import triton.language as tl
 
-from sparseflash.backends.triton.portable.fp32_split import PIECES, PIECES_CORRECTED
+from sparseflash.backends.triton.device_functions.fp32_split import PIECES, PIECES_CORRECTED
 
 
 @triton.jit

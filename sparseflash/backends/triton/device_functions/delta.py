@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from sparseflash.backends.triton.portable.softmax import add_exactly
+from sparseflash.backends.triton.device_functions.softmax import add_exactly
 
 
 @triton.jit

@@ -8,11 +8,11 @@ import triton
 import triton.language as tl
 
 from sparseflash.backends.triton.changes.sink import means_of_sink
-from sparseflash.backends.triton.portable.delta import write_means
-from sparseflash.backends.triton.portable.forward import write_rows
-from sparseflash.backends.triton.portable.gradients import write_gradients
-from sparseflash.backends.triton.portable.loads import part_pointers
-from sparseflash.backends.triton.portable.softmax import decay, finite_maximum
+from sparseflash.backends.triton.device_functions.delta import write_means
+from sparseflash.backends.triton.device_functions.gradients import write_gradients
+from sparseflash.backends.triton.device_functions.loads import part_pointers
+from sparseflash.backends.triton.device_functions.results import write_rows
+from sparseflash.backends.triton.device_functions.softmax import decay, finite_maximum
 from sparseflash.backends.triton.schedule.work_item import CUT_FIRST_PART, CUT_ITEM, CUT_NUMBER, CUT_PARTS
 
 # Pipeline depth of the loads. Without prefetching, their latency would dominate.

@@ -1,4 +1,4 @@
-"""The sums of `merge` as Triton kernels, forward and backward: each reads and writes every number once.
+"""The sums of `sparseflash.merge` as Triton kernels, forward and backward: each reads and writes every number once.
 
 PyTorch's operations would make some thirty passes over fp32 tensors, which take longer than attention to few keys.
 """
@@ -87,10 +87,17 @@ def _shares(lses, row, inside):
 
 
 @triton.jit
-def _weighted(outs, shares, at, all_inside):
-    merged = shares[0][:, None] * tl.load(outs[0] + at, mask=all_inside, other=0.0).to(tl.float32)
+def _own(out_ptr, lse_ptr, row, inside, at, all_inside):
+    """The out of a part, fp32: 0 for queries without keys, which are not read, because 0 times NaN is NaN."""
+    has_keys = tl.load(lse_ptr + row, mask=inside, other=0.0) != float("-inf")
+    return tl.load(out_ptr + at, mask=all_inside & has_keys[:, None], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _weighted(outs, lses, shares, row, inside, at, all_inside):
+    merged = shares[0][:, None] * _own(outs[0], lses[0], row, inside, at, all_inside)
     for part in tl.static_range(1, len(outs)):
-        merged += shares[part][:, None] * tl.load(outs[part] + at, mask=all_inside, other=0.0).to(tl.float32)
+        merged += shares[part][:, None] * _own(outs[part], lses[part], row, inside, at, all_inside)
     return merged
 
 
@@ -102,7 +109,7 @@ def merge_kernel(
     """out and lse of some rows, summed in the order of the parts."""
     row, inside, at, all_inside = _rows(count, heads, tokens, stride_b, stride_h, stride_n, D, PADDED, ROWS)
     lse, shares = _shares(lses, row, inside)
-    merged = _weighted(outs, shares, at, all_inside)
+    merged = _weighted(outs, lses, shares, row, inside, at, all_inside)
     tl.store(out_ptr + at, merged.to(out_ptr.dtype.element_ty), mask=all_inside)
     tl.store(lse_ptr + row, lse, mask=inside)
 
@@ -117,11 +124,11 @@ def merge_backward_kernel(
     """
     row, inside, at, all_inside = _rows(count, heads, tokens, stride_b, stride_h, stride_n, D, PADDED, ROWS)
     lse, shares = _shares(lses, row, inside)
-    merged = _weighted(outs, shares, at, all_inside)
+    merged = _weighted(outs, lses, shares, row, inside, at, all_inside)
     dout = tl.load(dout_ptr + at, mask=all_inside, other=0.0).to(tl.float32)
     dlse = tl.where(lse == float("-inf"), 0.0, tl.load(dlse_ptr + row, mask=inside, other=0.0))
     for part in tl.static_range(len(outs)):
-        own = tl.load(outs[part] + at, mask=all_inside, other=0.0).to(tl.float32)
+        own = _own(outs[part], lses[part], row, inside, at, all_inside)
         share = shares[part]
         tl.store(douts[part] + at, (share[:, None] * dout).to(dout_ptr.dtype.element_ty), mask=all_inside)
         tl.store(dlses[part] + row, share * (tl.sum(dout * (own - merged), 1) + dlse), mask=inside)

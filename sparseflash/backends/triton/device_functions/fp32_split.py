@@ -227,17 +227,17 @@ def _splitting(device: torch.device, *layout: object) -> Launch:
     return Launch.of_all_arguments(pieces_kernel, device, num_warps=4, num_stages=1)
 
 
-def precision_of(arithmetic: str, capability: tuple[int, int], *, in_pieces: bool) -> str:
+def precision_of(arithmetic: str, *, in_pieces: bool, corrected: bool) -> str:
     """The PRECISION of kernels for "half", "tf32" or "fp32".
 
-    >>> precision_of("half", (9, 0), in_pieces=False)
+    >>> precision_of("half", in_pieces=False, corrected=True)
     'tf32'
 
-    Sums are corrected only on the GPUs that the correction was fitted on.
+    corrected: whether the correction of sums was fitted on the GPU.
     """
     if arithmetic != "fp32":
         return "tf32"
-    if capability == _FITTED and not INTERPRETED:  # the interpreter rounds
+    if corrected and not INTERPRETED:  # the interpreter rounds
         return str((PIECES_CORRECTED if in_pieces else WHOLE_CORRECTED).value)
     return str((PIECES if in_pieces else WHOLE).value)
 
@@ -246,7 +246,6 @@ PIECES_DTYPE = torch.float32 if INTERPRETED else torch.bfloat16
 # The average share of a sum that two truncation steps cut off. Fitted for the least error of sums of random terms in
 # the model of tests/interpreting/products.py, and tested on an H100 and an H200.
 _CUT_OFF = tl.constexpr(0.36 * 2.0**-24)
-_FITTED = (9, 0)
 _SMALL = tl.constexpr(16384.0)  # a sum of other numbers is rarely whole below this
 # The input_precision of sums over tokens for whole tiles: Triton splits them, and adds the six products smallest first.
 # Its interpreter does not support bf16x6.

@@ -3,9 +3,7 @@
 import triton
 import triton.language as tl
 
-from sparseflash.backends.triton.portable.loads import (
-    store_tokens,
-)
+from sparseflash.backends.triton.device_functions.loads import store_tokens
 
 
 @triton.jit

@@ -1,0 +1,109 @@
+"""Which features each call takes: the data of the matrix that docs/support.py writes and tests/test_calls.py tries.
+
+A cell of the matrix works exactly, or is refused with the text in `REFUSED`, or has no meaning (`NOTHING`).
+"""
+
+from __future__ import annotations
+
+CALLS = {
+    "attention": "`attention`",
+    "varlen": "`attention_varlen`",
+    "cache": "`attention_with_cache`",
+    "selected": "`selected_attention`",
+    "layer": "`nn.SparseSelfAttention`",
+    "multihead": "`nn.MultiheadAttention`",
+    "sdpa": "`sdpa`",
+    "transformers": "Transformers",
+    "distributed": "`distributed.attention`",
+}
+
+SCORES = (
+    "softcap", "temperature", "alibi", "log_decay", "relative", "key_bias", "bias", "tile_bias", "function", "sink",
+)  # fmt: skip
+FEATURES = {
+    "gradients": "gradients",
+    **{kind: f"`scores.{kind}`" for kind in SCORES},
+    "dropout": "dropout",
+    "lengths": "lengths of sequences",
+    "mask": "a mask",
+    "mask by head": "a mask for each head",
+    "mask by batch": "a mask for each batch element",
+    "return_lse": "log-sum-exp",
+    "grouped heads": "grouped heads",
+    "Dv": "Dv other than D",
+    "compile": "`torch.compile`",
+    "export": "`torch.export`",
+    "checkpoint": "checkpointing",
+    "record": "CUDA graphs",
+}
+
+_SDPA = (
+    "{} must not be given to sdpa: it has the arguments of PyTorch's own attention. Use attention, which has the "
+    "others."
+)
+_SELECTED = (
+    "{} must not be given to selected_attention: its tiles hold one query of all heads of a group. Use attention with "
+    "the mask of the same blocks, masks.selected_keys(index, span=span, group=group)."
+)
+_CACHE = (
+    "scores with a cache must be of temperature, softcap, alibi, log_decay, relative, key_bias and sink; got {}. Use "
+    "attention with the keys of the cache and a mask; for one new token a bias is a key_bias."
+)
+_GRADIENTS = (
+    "q, k_cache and v_cache must not require gradients: attention_with_cache has no backward. Call it under "
+    "torch.no_grad(), or train with attention and a mask."
+)
+_MULTIHEAD = (
+    "{} must not be given to MultiheadAttention: it has the arguments of PyTorch's own layer. Use SparseSelfAttention, "
+    "which takes scores, or attention."
+)
+
+# The message of each cell that is refused.
+REFUSED = {
+    ("varlen", "mask by batch"): (
+        "mask must not be given to attention_varlen: pass the pattern of a sequence, a function of its length or a "
+        "rule for positions. For a mask of all packed tokens use attention(q.transpose(0, 1)[None], ...)."
+    ),
+    ("cache", "gradients"): _GRADIENTS,
+    ("cache", "checkpoint"): _GRADIENTS,
+    **{("cache", kind): _CACHE.format(kind) for kind in ("bias", "tile_bias", "function")},
+    ("cache", "dropout"): (
+        "dropout_p must not be given to attention_with_cache: it is for inference. To train, use attention with a mask."
+    ),
+    **{("selected", kind): _SELECTED.format("scores") for kind in SCORES},
+    ("selected", "dropout"): _SELECTED.format("dropout_p"),
+    **{("selected", kind): _SELECTED.format("mask") for kind in ("mask", "mask by head", "mask by batch")},
+    ("selected", "lengths"): (
+        "lengths must not be given to selected_attention: -1 in index is no block, so give tokens past the length no "
+        "others, and no query a block of such tokens."
+    ),
+    ("layer", "return_lse"): (
+        "return_lse must not be given to SparseSelfAttention: a layer returns features of tokens. Use attention with "
+        "its projections."
+    ),
+    **{("multihead", kind): _MULTIHEAD.format("scores") for kind in SCORES if kind != "bias"},
+    ("multihead", "return_lse"): _MULTIHEAD.format("return_lse"),
+    **{("sdpa", kind): _SDPA.format("scores") for kind in SCORES if kind != "bias"},
+    ("sdpa", "return_lse"): _SDPA.format("return_lse"),
+    ("transformers", "export"): (
+        "torch.export must see a mask made of tensors, but sparseflash builds masks outside of the graph; call "
+        "model.set_attn_implementation('sdpa') before the export."
+    ),
+    ("distributed", "tile_bias"): (
+        "scores must be without tile_bias over several ranks, whose calls have masks and tiles of their own; pass "
+        "scores.bias, or a function of positions (scores.function)."
+    ),
+    ("distributed", "export"): (
+        "distributed.attention must not be exported, because its exchanges are those of one plan and rank. Export the "
+        "model with sparseflash.attention and the whole mask in its place."
+    ),
+}
+# Why a cell has no meaning.
+_MODELS = "models of Transformers ask for soft caps, sinks and biases only"
+NOTHING = {
+    ("layer", "Dv"): "the heads of a layer have one size",
+    ("multihead", "grouped heads"): "PyTorch's layer has as many key heads as query heads",
+    ("multihead", "Dv"): "the heads of a layer have one size",
+    **{("transformers", kind): _MODELS for kind in SCORES if kind not in ("softcap", "sink", "bias")},
+    ("transformers", "return_lse"): "models ask for out alone",
+}

@@ -1,0 +1,27 @@
+"""The methods of `BlockMask`, by concern: functions of a mask that the class binds under their names.
+
+- `construction`: from a rule, a matrix, a layout, tiles, lists of blocks.
+- `algebra`: & | ^ - ~.
+- `moves`: other tiles, other orders, parts of a mask.
+- `padding`: lengths of sequences.
+- `conversion`: devices, dense matrices, layouts, files, the canonical form, checks.
+- `drawing`: characters, matplotlib, HTML.
+
+Each function has the documentation of its method and calls the module of `blockmask`, `blockmask.ops` or `draw` that
+implements it. Those that import `BlockMask` themselves are imported when the method is called.
+
+They may import `blockmask`, `draw` and, of the patterns, `block_index`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def method(function: F) -> F:
+    """Decorates a function that `BlockMask` has as a method, so that errors, `help` and pickle know it as that."""
+    function.__module__, function.__qualname__ = "sparseflash.blockmask.mask", f"BlockMask.{function.__name__}"
+    return function

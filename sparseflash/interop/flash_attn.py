@@ -1,0 +1,175 @@
+"""FlashAttention's functions, with its arguments and layouts: change the import, and keep the calls.
+
+| their line | our line |
+|---|---|
+| `from flash_attn import flash_attn_func` | `from sparseflash.interop.flash_attn import flash_attn_func` |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparseflash.attention import Backend, attention
+from sparseflash.blockmask import BlockMask
+from sparseflash.blockmask.arguments import Block, dense_tensor, flag
+from sparseflash.blockmask.cache import bounded, bounded_tensors
+from sparseflash.interop.alibi import alibi_of_batch, alibi_of_sequences, score_changes
+from sparseflash.interop.tokens_first import check_window, heads_first, refuse_unless
+from sparseflash.masks.causal import causal as causal_mask
+from sparseflash.masks.local import local
+from sparseflash.pattern import Pattern
+from sparseflash.varlen import varlen_mask
+
+Window = tuple[int | None, int | None]
+_NO_LIMIT = (-1, -1)
+
+
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Window = _NO_LIMIT, softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, *, learnable_sink: Tensor | None = None,
+    return_lse: bool = False, block: Block = 128, backend: Backend | None = None,
+) -> Any:  # fmt: skip
+    """`flash_attn.flash_attn_func`, computed by `attention`.
+
+    >>> q, k, v = torch.randn(3, 2, 100, 4, 16)  # [B, N, H, D]
+    >>> flash_attn_func(q, k, v, causal=True, window_size=(32, 0)).shape
+    torch.Size([2, 100, 4, 16])
+
+    Args:
+        q, k, v: `[B, Nq, Hq, D]`, `[B, Nk, Hkv, D]` and `[B, Nk, Hkv, Dv]`.
+        causal: aligned at the bottom right: the last query sees the last key.
+        window_size: `(left, right)`: query i sees keys from `i + Nk - Nq - left` to `i + Nk - Nq + right`, -1 or None
+            for no limit. With `causal`, right is 0.
+        softcap: 0 for none. alibi_slopes: `[Hq]` or `[B, Hq]`. learnable_sink: logits `[Hq]`, as in FlashAttention-4.
+        deterministic: both ways give the same bits at every call here.
+        return_attn_probs: returns `(out, lse, None)`. return_lse: returns `(out, lse)`, with lse `[B, Hq, Nq]`.
+        dropout_p, softmax_scale, block, backend: as `dropout_p`, `scale`, `block` and `backend` of `sdpa`.
+
+    The mask of each window and pair of lengths is made once and kept.
+    """
+    qh, kh, vh = heads_first(q, "q"), heads_first(k, "k"), heads_first(v, "v")
+    del deterministic
+    left, right = _sides(window_size, causal)
+    mask = None
+    if not (left is right is None) and qh.shape[2] and kh.shape[2]:
+        make = _made if torch.compiler.is_compiling() else _kept
+        mask = make(qh.shape[2], kh.shape[2], left, right, block, q.device)
+    changes = score_changes(softcap, learnable_sink)
+    if alibi_slopes is not None:
+        shift = kh.shape[2] - qh.shape[2]
+        changes = changes + alibi_of_batch(alibi_slopes, q, qh.shape[0], shift)
+    out, lse = attention(
+        qh, kh, vh, mask, scale=softmax_scale, return_lse=True, dropout_p=dropout_p,
+        scores=changes if changes.changes else None, backend=backend,
+    )  # fmt: skip
+    return _returned(out.transpose(1, 2), lse, return_lse, return_attn_probs, dropout_p)
+
+
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Window = _NO_LIMIT, softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, block_table: Tensor | None = None, *,
+    learnable_sink: Tensor | None = None, return_lse: bool = False, block: Block = 128, backend: Backend | None = None,
+) -> Any:  # fmt: skip
+    """`flash_attn.flash_attn_varlen_func`, computed by `attention` under the mask of `varlen_mask`.
+
+    >>> q, k, v = torch.randn(3, 300, 4, 16)  # 300 tokens of three sequences
+    >>> cu_seqlens = torch.tensor([0, 100, 250, 300], dtype=torch.int32)
+    >>> flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 150, 150, causal=True).shape
+    torch.Size([300, 4, 16])
+
+    Args:
+        q, k, v: packed tokens, `[total_q, Hq, D]`, `[total_k, Hkv, D]` and `[total_k, Hkv, Dv]`.
+        cu_seqlens_q, cu_seqlens_k: the running sums of the lengths. On a GPU the first call with a tensor waits for it;
+            see `attention_varlen`.
+        max_seqlen_q, max_seqlen_k: not needed here.
+        block_table: must be None; `flash_attn_with_kvcache` reads pages.
+        the others: as for `flash_attn_func`; `alibi_slopes [B, Hq]` has one row for each sequence; lse is
+            `[Hq, total_q]`.
+    """
+    refuse_unless(
+        block_table is None, "block_table", "None in flash_attn_varlen_func; pages go to flash_attn_with_kvcache",
+        block_table,
+    )  # fmt: skip
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if dense_tensor(x, name).ndim != 3:
+            raise ValueError(f"{name} must have shape [tokens, heads, head dim]; got {list(x.shape)}.")
+    del max_seqlen_q, max_seqlen_k, deterministic
+    left, right = _sides(window_size, causal)
+    pattern: Pattern | None = None if left is right is None else _Within(left, right, block)
+    if (left, right) == (None, 0):
+        pattern = _causal(block)
+    mask = None
+    if len(q) and len(k):
+        mask = varlen_mask(cu_seqlens_q, cu_seqlens_k, pattern, block=block, device=q.device)
+    if mask is not None and (mask.q_len, mask.k_len) != (len(q), len(k)):
+        raise ValueError(
+            f"cu_seqlens_q and cu_seqlens_k must end with the numbers of tokens, {len(q)} and {len(k)}; got "
+            f"{mask.q_len} and {mask.k_len}."
+        )
+    changes = score_changes(softcap, learnable_sink)
+    if alibi_slopes is not None:
+        changes = changes + alibi_of_sequences(alibi_slopes, q, k, cu_seqlens_q, cu_seqlens_k)
+    qh, kh, vh = (x.transpose(0, 1)[None] for x in (q, k, v))
+    out, lse = attention(
+        qh, kh, vh, mask, scale=softmax_scale, return_lse=True,
+        dropout_p=dropout_p, scores=changes if changes.changes else None, backend=backend,
+    )  # fmt: skip
+    return _returned(out[0].transpose(0, 1), lse[0], return_lse, return_attn_probs, dropout_p)
+
+
+@dataclass(frozen=True)
+class _Within:
+    """The pattern of a window, which equals every other pattern of the same window, so that masks are kept by it."""
+
+    left: int | None
+    right: int | None
+    block: Block
+
+    def __call__(self, q_len: int, k_len: int | None = None) -> BlockMask:
+        return _window(q_len, q_len if k_len is None else k_len, self.left, self.right, self.block)
+
+
+@bounded(maxsize=16)
+def _causal(block: Block) -> Pattern:
+    return partial(causal_mask, block=block)  # kept, because masks are kept by the object
+
+
+def _sides(window_size: Window, causal: bool) -> Window:
+    """`(left, right)`, None for no limit."""
+    check_window(window_size)
+    left, right = (None if side is None or side < 0 else side for side in window_size)
+    return left, 0 if flag(causal, "causal") else right
+
+
+def _window(q_len: int, k_len: int, left: int | None, right: int | None, block: Block) -> BlockMask:
+    if (left, right) == (None, 0):
+        return causal_mask(q_len, k_len, block=block)
+    everything = q_len + k_len
+    left, right = everything if left is None else left, everything if right is None else right
+    return local(q_len, k_len, left=left, right=right, block=block)
+
+
+def _made(q_len: int, k_len: int, left: int | None, right: int | None, block: Block, device: Any) -> BlockMask:
+    with torch.inference_mode(False):  # otherwise a later training step could not use it
+        return _window(q_len, k_len, left, right, block).to(device)
+
+
+_kept = bounded_tensors(maxsize=32)(_made)
+
+
+def _returned(out: Tensor, lse: Tensor, return_lse: bool, return_attn_probs: bool, dropout_p: float) -> Any:
+    if not return_attn_probs:
+        return (out, lse) if return_lse else out
+    refuse_unless(
+        not dropout_p, "dropout_p", "0 with return_attn_probs=True, because the weights are never all in memory",
+        dropout_p,
+    )  # fmt: skip
+    return out, lse, None

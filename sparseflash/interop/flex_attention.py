@@ -1,0 +1,118 @@
+"""FlexAttention's functions, with its arguments: change the import, and keep the calls.
+
+Not compiled: `torch.compile(flex_attention)` is not needed, and is not faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from sparseflash.attention import Backend, attention
+from sparseflash.blockmask import BlockMask
+from sparseflash.blockmask.arguments import Block, dense_tensor, flag
+from sparseflash.blockmask.cache import BoundedDict
+from sparseflash.interop.flex import from_flex
+from sparseflash.interop.score_mods import from_score_mod
+from sparseflash.interop.tokens_first import refuse_unless
+from sparseflash.scores.change import Change, Scores
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import AuxRequest
+    from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
+
+_converted = BoundedDict(32)  # masks of FlexAttention's masks, by id, batch and heads
+
+
+def create_block_mask(
+    mask_mod: Callable[..., Tensor], B: int | None, H: int | None, Q_LEN: int, KV_LEN: int,
+    device: torch.device | str | None = None, BLOCK_SIZE: Block = 128, _compile: bool = False,
+) -> BlockMask:  # fmt: skip
+    """`create_block_mask` of FlexAttention, which returns a `BlockMask` of this library.
+
+    >>> create_block_mask(lambda b, h, q, k: k <= q, None, None, 256, 256, device="cpu", BLOCK_SIZE=64)
+    BlockMask(256 x 256, blocks of 64, 10 tiles: 6 full + 4 partial (1 distinct), density 50.2 %)
+
+    Args:
+        mask_mod: `mask_mod(b, h, q_idx, kv_idx)`.
+        B, H: numbers of batch elements and heads with masks of their own; None: one for all.
+        Q_LEN, KV_LEN: tokens.
+        device: by default the GPU, if there is one.
+        BLOCK_SIZE: tokens per tile, a power of two from 16 to 256, or two of them.
+
+    Equal to `BlockMask.from_function(mask_mod, Q_LEN, KV_LEN, batch=B or 1, heads=H or 1, ...)`. `_compile` must be
+    False; nothing is compiled.
+    """
+    refuse_unless(not _compile, "_compile", "False: nothing needs to be compiled", _compile)
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return BlockMask.from_function(mask_mod, Q_LEN, KV_LEN, batch=B or 1, heads=H or 1, block=BLOCK_SIZE, device=device)
+
+
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor,
+    score_mod: Callable[..., Tensor] | Scores | Change | None = None,
+    block_mask: BlockMask | FlexBlockMask | None = None, scale: float | None = None, enable_gqa: bool = False,
+    return_lse: bool = False, kernel_options: Any = None, *, return_aux: AuxRequest | None = None,
+    backend: Backend | None = None,
+) -> Any:  # fmt: skip
+    """`flex_attention` of PyTorch, computed by `attention`.
+
+    >>> q, k, v = torch.randn(3, 1, 2, 256, 16)
+    >>> causal = create_block_mask(lambda b, h, q, k: k <= q, None, None, 256, 256, device="cpu")
+    >>> flex_attention(q, k, v, lambda score, b, h, q, k: score - 0.1 * (q - k), causal).shape
+    torch.Size([1, 2, 256, 16])
+
+    Args:
+        query, key, value: `[B, Hq, Nq, D]`, `[B, Hkv, Nk, D]` and `[B, Hkv, Nk, Dv]`.
+        score_mod: `score_mod(score, b, h, q_idx, kv_idx)`, which is recognised at every call (`from_score_mod`); or a
+            result of `from_score_mod`, or `sparseflash.scores`, which is faster.
+        block_mask: a `BlockMask` of this library, or one of FlexAttention, which is converted at its first use
+            (`from_flex`); later changes of tensors that its `mask_mod` reads are not seen.
+        enable_gqa: allows Hkv to be a divisor of Hq.
+        return_lse: also return lse `[B, Hq, Nq]`. return_aux: return `(out, AuxOutput)`; `max_scores` is refused.
+        scale, backend: as for `attention`. kernel_options: refused.
+    """
+    refuse_unless(
+        not kernel_options, "kernel_options", "None: tile sizes follow from the GPU and the mask", kernel_options
+    )
+    refuse_unless(
+        return_aux is None or not (return_lse or return_aux.max_scores), "return_aux",
+        "AuxRequest(lse=True), without return_lse and max_scores", return_aux,
+    )  # fmt: skip
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if dense_tensor(x, name).ndim != 4:
+            raise ValueError(f"{name} must have shape [batch, heads, tokens, head dim]; got {list(x.shape)}.")
+    if not flag(enable_gqa, "enable_gqa") and query.shape[1] != key.shape[1]:
+        raise ValueError(
+            f"query must have as many heads as key unless enable_gqa=True; got {query.shape[1]} and {key.shape[1]}."
+        )
+    batch, heads, q_len = query.shape[:3]
+    if batch > 1 and key.shape[0] == value.shape[0] == 1:
+        key, value = key.expand(batch, -1, -1, -1), value.expand(batch, -1, -1, -1)
+    mask = _mask(block_mask, batch, heads)
+    changes: Scores | Change | None = None
+    if isinstance(score_mod, Scores | Change):
+        changes = score_mod
+    elif score_mod is not None:
+        changes = from_score_mod(score_mod, q_len, key.shape[2], device=query.device)
+    out, lse = attention(query, key, value, mask, scale=scale, return_lse=True, scores=changes, backend=backend)
+    if return_aux is not None:
+        from torch.nn.attention.flex_attention import AuxOutput
+
+        return out, AuxOutput(lse=lse if return_aux.lse else None)
+    return (out, lse) if return_lse else out
+
+
+def _mask(block_mask: Any, batch: int, heads: int) -> BlockMask | None:
+    if block_mask is None or isinstance(block_mask, BlockMask):
+        return block_mask
+    key = id(block_mask), batch, heads
+    found = _converted.get(key)
+    if found is None:  # kept with FlexAttention's mask, so that its id stays its own
+        found = _converted.put(key, (block_mask, from_flex(block_mask, batch=batch, heads=heads)))
+    mask: BlockMask = found[1]
+    return mask

@@ -1,0 +1,142 @@
+"""Score modifications of tokens that lie elsewhere than their positions: in packed sequences, or on several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from sparseflash.blockmask.cache import BoundedDict
+from sparseflash.blockmask.compiling import contents_when_faking
+from sparseflash.scores.distance import Distance
+from sparseflash.scores.function import Function
+
+# Functions of places in a call that call functions of positions, kept so that each is recorded for the kernels once and
+# not at every step. A program that keeps making new functions loses old ones.
+_placed = BoundedDict(32)
+
+
+class Packed:
+    """Sequences one behind the other, by the running sums of their queries and keys.
+
+    >>> sequences = Packed((0, 2, 3), (0, 2, 6))
+    >>> sequences.shifts(torch.device("cpu")).tolist(), sequences.is_even
+    ([0, 0, 3], False)
+    """
+
+    def __init__(self, q_sums: tuple[int, ...], k_sums: tuple[int, ...]) -> None:
+        self.q_sums, self.k_sums = q_sums, k_sums
+        sizes = list(zip(pairwise(q_sums), pairwise(k_sums), strict=True))
+        # (queries, keys, shift) of each sequence with scores. Its last query is at the position of its last key.
+        self._live = [
+            (q_stop - q_start, k_stop - k_start, k_stop - q_stop)
+            for (q_start, q_stop), (k_start, k_stop) in sizes
+            if q_stop > q_start and k_stop > k_start
+        ]
+
+    @property
+    def is_even(self) -> bool:
+        """Whether packed tokens have the distances that they have within their sequences."""
+        return all(shift == self.k_sums[-1] - self.q_sums[-1] for *_, shift in self._live)
+
+    @property
+    def offsets(self) -> tuple[int, int]:
+        """The lowest and the highest offset of a key from a query of its sequence."""
+        queries, keys = (max((each[side] for each in self._live), default=1) for side in (0, 1))
+        return 1 - keys, queries - 1
+
+    @cached_property
+    def first(self) -> int:
+        """The lowest position of a query among the packed keys, or 0 if all are higher."""
+        lengths = (stop - start for start, stop in pairwise(self.q_sums))
+        return min(0, *(k_stop - length for length, k_stop in zip(lengths, self.k_sums[1:], strict=True)))
+
+    def shifts(self, device: torch.device) -> Tensor:
+        """What to add to the index of each packed query to get its position among the packed keys: int64 `[n]`."""
+        return self._spread([k - q for q, k in zip(self.q_sums[1:], self.k_sums[1:], strict=True)], device)
+
+    def places(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Four tensors, int64: the index of each query in its sequence, of each key in its sequence, the number of each
+        query's sequence, and what to add to a query's index for its position in the sequence.
+        """
+        queries, keys = (
+            torch.arange(sums[-1], device=device)
+            - _spread(list(sums[:-1]), [stop - start for start, stop in pairwise(sums)], device)
+            for sums in (self.q_sums, self.k_sums)
+        )
+        numbers = self._spread(list(range(len(self.q_sums) - 1)), device)
+        longer = [
+            (k_stop - k_start) - (q_stop - q_start)
+            for (q_start, q_stop), (k_start, k_stop) in zip(pairwise(self.q_sums), pairwise(self.k_sums), strict=True)
+        ]
+        return queries, keys, numbers, self._spread(longer, device)
+
+    def _spread(self, values: list[int], device: torch.device) -> Tensor:
+        return _spread(values, [stop - start for start, stop in pairwise(self.q_sums)], device)
+
+
+def _spread(values: list[int], counts: list[int], device: torch.device) -> Tensor:
+    """Each value as often as its count says, int64."""
+    given, repeats = (torch.tensor(x, dtype=torch.int64, device=device) for x in (values, counts))
+    return given.repeat_interleave(repeats, output_size=sum(counts))
+
+
+_places = BoundedDict(16)  # by running sums and device
+
+
+def places_of(sequences: Packed, device: torch.device) -> tuple[Tensor, ...]:
+    """`Packed.places`, made once for all layers."""
+    key = sequences.q_sums, sequences.k_sums, device
+    found: tuple[Tensor, ...] | None = _places.get(key)
+    if found is None:
+        with contents_when_faking(), torch.inference_mode(False):
+            made = sequences.places(torch.device("cpu"))
+        found = tuple(x.to(device) for x in made)
+        _places[key] = found
+    return found
+
+
+def with_positions(
+    distance: Distance | None, function: Function | None, shift: int, positions: tuple[Tensor, ...]
+) -> Function:
+    """A distance, or a function, or both, as a function of places in a call.
+
+    positions: of its queries and keys, int64; with packed sequences also the number of each query's sequence, which
+    becomes the function's b, and what to add to each query's position for its distance, besides `shift`.
+    """
+    is_packed = len(positions) > 2
+    key = is_packed, shift, distance and distance.is_log, function and function.identity
+    made = _placed.get(key) or _placed.put(key, _of_places(distance, function, shift, is_packed))
+    slopes = [] if distance is None else [distance.slopes]
+    changed: Function = made.with_tensors((*positions, *slopes, *(() if function is None else function.given)))
+    return changed
+
+
+def _of_places(distance: Distance | None, function: Function | None, shift: int, is_packed: bool) -> Function:
+    """The function of `with_positions`, without its tensors."""
+    is_log = None if distance is None else distance.is_log
+
+    def placed(change: Callable[..., Tensor] | None) -> Callable[..., Tensor]:
+        def changed(
+            score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor, queries: Tensor, keys: Tensor, *tensors: Tensor
+        ) -> Tensor:
+            query, key = queries[q], keys[k]
+            further: int | Tensor = shift
+            if is_packed:
+                numbers, shifts, *tensors = tensors  # type: ignore[assignment]
+                b, further = numbers[q], further + shifts[q]
+            if is_log is not None:
+                slopes, *tensors = tensors  # type: ignore[assignment]
+                far = (query + further - key).abs().to(score.dtype)
+                score = score - slopes[h].to(score.dtype) * (far.log1p() if is_log else far)
+            return score if change is None else change(score, b, h, query, key, *tensors)
+
+        return changed
+
+    if function is None:
+        return Function(placed(None), ())
+    derivative = None if function.derivative is None else placed(function.derivative)
+    return Function(placed(function.function), (), derivative)

@@ -1,0 +1,329 @@
+"""FlashAttention's functions, against the definitions in its documentation, written down here."""
+
+import re
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from sparseflash.interop.flash_attn import _kept, flash_attn_func, flash_attn_varlen_func
+from sparseflash.interop.flash_attn_cache import flash_attn_with_kvcache
+from sparseflash.varlen import _masks
+
+
+def drawn(*shapes, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
+
+
+def live_scores(q_len, k_len, causal, window):
+    """The documented rule: bottom right alignment, inclusive sides, -1 without limit."""
+    i, j = torch.arange(q_len)[:, None], torch.arange(k_len)
+    left, right = window
+    at = i + k_len - q_len
+    live = torch.ones(q_len, k_len, dtype=torch.bool)
+    if left >= 0:
+        live &= j >= at - left
+    if right >= 0:
+        live &= j <= at + right
+    return live & (j <= at) if causal else live
+
+
+def defined(q, k, v, live, *, scale=None, softcap=0.0, slopes=None, sink=None):
+    """`(out, lse)` of `[N, H, D]`: scaled, capped, then biased by the distance; a query without keys gives 0."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    s = torch.einsum("ihd,jhd->hij", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap:
+        s = softcap * torch.tanh(s / softcap)
+    if slopes is not None:
+        i, j = torch.arange(q.shape[0])[:, None], torch.arange(k.shape[0])
+        s = s - slopes.double()[:, None, None] * (i + k.shape[0] - q.shape[0] - j).abs()
+    s = s.masked_fill(~live, -torch.inf)
+    if sink is not None:
+        s = torch.cat([s, sink[:, None, None].expand(-1, s.shape[1], 1)], 2)
+    lse = s.logsumexp(2)  # of a query without keys: the sink's logit, or -inf
+    weights = (s[..., : k.shape[0]] - lse[..., None]).exp().nan_to_num(0.0)
+    return torch.einsum("hij,jhd->ihd", weights, v), lse
+
+
+def compare(ours, theirs, inputs):
+    torch.testing.assert_close(ours, theirs)
+    dout = torch.randn(ours.shape, generator=torch.Generator().manual_seed(1), dtype=ours.dtype)
+    for a, b in zip(torch.autograd.grad(ours, inputs, dout), torch.autograd.grad(theirs, inputs, dout), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+sides = st.integers(-1, 40)
+
+
+@given(
+    q_len=st.integers(1, 60), k_len=st.integers(1, 60), causal=st.booleans(), window=st.tuples(sides, sides),
+    softcap=st.sampled_from([0.0, 2.0]), slopes=st.sampled_from(["", "[H]", "[B, H]"]), sink=st.booleans(),
+    seed=st.integers(0, 99),
+)  # fmt: skip
+@example(q_len=2, k_len=5, causal=True, window=(-1, -1), softcap=0.0, slopes="", sink=False, seed=0)
+@example(q_len=5, k_len=2, causal=True, window=(-1, -1), softcap=0.0, slopes="", sink=False, seed=0)
+@example(q_len=1, k_len=40, causal=True, window=(7, 9), softcap=0.0, slopes="[B, H]", sink=True, seed=0)
+@example(q_len=40, k_len=3, causal=False, window=(0, -1), softcap=2.0, slopes="[H]", sink=False, seed=0)
+def test_the_function_is_its_definition(q_len, k_len, causal, window, softcap, slopes, sink, seed):
+    *inputs, logits = drawn((2, q_len, 4, 16), (2, k_len, 2, 16), (2, k_len, 2, 8), (4,), seed=seed)
+    each = torch.rand(2, 4, generator=torch.Generator().manual_seed(seed)) if slopes == "[B, H]" else torch.rand(4)
+    given = None if not slopes else each
+    learned = logits if sink else None
+    out, lse = flash_attn_func(
+        *inputs, causal=causal, window_size=window, softcap=softcap, alibi_slopes=given, learnable_sink=learned,
+        return_lse=True, block=16,
+    )  # fmt: skip
+    live = live_scores(q_len, k_len, causal, window)
+    want = [
+        defined(
+            *(x[b] for x in inputs), live, softcap=softcap, sink=learned,
+            slopes=None if given is None else given.expand(2, 4)[b],
+        )
+        for b in range(2)
+    ]  # fmt: skip
+    theirs = torch.stack([o for o, _ in want])
+    compare(out, theirs, inputs)
+    torch.testing.assert_close(lse, torch.stack([each for _, each in want]))
+
+
+def test_the_documented_masks():
+    ones = torch.ones(1, 5, 1, 16)
+    causal = flash_attn_func(ones[:, :2], ones, torch.eye(5)[None, :, None], causal=True)
+    assert (causal[0, :, 0] > 0).int().tolist() == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
+    causal = flash_attn_func(ones, ones[:, :2], torch.eye(2)[None, :, None], causal=True)
+    assert (causal[0, :, 0] > 0).int().tolist() == [[0, 0], [0, 0], [0, 0], [1, 0], [1, 1]]
+
+
+def sums_of(lengths):
+    return torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), min_size=1, max_size=4),
+    same=st.booleans(), causal=st.booleans(), window=st.tuples(sides, sides), softcap=st.sampled_from([0.0, 2.0]),
+    slopes=st.sampled_from(["", "[H]", "[B, H]"]), seed=st.integers(0, 99),
+)  # fmt: skip
+@example(lengths=[(3, 5), (7, 2)], same=False, causal=True, window=(-1, -1), softcap=0.0, slopes="[H]", seed=0)
+@example(lengths=[(3, 5), (7, 9)], same=False, causal=True, window=(2, -1), softcap=0.0, slopes="[B, H]", seed=0)
+@example(lengths=[(9, 9), (0, 0), (7, 7)], same=True, causal=True, window=(-1, -1), softcap=0.0, slopes="[H]", seed=0)
+@example(lengths=[(0, 4), (4, 0)], same=False, causal=False, window=(-1, -1), softcap=0.0, slopes="", seed=0)
+def test_each_packed_sequence_is_a_call_of_its_own(lengths, same, causal, window, softcap, slopes, seed):
+    lengths = [(q, q) for q, _ in lengths] if same else lengths
+    q_sums, k_sums = sums_of([q for q, _ in lengths]), sums_of([k for _, k in lengths])
+    q, k, v = inputs = drawn((q_sums[-1], 4, 16), (k_sums[-1], 2, 16), (k_sums[-1], 2, 16), seed=seed)
+    each = torch.rand(len(lengths), 4, generator=torch.Generator().manual_seed(seed))
+    given = {"": None, "[H]": each[0], "[B, H]": each}[slopes]
+    out, lse = flash_attn_varlen_func(
+        q, k, v, q_sums, k_sums, 30, 30, causal=causal, window_size=window, softcap=softcap, alibi_slopes=given,
+        return_lse=True, block=16,
+    )  # fmt: skip
+    want = []
+    for b, ((q_len, k_len), i, j) in enumerate(zip(lengths, q_sums.tolist(), k_sums.tolist())):
+        own = None if given is None else given if given.ndim == 1 else given[b]
+        live = live_scores(q_len, k_len, causal, window)
+        want.append(defined(q[i : i + q_len], k[j : j + k_len], v[j : j + k_len], live, softcap=softcap, slopes=own))
+    compare(out, torch.cat([o for o, _ in want]), inputs)
+    torch.testing.assert_close(lse, torch.cat([each for _, each in want], 1))
+
+
+@given(
+    q_len=st.integers(1, 5), new=st.integers(0, 5), causal=st.booleans(), left=st.integers(-1, 20),
+    way=st.sampled_from(["rows", "chosen rows", "pages"]), changed=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+@example(q_len=3, new=0, causal=False, left=-1, way="pages", changed=True, seed=0)
+@example(q_len=3, new=3, causal=True, left=4, way="chosen rows", changed=True, seed=1)
+def test_decoding_is_its_definition_and_writes_the_new_keys(q_len, new, causal, left, way, changed, seed):
+    room, page = 48, 16
+    generator = torch.Generator().manual_seed(seed)
+    left = left if causal or q_len == 1 else -1
+    q, k, v = (x.detach() for x in drawn((2, q_len, 4, 16), (2, new, 2, 16), (2, new, 2, 16), seed=seed))
+    k_cache, v_cache = (x.detach() for x in drawn((2, room, 2, 16), (2, room, 2, 16), seed=seed + 1))
+    filled = torch.randint(q_len, room - new + 1, (2,), generator=generator, dtype=torch.int32)
+    pad = torch.minimum(torch.randint(0, room, (2,), generator=generator, dtype=torch.int32), filled)
+    options, stored = {}, [k_cache.clone(), v_cache.clone()]
+    if way == "chosen rows":  # of a cache of five rows
+        rows = torch.randperm(5, generator=generator)[:2].int()
+        options["cache_batch_idx"] = rows
+        stored = [torch.zeros(5, room, 2, 16, dtype=torch.float64).index_copy(0, rows.long(), x) for x in stored]
+    elif way == "pages":
+        table = torch.randperm(9, generator=generator)[:6].view(2, 3)
+        options["block_table"] = table.int()
+        stored = [
+            torch.zeros(9, page, 2, 16, dtype=torch.float64).index_copy(0, table.flatten(), x.reshape(6, page, 2, 16))
+            for x in stored
+        ]
+    given = {"k": k, "v": v} if new else {}
+    scored = {"softcap": 2.0, "sink": torch.randn(4, generator=generator, dtype=torch.float64)} if changed else {}
+    if changed and (causal or q_len == 1):
+        scored["slopes"] = torch.rand(4, generator=generator)
+    names = {"softcap": "softcap", "sink": "learnable_sink", "slopes": "alibi_slopes"}
+    options |= {names[name]: value for name, value in scored.items()}
+    out, lse = flash_attn_with_kvcache(
+        q, *stored, **given, cache_seqlens=filled, cache_leftpad=pad, causal=causal, window_size=(left, -1),
+        return_softmax_lse=True, **options,
+    )  # fmt: skip
+    for b, n in enumerate((filled + new).tolist()):
+        for cache, fresh in ((k_cache, k), (v_cache, v)):
+            cache[b, n - new : n] = fresh[b]
+        live = live_scores(q_len, n, causal, (left, -1)) & (torch.arange(n) >= pad[b])
+        want, want_lse = defined(q[b], k_cache[b, :n], v_cache[b, :n], live, **scored)
+        torch.testing.assert_close(out[b], want)
+        torch.testing.assert_close(lse[b], want_lse.to(lse.dtype))
+    now = stored
+    if way == "chosen rows":
+        now = [x[rows.long()] for x in stored]
+    elif way == "pages":
+        now = [x[table].flatten(1, 2) for x in stored]
+    assert torch.equal(now[0], k_cache) and torch.equal(now[1], v_cache)
+
+
+def test_masks_are_made_once():
+    q, k, v = drawn((1, 40, 2, 16), (1, 40, 2, 16), (1, 40, 2, 16))
+    made = []
+    for _ in range(2):
+        flash_attn_func(q, k, v, window_size=(5, 3), block=16)
+        made.append(_kept(40, 40, 5, 3, 16, q.device))
+        for window, causal in (((3, 2), False), ((-1, -1), True)):
+            flash_attn_varlen_func(*(x[0] for x in (q, k, v)), [0, 9, 40], [0, 9, 40], 31, 31,
+                                   window_size=window, causal=causal, block=16)  # fmt: skip
+        kept = set(map(id, _masks.values()))
+        made.append(kept)
+    assert made[0] is made[2] and made[1] == made[3]
+
+
+def test_other_results():
+    q, k, v = drawn((1, 20, 2, 16), (1, 20, 2, 16), (1, 20, 2, 16))
+    out, lse, weights = flash_attn_func(q, k, v, 0.0, 0.3, return_attn_probs=True, deterministic=True)
+    live = torch.ones(20, 20, dtype=torch.bool)
+    torch.testing.assert_close(out[0], defined(q[0], k[0], v[0], live, scale=0.3)[0])
+    assert lse.shape == (1, 2, 20) and weights is None
+    dropped = flash_attn_func(q, k, torch.ones_like(v), 0.5)
+    assert dropped.std() > 0.05  # without dropout every row is 1
+    none = flash_attn_func(q[:, :0], k, v, causal=True)
+    assert none.shape == (1, 0, 2, 16)
+    q, k, v = (x.detach() for x in (q, k, v))
+    full = flash_attn_with_kvcache(q[:, :1], k, v)
+    as_number = flash_attn_with_kvcache(q[:, :1], k, v, cache_seqlens=20)
+    assert torch.equal(full, as_number)
+
+
+def test_it_compiles_without_a_graph_break():
+    (q,) = drawn((1, 40, 2, 16))
+
+    def layer(q):
+        return flash_attn_func(q, q, q, causal=True, window_size=(9, 0), softcap=3.0, block=16).square().sum()
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    (want,), (got,) = (torch.autograd.grad(each(q), q) for each in (layer, compiled))
+    torch.testing.assert_close(got, want)
+
+
+Q = torch.zeros(1, 8, 2, 16)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: flash_attn_func(Q[0], Q, Q), ValueError, "q must have shape [batch, tokens, heads, head dim]; got [8"),
+        (lambda: flash_attn_func(Q, Q, Q, window_size=4), TypeError, "window_size must be (left, right), two ints"),
+        (lambda: flash_attn_func(Q, Q, Q, causal=1), TypeError, "causal must be True or False; got 1"),
+        (
+            lambda: flash_attn_func(Q, Q, Q, alibi_slopes=torch.ones(3, 2)),
+            ValueError,
+            "alibi_slopes must have shape [Hq] or [1, 2]; got [3, 2].",
+        ),
+        (
+            lambda: flash_attn_func(Q, Q, Q, 0.5, return_attn_probs=True),
+            ValueError,
+            "dropout_p must be 0 with return_attn_probs=True, because the weights are never all in memory; got 0.5.",
+        ),
+        (
+            lambda: flash_attn_varlen_func(Q, Q, Q, [0, 8], [0, 8]),
+            ValueError,
+            "q must have shape [tokens, heads, head dim]; got [1, 8, 2, 16].",
+        ),
+        (
+            lambda: flash_attn_varlen_func(Q[0], Q[0], Q[0], [0, 7], [0, 8]),
+            ValueError,
+            "cu_seqlens_q and cu_seqlens_k must end with the numbers of tokens, 8 and 8; got 7 and 8.",
+        ),
+        (
+            lambda: flash_attn_varlen_func(Q[0], Q[0], Q[0], [0, 8], [0, 8], block_table=3),
+            ValueError,
+            "block_table must be None in flash_attn_varlen_func; pages go to flash_attn_with_kvcache; got 3.",
+        ),
+        (
+            lambda: flash_attn_with_kvcache(Q, Q, Q, rotary_cos=Q, rotary_sin=Q),
+            ValueError,
+            "rotary_cos and rotary_sin must be None; rotate q and k before the call, by their positions from "
+            "cache_seqlens on; got 'tensors'.",
+        ),
+        (
+            lambda: flash_attn_with_kvcache(Q, Q, Q, alibi_slopes=torch.ones(2)),
+            ValueError,
+            "alibi_slopes must be None for several queries without causal; got 'a tensor of slopes'.",
+        ),
+        (lambda: flash_attn_with_kvcache(Q, Q, Q, Q), ValueError, "k and v must be given together; got 'one of them'."),
+        (
+            lambda: flash_attn_with_kvcache(Q, Q, Q, Q, Q),
+            ValueError,
+            "cache_seqlens must be given with new keys; got None.",
+        ),
+        (
+            lambda: flash_attn_with_kvcache(Q, Q, Q, cache_seqlens=8, window_size=(4, -1)),
+            ValueError,
+            "window_size must be (-1, -1) or end at the query, (left, 0), for several queries without causal; got "
+            "(4, -1).",
+        ),
+        (
+            lambda: flash_attn_with_kvcache(Q, Q, Q, cache_batch_idx=Q, block_table=Q),
+            ValueError,
+            "cache_batch_idx must be None with a block_table; got 'both'.",
+        ),
+    ],
+)
+def test_what_cannot_be_taken_is_refused_in_a_sentence(call, error, words):
+    with pytest.raises(error, match=re.escape(words)):
+        call()
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+def test_the_kernels_take_slopes_of_each_batch_element_and_sequence(packed):
+    q, k, v = (x.detach().half() for x in drawn((2, 30, 4, 16), (2, 40, 2, 16), (2, 40, 2, 16)))
+    slopes = torch.rand(2, 4)
+    if packed:
+        sums = [0, 30, 60], [0, 40, 80]
+        out = flash_attn_varlen_func(
+            *(x.flatten(0, 1) for x in (q, k, v)), *sums, causal=True, alibi_slopes=slopes, block=16, backend="triton"
+        ).view_as(q)
+    else:
+        out = flash_attn_func(q, k, v, causal=True, alibi_slopes=slopes, block=16, backend="triton")
+    live = live_scores(30, 40, True, (-1, -1))
+    for b in range(2):
+        want, _ = defined(*(x[b].double() for x in (q, k, v)), live, slopes=slopes[b])
+        assert (out[b].double() - want).abs().max() < 4e-3  # fp16
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("slopes", [(4,), (2, 4)], ids=["[H]", "[B, H]"])
+def test_on_a_gpu_both_calls_are_their_definition(slopes):
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (
+        torch.randn(2, 300, heads, 64, generator=generator, device="cuda", dtype=torch.float16) for heads in (4, 2, 2)
+    )
+    each = torch.rand(slopes, generator=generator, device="cuda") / 4
+    out = flash_attn_func(q, k, v, causal=True, window_size=(90, 0), softcap=5.0, alibi_slopes=each)
+    live = live_scores(300, 300, True, (90, 0))
+    sums = torch.tensor([0, 300, 600], dtype=torch.int32, device="cuda")
+    packed = flash_attn_varlen_func(
+        *(x.flatten(0, 1) for x in (q, k, v)), sums, sums, 300, 300, causal=True, window_size=(90, 0), softcap=5.0,
+        alibi_slopes=each,
+    )  # fmt: skip
+    for b in range(2):
+        own = each.cpu() if each.ndim == 1 else each[b].cpu()
+        want, _ = defined(*(x[b].cpu().double() for x in (q, k, v)), live, softcap=5.0, slopes=own)
+        for got in (out[b], packed.view_as(out)[b]):
+            assert (got.cpu().double() - want).abs().max() < 4e-3  # fp16
