@@ -266,8 +266,9 @@ def test_weights_of_rows_with_only_very_low_biases_are_finite_and_the_least_low_
     values = (low[:, None].expand(80, 80) * 2).clone().to(device)
     chosen = torch.arange(80, device=device) * 7 % 80
     values[torch.arange(80), chosen] /= 2
-    out = attention(q, k, v, scores=scores.bias(values[None, None]), backend="triton")
+    out, lse = attention(q, k, v, scores=scores.bias(values[None, None]), backend="triton", return_lse=True)
     torch.testing.assert_close(out, v[:, :, chosen], rtol=0, atol=0)
+    torch.testing.assert_close(lse, low.to(device).expand(1, 2, 80), rtol=1e-6, atol=0)
     for gradient in torch.autograd.grad(out, (q, k, v), torch.zeros_like(out)):
         assert (gradient == 0).all()
 
