@@ -15,8 +15,9 @@ the end means another:
     speed/dense/64/forward/sparseflash                 a value with its unit: 0.312 ms
     speed/dense/64/forward/sparseflash in TFLOP/s      the rate of the work in its settings; GB/s likewise: 704 TFLOP/s
     speed/dense/64/forward/fa4 / speed/dense/64/forward/sparseflash
-                                                       the first over the second, of one file: 1.12; bold only if
-                                                       above 1 by more than the spread of both
+                                                       the first over the second, of one file: 1.12; bold if above 1
+                                                       by more than the noise (`store.verdict`); ` with noise` at the
+                                                       end adds it, 0.98 ± 0.03, if it is more than 0.01
     speed/dense/64/forward/fa4 + speed/dense/64/backward/fa4 / ...
                                                        the same of sums, on both sides, without wildcards
     speed/{dense,causal}/*/forward/fa4                 the least and the largest of several: 0.312 to 1.71 ms

@@ -20,6 +20,7 @@ OPENED = re.compile(rf"<!-- /?{_KINDS}\b[^>]*>")
 CHANGED = (
     "; the kernels have changed since"  # in the caption of a run that is older than the last change of its kernels
 )
+DAGGER, DAGGER_NOTE = " †", "† The kernels have changed since this run."  # the same in a list of runs
 _CODE = r"^(?P<indent> *)```.*?^(?P=indent)```$|``[^\n]+?``|`[^`\n]+`"
 _PIECE = re.compile(rf"(?P<mark>(?s:{MARK_TEXT}))|(?P<code>(?s:{_CODE}))", re.MULTILINE)
 
@@ -139,9 +140,11 @@ def _fill(page: Page, kind: str, request: str, old: str, results: Path) -> str:
     lines = []
     for machine, runs in machines.items():
         if len(runs) == 1:
-            lines.append(f"- {caption(runs[0], page, old)}")
+            lines.append(f"- {machine}, {_dated(runs[0], page, old, DAGGER)}")
         else:
-            lines += [f"- {machine}:", *(f"    - {_dated(file, page, old)}" for file in runs)]
+            lines += [f"- {machine}:", *(f"    - {_dated(file, page, old, DAGGER)}" for file in runs)]
+    if any(line.endswith(DAGGER) for line in lines):
+        lines += ["", DAGGER_NOTE]
     return "\n" + "\n".join(lines) + "\n"
 
 
@@ -161,18 +164,18 @@ def _machine(file: Stored) -> str:
     return ", ".join([file.run.device, *versions])
 
 
-def _dated(file: Stored, page: Page, old: str) -> str:
+def _dated(file: Stored, page: Page, old: str, mark: str = CHANGED) -> str:
     run = file.run
     text = f"commit {run.commit}, {run.date.partition(' ')[0].partition('T')[0]} ({_link(file, page)})"
     count = changes(file)
     # Without git's history the mark stays as it is.
-    was_marked = f"{text}{CHANGED}" in old
+    was_marked = f"{text}{mark}" in old
     if count and not was_marked:
         page.unmarked.append(
             f"{file.key} ({run.commit}) is older than {count} changes of its kernels, which {page.name}"
         )
     is_marked = bool(count) if count is not None else was_marked
-    return text + CHANGED * is_marked
+    return text + mark * is_marked
 
 
 def _link(file: Stored, page: Page) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
 from functools import cache
@@ -20,7 +21,9 @@ RATES = {
     "tokens/s": ("items", 1e-3),
     "images/s": ("items", 1e-3),
 }
-SEEDS = "±"  # between a mean over seeds and its deviation
+SEEDS = "±"  # between a mean over seeds and its deviation, and between a ratio and its noise
+SMALL = 0.01  # a noise that is not printed: the last place of a ratio
+WITH_NOISE = " with noise"
 DEFAULT = "h200"  # the file that a name without `@ FILE` is from, where several have it
 
 
@@ -68,13 +71,18 @@ class Figure:
     file: Stored
     spread: float  # relative, the largest of its measurements
     unit: str = ""
+    noise: str = ""  # of one ratio, to be shown after it; empty up to 0.01
 
 
 def figure(request: str, results: Path = RESULTS) -> Figure:
     """What a page shows for `NAME`, `NAME in RATE` or `NAME / NAME`, each with wildcards or `@ FILE`.
 
-    Or for `NAME + NAME / NAME + NAME`: a ratio of sums, without wildcards.
+    Or for `NAME + NAME / NAME + NAME`: a ratio of sums, without wildcards. ` with noise` at the end of one ratio adds
+    its noise.
     """
+    if request.endswith(WITH_NOISE):
+        found = figure(request.removesuffix(WITH_NOISE), results)
+        return replace(found, text=found.text + found.noise)
     names, _, which = (part.strip() for part in request.partition(" @ "))
     names, _, rate = (part.strip() for part in names.partition(" in "))
     first, _, second = (part.strip() for part in names.partition(" / "))
@@ -82,15 +90,15 @@ def figure(request: str, results: Path = RESULTS) -> Figure:
     if " + " in names:
         sums = [_sum(file, each) for each in (first, second)]
         return _ratios([ratio(sums, *(each.name for each in sums))], file)
-    found = file.matching(first)
+    matching = file.matching(first)
     if not second:
-        return _value(request, file, [_rated(each, rate) for each, _ in found.values()])
+        return _value(request, file, [_rated(each, rate) for each, _ in matching.values()])
     ratios = []
-    for name, (_, stands) in found.items():
+    for name, (_, stands) in matching.items():
         other = _filled(second, stands)
         if other in file.matching(other):
             ratios.append(ratio(file.measurements, name, other))
-    if not ratios or (len(ratios) < len(found) and not _is_pattern(first)):
+    if not ratios or (len(ratios) < len(matching) and not _is_pattern(first)):
         raise FigureError(f"{second} must be a measured name of {file.key}, which has {first}")
     return _ratios(ratios, file)
 
@@ -110,13 +118,37 @@ def _sum(file: Stored, names: str) -> Measurement:
     return replace(parts[0], name=names, value=value, spread=spread, settings={})
 
 
+def noise(each: Ratio) -> float | None:
+    """The noise of a ratio: the relative spreads of both times added, rounded up to two places."""
+    return None if each.spread is None else math.ceil(round(100 * each.spread, 6)) / 100
+
+
+def verdict(each: Ratio) -> str:
+    """The only rule by which pages say who is faster, from the ratio and the noise as they are printed.
+
+    "faster" (bold) if the ratio minus its noise is above 1, "slower" if their sum is below 1, else "as fast".
+
+    >>> [verdict(Ratio(value, spread)) for value, spread in ((1.034, 0.01), (1.014, 0.006), (0.96, 0.01), (1.5, None))]
+    ['faster', 'as fast', 'slower', 'as fast']
+    """
+    around = noise(each)
+    if around is None:
+        return "as fast"
+    value = round(each.value, 2)
+    return "faster" if round(value - around, 2) > 1 else "slower" if round(value + around, 2) < 1 else "as fast"
+
+
 def _ratios(ratios: list[Ratio], file: Stored) -> Figure:
-    """One ratio, or the smallest and the largest of several."""
+    """One ratio, or the smallest and the largest of several: bold if all are "faster"."""
     ratios.sort(key=lambda each: each.value)
     ends = (f"{each.value:.2f}" if each.value < TEN else number(each.value) for each in (ratios[0], ratios[-1]))
     text = " to ".join(dict.fromkeys(ends))
-    bold = all(each.above_noise and round(each.value, 2) > 1 for each in ratios)
-    return Figure(f"**{text}**" if bold else text, file, max(each.spread or 0.0 for each in ratios))
+    shown = ""
+    if len(ratios) == 1:
+        around = noise(ratios[0])
+        shown = f" {SEEDS} ?" if around is None else f" {SEEDS} {around:.2f}" if around > SMALL else ""
+    text = f"**{text}**" if all(verdict(each) == "faster" for each in ratios) else text
+    return Figure(text, file, max(each.spread or 0.0 for each in ratios), noise=shown)
 
 
 def _file_with(name: str, which: str, results: Path) -> Stored:

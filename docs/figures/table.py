@@ -23,6 +23,12 @@ class Table:
     bold: bool = True  # whether a ratio above 1 is good, and bold
 
 
+_NOISES = {
+    frozenset(): "", frozenset({True}): "± is the noise.", frozenset({False}): "The noise is at most 0.01.",
+    frozenset({True, False}): "± is the noise; where there is no ±, it is at most 0.01.",
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Rendered:
     """A table as Markdown, its runs, and the text below it."""
@@ -38,6 +44,7 @@ def rendered(table: Table, results: Path) -> Rendered:
     lines = [first, "|---" * (first.count("|") - 1) + "|"]
     files: dict[str, Stored] = {}
     spread = 0.0
+    noises: set[bool] = set()  # of cells with one ratio, whether their noise is shown
     for label, row in table.rows.items():
         cells = []
         for column in table.columns.values():
@@ -50,14 +57,17 @@ def rendered(table: Table, results: Path) -> Rendered:
                 cells.append(table.absent)
                 continue
             files[found.file.key] = found.file
-            if SEEDS not in found.text:  # there the deviation stands in the cell
+            is_one_ratio = " / " in request and " to " not in found.text
+            noises |= {bool(found.noise)} if is_one_ratio else set()
+            if SEEDS not in found.text and not is_one_ratio:  # else the noise or deviation stands in the cell
                 spread = max(spread, found.spread)
             text = found.text if table.units else found.text.removesuffix(found.unit)
-            cells.append(text if table.bold else text.strip("*"))
+            cells.append((text if table.bold else text.strip("*")) + found.noise)
         if all(cell == table.absent for cell in cells):
             raise FigureError(f"the row {label} must have a measured figure; the store has none of {table.cell}")
         lines.append(f"| {' | '.join([label, *cells])} |")
     percent = f"{100 * spread:.0f} %"
-    noise = "" if percent == "0 %" else f"The noise of a figure is at most {percent}."
+    notes = [table.note, _NOISES[frozenset(noises)]]
+    notes += [] if percent == "0 %" else [f"The noise of a figure is at most {percent}."]
     lines += [table.last] if table.last else []
-    return Rendered("\n".join(lines), files, " ".join(filter(None, [table.note, noise])))
+    return Rendered("\n".join(lines), files, " ".join(filter(None, notes)))

@@ -16,9 +16,9 @@ _SIX = {"dense": "dense", "causal": "causal", "butterfly, 6.25 %": "butterfly", 
 _PASSES = {"D=128 forward": "128/forward", "D=128 backward": "128/backward",
            "D=64 forward": "64/forward", "D=64 backward": "64/backward"}  # fmt: skip
 _BOTH = {"forward": "forward", "forward and backward": "both"}
-_CHANGES = {"learned sink": "sink", "ALiBi, fixed": "fixed_alibi", "ALiBi, learned": "alibi", "soft cap": "softcap",
-            "T5's table": "table", "biases of keys": "key_bias", "biases of pairs": "bias",
-            "biases of live tiles": "tile_bias", "a function": "function"}  # fmt: skip
+_CHANGES = {"`sink`, learned": "sink", "`alibi`, fixed": "fixed_alibi", "`alibi`, learned": "alibi",
+            "`softcap`": "softcap", "`relative` (T5's table), learned": "table", "`key_bias`, learned": "key_bias",
+            "`bias`, learned": "bias", "`tile_bias`, learned": "tile_bias", "`function`": "function"}  # fmt: skip
 _SPEED = "speed/{row}/{column}"
 _GENERATE = "generate/{row}/{column}"
 _TRANSFORMERS = "huggingface/{row}"
@@ -47,8 +47,7 @@ TABLES = {
     "generate": Table(
         {f"{batch} of {tokens:,} tokens": f"{batch}x{tokens}"
          for batch, tokens in ((1, 4096), (1, 16384), (1, 65536), (8, 4096), (8, 16384))},
-        {"static caches": "static-cache", "dynamic caches": "dynamic-cache"},
-        f"{_GENERATE}/sdpa / {_GENERATE}/sparseflash", "prompts", "none", "The noise is largest in the last cell.",
+        {"static cache": "static-cache"}, f"{_GENERATE}/sdpa / {_GENERATE}/sparseflash", "prompts",
     ),
     "transformers": Table(
         {"GPT-2, 16,384 tokens": "gpt2", "Gemma 2, 8,192 tokens": "gemma2", "gpt-oss, 8,192 tokens": "gpt-oss",
@@ -57,7 +56,7 @@ TABLES = {
          for label, peer in (("SDPA", "sdpa"), ("FlashAttention-4", "fa4"), ("FlexAttention", "flex"))
          for passed, way in (("forward", "forward"), ("training step", "training-step"))},
         "", "model", "none",
-        "none: not supported in this model, or not run. The noise is largest in Swin's step.",
+        "none: not supported in this model, or not run.",
     ),
     "distributed": Table(
         {"causal": "causal", "a window of 4,096 keys": "window-4096",

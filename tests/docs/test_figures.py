@@ -67,6 +67,8 @@ def page(tmp_path, results):
         ),
         ("speed/{dense,causal}/64/forward/fa4", "0.100 to 0.350 ms"),
         ("speed/*/64/forward/cudnn / speed/*/64/forward/sparseflash @ h200", "1.01"),  # the other has failed
+        ("speed/dense/64/forward/cudnn / speed/dense/64/forward/sparseflash @ h200 with noise", "1.01 ± 0.02"),
+        ("speed/*/64/forward/fa4 / speed/*/64/forward/sparseflash @ h200 with noise", "0.50 to 1.12"),
         ("pathx/images/butterfly", "98.8 ± 0.1 %"),
         ("speed/causal/64/forward/sparseflash in TFLOP/s", "5.00 TFLOP/s"),
     ],
@@ -95,6 +97,27 @@ def test_what_the_store_cannot_give_is_an_error(results, request_, error):
     with pytest.raises(FigureError) as raised:
         figure(request_, results)
     assert error in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "spread", "text"),
+    [
+        (1.12, 0.004, "**1.12**"),
+        (1.12, 0.11, "**1.12** ± 0.11"),
+        (1.12, 0.111, "1.12 ± 0.12"),  # rounded up, so that the printed figures decide
+        (1.014, 0.006, "1.01"),  # above 1 by more than its spread, but not as printed
+        (0.98, 0.005, "0.98"),
+        (1.5, None, "1.50 ± ?"),
+    ],
+)
+def test_a_ratio_is_bold_if_it_is_above_one_by_more_than_the_noise_that_is_printed(tmp_path, value, spread, text):
+    times = [measured("speed/a/fa4", value, spread), measured("speed/a/sparseflash", 1.0, 0.0)]
+    write(tmp_path / "speed" / "h200.jsonl", RUN, times)
+    found = figure("speed/a/fa4 / speed/a/sparseflash with noise", tmp_path)
+    assert found.text == text
+    (ratio,) = [store.ratio(found.file.measurements, "speed/a/fa4", "speed/a/sparseflash")]
+    assert (store.verdict(ratio) == "faster") == ("**" in text)
+    assert store.verdict(ratio) == {0.98: "slower", 1.12: "faster" if "**" in text else "as fast"}.get(value, "as fast")
 
 
 def test_numbers_have_three_digits():
@@ -178,11 +201,11 @@ def test_a_table_has_its_run_below_it_and_says_what_is_absent(page, monkeypatch)
     assert found.after.splitlines()[1:] == [
         "| | dense | causal |",
         "|---|---|---|",
-        "| FlashAttention-4 | **1.12** | 0.50 |",
-        "| cuDNN | 1.01 | none |",
+        "| FlashAttention-4 | **1.12** ± 0.02 | 0.50 ± 0.02 |",
+        "| cuDNN | 1.01 ± 0.02 | none |",
         "",
         "Measured on NVIDIA H200, torch 2.11.0, triton 3.6.0, commit unknown, 2026-11-29 "
-        "([speed/h200](results/speed/h200.jsonl)). The noise of a figure is at most 2 %.",
+        "([speed/h200](results/speed/h200.jsonl)). ± is the noise.",
         "<!-- /table -->",
     ]
     monkeypatch.setitem(tables.TABLES, "peers", replace(table, absent=""))
@@ -232,6 +255,21 @@ def test_a_run_that_is_older_than_its_kernels_must_be_marked(page, monkeypatch):
     assert command.problems([page(found.after)]) == []
     monkeypatch.setattr(marks, "changes", lambda file: 0)
     assert command.problems([page(found.after)]) == ["page.md is out of date: run python -m docs.figures"]
+
+
+def test_a_list_of_runs_marks_the_older_ones_and_says_once_what_the_mark_means(page, monkeypatch):
+    monkeypatch.setattr(marks, "changes", lambda file: 3 if file.key == "speed/h200" else 0)
+    names = ("speed/causal/64/forward/fa4", "memory/dense/sparseflash @ cpu")
+    text = "".join(f"A <!-- figure: {name} --><!-- /figure -->.\n" for name in names)
+    found = page(f"{text}\n<!-- runs --><!-- /runs -->\n")
+    assert found.after.endswith(
+        "    - commit unknown, 2026-11-29 ([memory/cpu](results/memory/cpu.jsonl))\n"
+        "    - commit unknown, 2026-11-29 ([speed/h200](results/speed/h200.jsonl)) †\n\n"
+        "† The kernels have changed since this run.\n<!-- /runs -->\n"
+    )
+    assert page(found.after).is_current()
+    monkeypatch.setattr(marks, "changes", lambda file: None)  # as in a source distribution: no history
+    assert page(found.after).is_current()
 
 
 def test_the_age_of_a_run_is_read_from_the_history_of_its_kernels():
