@@ -28,7 +28,7 @@ FEATURES = {
     "mask": "a mask",
     "mask by head": "a mask for each head",
     "mask by batch": "a mask for each batch element",
-    "return_lse": "log-sum-exp",
+    "return_lse": "`return_lse`",
     "grouped heads": "grouped heads",
     "Dv": "Dv other than D",
     "compile": "`torch.compile`",

@@ -90,6 +90,7 @@ def masks_of_rows() -> dict[str, BlockMask | None]:
         "none: dense": None,
         "`causal(N)`": masks.causal(TOKENS),
         "`local(N, window=4096, causal=True)`": window(TOKENS),
+        "`local(N, window=8192, causal=True)`": masks.local(TOKENS, window=8192, causal=True),
         "`butterfly(N)`": masks.butterfly(TOKENS),
         "`per_head(...)`: a pattern for each head": masks.per_head(
             [window(TOKENS), masks.butterfly(TOKENS)] * (HEADS // 2)
@@ -141,7 +142,10 @@ def rows(*cells: list[str]) -> str:
 
 
 def gpus() -> str:
-    """Kernels by GPU, dtype and head dim, under a causal mask. GPUs with equal answers share a column."""
+    """Kernels by GPU, dtype and head dim, under a causal mask. GPUs with equal answers share a column.
+
+    Without the column of the portable kernels: what has no column runs these.
+    """
     mask = masks.causal(TOKENS)
     answers = {
         (gpu, dtype): [asked(mask, dims=dims, dtype=dtype, capability=gpu)[:2] for dims in HEAD_DIMS]
@@ -150,7 +154,8 @@ def gpus() -> str:
     }
     columns: dict[tuple[tuple[str, str], ...], list[tuple[tuple[int, int], torch.dtype]]] = {}
     for where, column in answers.items():
-        columns.setdefault(tuple(column), []).append(where)
+        if any(each != ("portable", "portable") for each in column):
+            columns.setdefault(tuple(column), []).append(where)
     names = []
     for places in columns.values():
         alike = {gpu: [DTYPES[dtype] for g, dtype in places if g == gpu] for gpu, _ in places}
@@ -183,7 +188,7 @@ def by_row(options: dict[str, dict[str, Any]], title: str) -> str:
     for name, arguments in options.items():
         found = [asked(**arguments, dims=(dim, dim)) for dim in (128, 64)]
         reasons = dict.fromkeys(reason for *_, text in found for reason in text.split("<br>") if reason)
-        reasons = [re.sub("^They ", "Hopper kernels ", reason) for reason in reasons]
+        reasons = [re.sub("^They ", "Hopper kernels ", re.sub("; got .*", "", reason)) for reason in reasons]
         body.append([name, *(kernels for each in found for kernels in each[:2]), "<br>".join(reasons)])
     heading = [f"D=128 {PASSES[0]}", PASSES[1], f"D=64 {PASSES[0]}", PASSES[1]]
     return rows([title, *heading, "why not Hopper"], *body)
@@ -201,22 +206,26 @@ def by_length() -> str:
 
 def by_call() -> str:
     """What each call takes, and how a call answers that does not take it. tests/test_calls.py tries every cell."""
-    texts = [*dict.fromkeys((*REFUSED.values(), *NOTHING.values()))]
+    texts = [*dict.fromkeys(map(general, (*REFUSED.values(), *NOTHING.values())))]
     numbers = {text: number for number, text in enumerate(texts, 1)}
 
     def cell(at: tuple[str, str]) -> str:
         if at in REFUSED:
-            return f"no ({numbers[REFUSED[at]]})"
-        return f"- ({numbers[NOTHING[at]]})" if at in NOTHING else "yes"
+            return f"no ({numbers[general(REFUSED[at])]})"
+        return f"- ({numbers[general(NOTHING[at])]})" if at in NOTHING else "yes"
 
     body = [[title, *(cell((call, feature)) for call in CALLS)] for feature, title in FEATURES.items()]
-    cells = len(CALLS) * len(FEATURES)
-    counts = (
-        f"Of {cells} cells {cells - len(REFUSED) - len(NOTHING)} work and {len(REFUSED)} are refused; {len(NOTHING)} "
-        'mean nothing ("-").'
-    )
     list_ = "\n".join(f"{number}. {text}" for text, number in numbers.items())
-    return "\n\n".join([counts, rows(["feature", *CALLS.values()], *body), list_])
+    return "\n\n".join([rows(["feature", *CALLS.values()], *body), list_])
+
+
+def general(text: str) -> str:
+    """A message without the keyword that it refuses or got, so that messages of one kind share a footnote.
+
+    >>> general("scores must not be given to sdpa: use attention."), general("scores must be a; got bias. Use b.")
+    ('... must not be given to sdpa: use attention.', 'scores must be a. Use b.')
+    """
+    return re.sub(r"; got \w+\.", ".", re.sub(r"^\w+ must not be given", "... must not be given", text))
 
 
 TABLES: dict[str, Callable[[], str]] = {

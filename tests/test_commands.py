@@ -58,7 +58,7 @@ def program_of(name):
 def wrong_with(name, rest):
     if name == "experiments.benchmarks":  # the one command for all benchmarks
         word, _, rest = rest.strip().partition(" ")
-        return None if word == "show" else wrong_with(f"{name}.{word}", rest)
+        return None if word in ("show", "NAME") else wrong_with(f"{name}.{word}", rest)  # NAME stands for any
     command = program_of(name)
     if command is None:
         return f"there is no {name} to run"
