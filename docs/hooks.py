@@ -112,13 +112,13 @@ def located(path: str) -> Any:
     """The object defined as `path`, in a module or in one of its classes."""
     module, names = path, []
     while True:
-        module, _, name = module.rpartition(".")
-        names.insert(0, name)
-        try:
+        try:  # the whole path first: a module that its package has not imported yet is no attribute of it
             return reduce(getattr, names, import_module(module))
         except ImportError:
             if "." not in module:
                 raise
+        module, _, name = module.rpartition(".")
+        names.insert(0, name)
 
 
 def public_name(path: str) -> str:

@@ -114,6 +114,13 @@ def test_a_notebook_becomes_a_page_with_its_outputs():
     ]  # fmt: skip
 
 
+def test_a_module_that_nothing_has_imported_yet_has_a_heading(hooks, monkeypatch):
+    import sparseflash.merge
+
+    monkeypatch.delattr(sparseflash, "merge")  # as in a process that has not used it
+    assert hooks.public_name("sparseflash.merge.merge_attention") == "sparseflash.merge_attention"
+
+
 def test_headings_of_the_reference_are_the_names_that_one_imports(hooks):
     text = "# a\n\n::: sparseflash.attention.attention\n\n::: sparseflash.masks.sparse_transformer.fixed\n"
     assert hooks.with_public_names(text) == (
