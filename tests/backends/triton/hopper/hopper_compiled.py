@@ -60,6 +60,7 @@ def report(kernel, names):
         "exponentials": exponentials_under_products(sass),
         "kept_predicates": len(re.findall(r"\b(?:PLOP3|P2R)\b", sass)),
         "predicated": len(re.findall(r"@!?U?P\d+ (?:FSEL|FMUL R\d+, R\d+, R)", sass)),
+        "weights": stores_of_weights(kernel.asm["ptx"]),
         "direct": parameters_of_compiled(kernel, names) is not None,
         "resident": kernel.metadata.launch_cooperative_grid,
     }
@@ -86,6 +87,17 @@ def exponentials_under_products(sass):
         elif "MUFU.EX2" in line and count is not None:
             count += 1
     return found
+
+
+def stores_of_weights(ptx):
+    """How often threads store weights to shared memory for a product, and how often every thread then fences its
+    stores and waits for both warpgroups before the product. In the emulator a warpgroup is one thread, which needs no
+    barrier.
+    """
+    names = {"stmatrix": "s", "fence.proxy.async": "f", "wgmma.mma_async": "p", "bar.sync 0, 256;": "b"}
+    found = re.findall(r"stmatrix|fence\.proxy\.async|wgmma\.mma_async|bar\.sync\s+0, 256;", ptx)
+    order = "".join(names[re.sub(r"\s+", " ", each)] for each in found)
+    return len(re.findall("s+", order)), len(re.findall("s+fbp", order))
 
 
 if __name__ == "__main__":

@@ -135,6 +135,8 @@ def check_backward(reports, dims, features):
             ), each
             assert each["direct"] and not each["two_layouts"]
         assert config.shared_memory >= of_dq["shared"]
+        # P and dS pass through shared memory, which both warpgroups write and read; dq's dS stays in registers.
+        assert found["weights"] == [2, 2] and of_dq["weights"] == [0, 0]
         return
     assert found["warnings"] == [] and found["shared"] <= SHARED_MEMORY, found
     assert found["direct"] and found["resident"] and not found["two_layouts"]
