@@ -58,6 +58,26 @@ def test_the_kernels_merge_as_exactly_as_operations(count, dtype, seed, shape, h
     assert torch.equal(got["lse"] == -torch.inf, empty) and got["out"][empty].eq(0).all()
 
 
+def sliced(x):
+    """The same values, as every second token of a tensor with gaps."""
+    return torch.stack([x, torch.full_like(x, torch.nan)], 3).flatten(2, 3)[:, :, ::2]
+
+
+def expanded(x):
+    return x[:, :1].expand_as(x)
+
+
+@pytest.mark.parametrize("layout", [sliced, expanded, lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2)])
+@pytest.mark.parametrize("first", [True, False])
+def test_parts_and_gradients_of_any_layout(layout, first):
+    outs, lses, dout, dlse = parts_of(2, (2, 3, 20, 16), torch.float32, 0, False)
+    outs = [layout(outs[0]), outs[1]] if first else [outs[0], layout(outs[1])]
+    for gradient in (dout, layout(dout), layout(dout.transpose(1, 2).contiguous().transpose(1, 2))):
+        given_ = outs, lses, gradient, dlse
+        truth = results([x.double() for x in outs], [x.double() for x in lses], gradient.double(), dlse.double())
+        assert compare_results(results(*given_, devices=["cpu"]), truth, results(*given_), magnitudes={"lse": 16.0}).exact
+
+
 def test_parts_must_fit_together():
     out, lse = torch.zeros(2, 3, 8, 16), torch.zeros(2, 3, 8)
     for outs, lses, error, text in (
