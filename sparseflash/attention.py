@@ -131,19 +131,21 @@ def attention(
     """
     if others:
         refuse(others)
-    place = None
+    place = found = None
     try:
         kernels = KERNELS.get(backend)
     except TypeError:  # it cannot be hashed; `chosen_backend` refuses it
         kernels = None
     if kernels is not None and type(dropout_p) is float and dropout_p == 0.0:
         place = call_cache.place_of(q, k, v, mask, scale, kernels, on_gpu_only=backend is None)
-        if place is not None and (found := call_cache.repeated(place, q, k, v, mask, scores)) is not None:
-            return found if return_lse else found[0]
-    check_tensors(q, k, v)
-    dropped = threshold(dropout_p)
-    dropout = Dropout(seed_tensor(seed, q.device), dropped) if dropped else None
-    out, lse = attend(q, k, v, mask, scale, dropout, scores, backend, place)
+        if place is not None:
+            found = call_cache.repeated(place, q, k, v, mask, scores)
+    if found is None:
+        check_tensors(q, k, v)
+        dropped = threshold(dropout_p)
+        dropout = Dropout(seed_tensor(seed, q.device), dropped) if dropped else None
+        found = attend(q, k, v, mask, scale, dropout, scores, backend, place)
+    out, lse = found
     if not return_lse:
         return out
     sink = None if scores is None else scores_of(scores).find("sink")

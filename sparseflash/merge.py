@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 from torch.autograd import Function
 
 from sparseflash.backends.triton.device import runs_kernels
@@ -43,8 +44,6 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     Raises TypeError or ValueError for parts that do not fit together.
     """
     outs, lses = _checked(outs, lses)
-    if len(outs) == 1:
-        return outs[0].masked_fill((lses[0] == -torch.inf).unsqueeze(-1), 0.0), lses[0]
     shape = outs[0].shape
     if len(shape) != 4:  # the kernels count batch elements, heads and tokens
         at = (1,) * (4 - len(shape))
@@ -147,7 +146,8 @@ class _Merge(Function):
         tensors = ctx.saved_tensors
         count = len(tensors) // 2
         outs, lses = tensors[:count], tensors[count:]
-        if _is_fused(outs[0]):
+        # A kernel's gradients have no graph for further gradients, and a kernel takes no batch of them.
+        if _is_fused(outs[0]) and not (torch.is_grad_enabled() or any(map(is_legacy_batchedtensor, gradients))):
             from sparseflash.backends.triton import merge
 
             of_outs, of_lses = merge.merge_backward(dout, dlse, outs, lses)

@@ -58,6 +58,28 @@ def test_the_kernels_merge_as_exactly_as_operations(count, dtype, seed, shape, h
     assert torch.equal(got["lse"] == -torch.inf, empty) and got["out"][empty].eq(0).all()
 
 
+def sliced(x):
+    """The same values, as every second token of a tensor with gaps."""
+    return torch.stack([x, torch.full_like(x, torch.nan)], 3).flatten(2, 3)[:, :, ::2]
+
+
+def expanded(x):
+    return x[:, :1].expand_as(x)
+
+
+@pytest.mark.parametrize("layout", [sliced, expanded, lambda x: x.transpose(-1, -2).contiguous().transpose(-1, -2)])
+@pytest.mark.parametrize("first", [True, False])
+def test_parts_and_gradients_of_any_layout(layout, first):
+    outs, lses, dout, dlse = parts_of(2, (2, 3, 20, 16), torch.float32, 0, False)
+    outs = [layout(outs[0]), outs[1]] if first else [outs[0], layout(outs[1])]
+    for gradient in (dout, layout(dout), layout(dout.transpose(1, 2).contiguous().transpose(1, 2))):
+        given_ = outs, lses, gradient, dlse
+        truth = results([x.double() for x in outs], [x.double() for x in lses], gradient.double(), dlse.double())
+        assert compare_results(
+            results(*given_, devices=["cpu"]), truth, results(*given_), magnitudes={"lse": 16.0}
+        ).exact
+
+
 def test_parts_must_fit_together():
     out, lse = torch.zeros(2, 3, 8, 16), torch.zeros(2, 3, 8)
     for outs, lses, error, text in (
@@ -130,6 +152,33 @@ def test_what_a_query_without_keys_holds_does_not_matter(devices, parts):
         gradients = torch.autograd.grad(out.sum() + lse[:, :, :1].sum(), [*outs, *lses])
     assert out[..., 0].tolist() == [[[1.0, 1.0, 0.0]]] if parts == 2 else out.eq(0).all()
     assert gradients[0].eq(0).all() and all(x.isfinite().all() for x in gradients[:parts])
+
+
+@pytest.mark.parametrize("devices", [(), ("cpu",)])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_query_without_keys_has_no_gradients_whatever_arrives(devices, parts):
+    outs, lses = [torch.ones(1, 1, 2, 16)] * parts, [torch.full((1, 1, 2), -torch.inf)] * parts
+    got = results(outs, lses, torch.ones(1, 1, 2, 16), torch.full((1, 1, 2), torch.nan), devices)
+    assert (got["lse"] == -torch.inf).all() and all(x.eq(0).all() for name, x in got.items() if name != "lse")
+
+
+@pytest.mark.parametrize("devices", [(), ("cpu",)])
+def test_gradients_of_gradients_and_gradients_in_batches(devices):
+    """The kernels' results have no graph, so PyTorch's operations compute both."""
+    outs, lses, dout, dlse = parts_of(2, (1, 2, 5, 16), torch.float32, 0, False)
+
+    def both(dtype, devices):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in (*outs, *lses)]
+        with mock.patch.object(merge, "_DEVICES", devices):
+            found = merge_attention(leaves[:2], leaves[2:])
+            arriving = dout.to(dtype), dlse.to(dtype)
+            first = torch.autograd.grad(found, leaves, arriving, create_graph=True)
+            second = torch.autograd.grad([x.sin().sum() for x in first], leaves, retain_graph=True)
+            two = [torch.stack([x, 2 * x]) for x in arriving]
+            return [*second, *torch.autograd.grad(found, leaves, two, is_grads_batched=True)]
+
+    for got, want in zip(both(torch.float32, devices), both(torch.float64, ()), strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64])

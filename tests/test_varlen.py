@@ -16,6 +16,7 @@ import sparseflash
 from sparseflash import BlockMask, attention, attention_varlen, masks, scores, testing, varlen
 from sparseflash.blockmask.ops.place import place
 from sparseflash.scores.change import scores_of
+from sparseflash.scores.positions import Packed, places_of
 from sparseflash.varlen import varlen_mask
 from tests.drawn.masks import SEEDS, blocks
 from tests.watched.waiting import waiting_raises
@@ -335,6 +336,18 @@ def test_a_mask_that_was_moved_under_a_fake_mode_is_not_kept():
     with FakeTensorMode(allow_non_fake_inputs=True):
         varlen_mask([0, 20, 70], pattern=masks.causal, device="meta")
     assert type(varlen_mask([0, 20, 70], pattern=masks.causal, device="meta").indices) is torch.Tensor
+
+
+def test_positions_that_were_moved_are_kept_for_training_and_not_from_a_fake_mode():
+    sequences, meta = Packed((0, 2, 3), (0, 2, 6)), torch.device("meta")
+    sparseflash.clear_caches()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        places_of(sequences, meta)
+    assert all(type(x) is torch.Tensor for x in places_of(sequences, meta))
+    sparseflash.clear_caches()
+    with torch.inference_mode():
+        found = places_of(sequences, meta)
+    assert not any(x.is_inference() for x in found) and places_of(sequences, meta) is found
 
 
 @pytest.mark.parametrize("sums", SUMS.values(), ids=SUMS)

@@ -96,12 +96,13 @@ def _heads(x: Tensor) -> Tensor:
 def _mask_and_bias(attn_bias: Any, q: Tensor, k: Tensor, ndim: int, block: Block) -> tuple[BlockMask | None, Any]:
     if attn_bias is None:
         return None, None
-    if isinstance(attn_bias, Tensor):
+    names = [each.__name__ for each in type(attn_bias).__mro__]
+    if isinstance(attn_bias, Tensor) and "AttentionBias" not in names:  # some of xformers' classes are tensors, too
         return _of_tensor(attn_bias, q, k, ndim, block)
     mask = mask_of_bias(attn_bias, q.shape[2], k.shape[2], block, q.device)
-    tensor = getattr(attn_bias, "_bias", None)
-    if tensor is None:
+    if names[0] != "LowerTriangularMaskWithTensorBias":
         return mask, None
+    tensor = attn_bias._subtensor if isinstance(attn_bias, Tensor) else attn_bias._bias
     live, added = _of_tensor(tensor, q, k, ndim, block)
     return (mask if live is None else mask & live), added
 

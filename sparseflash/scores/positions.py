@@ -9,7 +9,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from sparseflash.blockmask.cache import BoundedDict
+from sparseflash.blockmask.cache import BoundedDict, once
 from sparseflash.blockmask.compiling import contents_when_faking
 from sparseflash.scores.distance import Distance
 from sparseflash.scores.function import Function
@@ -89,14 +89,14 @@ _places = BoundedDict(16)  # by running sums and device
 
 def places_of(sequences: Packed, device: torch.device) -> tuple[Tensor, ...]:
     """`Packed.places`, made once for all layers."""
-    key = sequences.q_sums, sequences.k_sums, device
-    found: tuple[Tensor, ...] | None = _places.get(key)
-    if found is None:
-        with contents_when_faking(), torch.inference_mode(False):
-            made = sequences.places(torch.device("cpu"))
-        found = tuple(x.to(device) for x in made)
-        _places[key] = found
-    return found
+
+    def make() -> tuple[Tensor, ...]:
+        with torch.inference_mode(False):  # otherwise a later training step could not use them
+            with contents_when_faking():
+                made = sequences.places(torch.device("cpu"))
+            return tuple(x.to(device) for x in made)
+
+    return once(_places, (sequences.q_sums, sequences.k_sums, device), make)
 
 
 def with_positions(

@@ -137,10 +137,11 @@ def test_the_lse_of_a_query_without_keys_is_its_sink():
     for dtype in (torch.float16, torch.float32):
         q, k, v = (torch.randn(1, 2, 20, 16, dtype=dtype, requires_grad=True) for _ in range(3))
         logits = torch.randn(2, requires_grad=True)
-        out, lse = attention(q, k, v, mask, scores=scores.sink(logits), return_lse=True, backend="triton")
-        assert (out[:, :, 1::2] == 0).all() and (lse[:, :, 1::2] == logits.view(1, 2, 1)).all()
-        assert (torch.autograd.grad(out[:, :, 1::2].sum(), logits, retain_graph=True)[0] == 0).all()
-        assert (torch.autograd.grad(lse[:, :, 1::2].sum(), logits)[0] == 10).all()
+        for _ in range(2):  # a repeated call skips checks
+            out, lse = attention(q, k, v, mask, scores=scores.sink(logits), return_lse=True, backend="triton")
+            assert (out[:, :, 1::2] == 0).all() and (lse[:, :, 1::2] == logits.view(1, 2, 1)).all()
+            assert (torch.autograd.grad(out[:, :, 1::2].sum(), logits, retain_graph=True)[0] == 0).all()
+            assert (torch.autograd.grad(lse[:, :, 1::2].sum(), logits)[0] == 10).all()
 
 
 @pytest.mark.parametrize("backend", ["reference", "blockwise", "triton"])

@@ -194,6 +194,42 @@ def test_a_triangle_with_a_bias_is_both():
         same(memory_efficient_attention(q, k, v, triangle, block=16), want, [q, k, v, bias])
 
 
+class AttentionBias:
+    """xformers' base class, by its name."""
+
+
+class LowerTriangularMask(torch.Tensor, AttentionBias):
+    """As in xformers since 0.0.24: a tensor without contents of its own around `_subtensor`."""
+
+    @staticmethod
+    def __new__(cls, inner=None):
+        inner = torch.empty(0) if inner is None else inner
+        shape = inner.shape if len(inner) else []
+        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=inner.dtype, requires_grad=inner.requires_grad)
+        made._subtensor = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, arguments=(), keywords=None):
+        return NotImplemented
+
+
+class LowerTriangularMaskWithTensorBias(LowerTriangularMask):
+    pass
+
+
+def test_triangles_that_are_tensors_are_no_tensors_to_add():
+    q, k, v, bias = drawn((1, 20, 2, 16), (1, 20, 2, 16), (1, 20, 2, 16), (1, 2, 20, 20))
+    dead = torch.ones(20, 20, dtype=torch.bool).triu(1)
+    triangle = defined(q, k, v, torch.zeros(20, 20).masked_fill(dead, -torch.inf))
+    same(memory_efficient_attention(q, k, v, LowerTriangularMask(), block=16), triangle, [q, k, v])
+    want = defined(q, k, v, bias.masked_fill(dead, -torch.inf))
+    same(memory_efficient_attention(q, k, v, LowerTriangularMaskWithTensorBias(bias)), want, [q, k, v, bias])
+    unknown = type("Other", (LowerTriangularMask,), {})()
+    with pytest.raises(TypeError, match=r"attn_bias must be None, a tensor or one of .*; got Other\."):
+        memory_efficient_attention(q, k, v, unknown)
+
+
 def test_a_bias_of_blocks_and_dropout():
     q, k, v = drawn((1, 28, 2, 16), (1, 36, 2, 16), (1, 36, 2, 16))
     bias = bias_of("BlockDiagonalCausalMask", [5, 3, 20], [9, 3, 24], 0)

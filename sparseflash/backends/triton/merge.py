@@ -43,8 +43,12 @@ def merge_backward(
 
 
 def _alike(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The tensors with the strides of the first, whose last dimension is contiguous."""
-    first = tensors[0] if tensors[0].stride(-1) == 1 else tensors[0].contiguous()
+    """The tensors with the strides of the first, whose last dimension is contiguous. `torch.empty_like` of the first
+    has them, too.
+    """
+    first = tensors[0]
+    if first.stride(-1) != 1 or torch.empty_like(first).stride() != first.stride():  # it has gaps, or is expanded
+        first = first.contiguous()
     return first, *(x if x.stride() == first.stride() else torch.empty_like(first).copy_(x) for x in tensors[1:])
 
 
