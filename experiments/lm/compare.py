@@ -41,7 +41,7 @@ def slug(pattern: str) -> str:
     """
     for sign, word in {"|": "-or-", ",": "-then-", "/": "-and-"}.items():
         pattern = word.join(parts(pattern, sign))
-    return re.sub(r"[^\w.-]+", "-", pattern).strip("-.")
+    return re.sub(r"[^\w.]+", "-", pattern).strip("-.")
 
 
 def name_of(case: Case) -> str:

@@ -95,7 +95,7 @@ def parse(text: str) -> Relation:
     """A relation by its name.
 
     >>> parse("near:16")
-    Relation(kind='near', numbers=(16,), along=None)
+    Relation(kind='near', numbers=(16,), along=None, function='')
     """
     relation, at, along = text.strip().partition("@")
     if at and along not in ORDERS:

@@ -311,8 +311,11 @@ def test_demo_fails_where_a_mask_is_not_exact(folder, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--mask", "butterfyl"], "the mask must be dense, local, butterfly, module:function or file.py:function"),
-        (["--mask", "no_such_module:mask"], "the mask's module 'no_such_module' was not found"),
+        (
+            ["--mask", "butterfyl"],
+            "the pattern must be dense, local, butterfly, an expression such as local(n, window=64), or a function as file.py:function",
+        ),
+        (["--mask", "no_such_module:mask"], "there is no module no_such_module; a Python file ends with .py"),
         (["--preset", "huge"], "the preset must be one of lra, flash, nystromformer, modern, demo; got 'huge'"),
         (
             ["--task", "chess"],
@@ -341,7 +344,7 @@ def test_mistakes_are_answered_in_one_line(folder, tmp_path, words, message):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--mask", "butterfyl"], "the mask must be dense, local, butterfly"),
+        (["--mask", "butterfyl"], "the pattern must be dense, local, butterfly"),
         (["--block", "100"], "block must be one of 16, 32, 64, 128, 256"),
         (["--heads", "3"], "width must be a multiple of heads"),
         (["--device", "tpu"], "the device must be auto, cpu, cuda"),

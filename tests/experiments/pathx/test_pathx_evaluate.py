@@ -106,7 +106,7 @@ def test_the_command_adds_a_seed_to_a_record(finished, tests, monkeypatch, tmp_p
     assert done.exit_code in (0, 1), done.output  # 1: another accuracy than the stored one
     run, (accuracy, *_) = read(record)
     assert accuracy.settings["run_seeds"] == [run.seed] and f"{accuracy.value:.1f} %" in done.output
-    assert "--record" not in run.command and run.command.startswith("python -m experiments.pathx ")
+    assert "--record" not in run.command and run.command.startswith("python -m experiments.pathx")
     again = CliRunner().invoke(cli.app, words)
     assert again.exit_code == 2 and "each seed must be added once" in " ".join(again.output.split())
 
