@@ -14,8 +14,6 @@ CHANNELS = 16  # of queries and keys in a matrix instruction
 BLOCK = (GROUPS * ROWS, 128)  # queries and keys of a tile
 SMALL = (ROWS, 64)  # the forward's tile for masks in blocks of this size
 HEAD_DIMS = (64, 96, 128)  # with a configuration of their own, D = Dv
-# The D and Dv for which `attention` chooses these kernels where they are faster. backend='hopper' runs others, too.
-MEASURED_DIMS = frozenset((dim, dim) for dim in HEAD_DIMS)
 WIDEST = 256
 SHARED_MEMORY = 227 * 1024  # bytes that a program may have
 _SMALL_THINGS = 2048  # bytes for barriers, numbers and alignment to 1,024
@@ -184,6 +182,14 @@ class Limits(NamedTuple):
     D=64 1.11 there with groups and 0.67 to 0.93 without. Launched one by one by a host that needs 3 ms for a step,
     forward and backward at D=128 in groups of 16: 0.83 at 4,096, 1.00 at 8,192 and 1.06 at 16,384.
 
+    Other head dims, on an H200 under a causal mask, 16 heads of 8,192 tokens, and in brackets 16 times 16 heads of 1,024.
+    Forward: D=16, 32 and 48 0.75, 0.97 and 0.99 (0.98 to 1.18); D=72 to 256, 192/128, and pairs of 64, 96 and 128 1.29 to
+    2.05 (1.36 to 1.91). Backward: D=16 0.98 (0.90); D=32 and 48 1.12 and 1.13 (0.99 and 1.06); the others 1.11 to 3.24
+    (1.19 to 2.85).
+
+    Few queries of many keys, D=128, forward: 256 and 1,024 queries of 16,384 and 65,536 keys 1.43 to 1.93; 128 queries of
+    131,072 keys 0.88. Their backward 0.07 to 0.48: many additions wait for one another.
+
     Score modifications, on an H100 under causal and local masks of 8,192 tokens: the portable kernels were faster under
     a soft cap at D=64, and forward with a logarithmic decay.
 
@@ -196,22 +202,35 @@ class Limits(NamedTuple):
     forward_queries_dynamic: int = 4096  # for a dynamic mask
     backward_queries: int = 1024
     most_keys: int = 5120  # of a query, for the forward at D=64
-    most_keys_a_query: int = 4  # for each query; beyond this the portable kernels win, as they cut the keys
+    most_keys_a_query: int = 4  # for each query; beyond this the portable backward wins, and the forward
+    few_queries: int = 256  # below this number
+    forward_dim: int = 64  # the least of D and Dv
+    backward_dim: int = 32
+    forward_queries_other: int = 1024  # at head dims without a configuration of their own
     backward_queries_dynamic: int = 16_384  # for a dynamic mask
     most_room: float = 1 / 8  # of the memory of q, for the backward's lists of a dynamic mask
 
-    def least_queries(self, dim: int, block: tuple[int, int], *, backward: bool, dynamic: bool) -> int:
+    def least_queries(
+        self, dims: tuple[int, int], block: tuple[int, int], *, backward: bool, dynamic: bool
+    ) -> int:  # fmt: skip
         """The fewest queries of a head for which these kernels are chosen."""
         if backward:
             return self.backward_queries_dynamic if dynamic else self.backward_queries
         if dynamic:
             return self.forward_queries_dynamic
+        if not is_common(dims):
+            return self.forward_queries_other
         if block == SMALL:
             return self.forward_queries_small
-        return self.forward_queries_64 if dim == 64 else 1
+        return self.forward_queries_64 if dims[0] == 64 else 1
 
 
 LIMITS = Limits()
+
+
+def is_common(dims: tuple[int, int]) -> bool:
+    """Whether D and Dv are equal and have a configuration of their own, which all measurements were made with."""
+    return dims[0] == dims[1] and dims[0] in HEAD_DIMS
 
 
 def padded(dim: int) -> int:
@@ -282,13 +301,15 @@ def config_for(head_dim: int, tile: tuple[int, int], value_dim: int | None = Non
     >>> config_for(96, BLOCK).dims, config_for(80, BLOCK).dims, config_for(192, BLOCK, 128).v_dims
     ((128, 0), (64, 16), (128, 0))
     """
-    if value_dim in (None, head_dim) and head_dim in HEAD_DIMS:
+    if is_common((head_dim, value_dim or head_dim)):
         return _MEASURED[tile][head_dim]
     return next(each for each in _tried(head_dim, value_dim or head_dim, tile) if each.shared_memory <= SHARED_MEMORY)
 
 
 def _tried(head_dim: int, value_dim: int, tile: tuple[int, int]) -> Iterator[Config]:
-    """Candidates for any head dims, not measured on a GPU, the preferred first: many keys, then prefetched queries."""
+    """Candidates for any head dims, the preferred first: many keys, then prefetched queries, then many stages. (At D = 72
+    and 80 on an H200, two stages took 0.99 and 0.96 of the time of four.)
+    """
     dims, v_dims = pieces_of(head_dim), pieces_of(value_dim)
     if tile == SMALL:
         base = Config(dims, v_dims, 0, SMALL, 2, kept=2 if dims[1] else 1)
@@ -298,7 +319,7 @@ def _tried(head_dim: int, value_dim: int, tile: tuple[int, int]) -> Iterator[Con
     splits = (1, 2) if sum(v_dims) <= 192 and tile == BLOCK else (2,) if tile == BLOCK else (1,)
     for split in splits:
         for q_buffers, out_pieces in ((2, 1), (1, 1), (1, 2)):
-            for stages in (4, 3, 2):
+            for stages in (2,) if 64 < max(sum(dims), sum(v_dims)) < 128 else (4, 3, 2):
                 yield base._replace(split=split, q_buffers=q_buffers, out_pieces=out_pieces, stages=stages)
 
 

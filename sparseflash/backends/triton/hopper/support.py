@@ -11,12 +11,11 @@ from sparseflash.backends.triton.hopper.backward_plan import ENTRY, MOST_ENTRIES
 from sparseflash.backends.triton.hopper.changed import KINDS, LEARNED
 from sparseflash.backends.triton.hopper.configs import (
     BLOCK,
-    HEAD_DIMS,
     LIMITS,
-    MEASURED_DIMS,
     SMALL,
     WIDEST,
     WIDEST_BACKWARD,
+    is_common,
     tile_for,
 )
 from sparseflash.backends.triton.schedule.costs import SPLITS
@@ -48,8 +47,7 @@ def refuses(request: Request) -> str | None:
         return "they have no dropout"
     if unknown := [kind for kind in request.changes if kind not in KINDS]:
         return f"they support the score modifications {_named(KINDS)}; got {_named(unknown)}"
-    has_room = dim == v_dim and dim in HEAD_DIMS
-    if not has_room and (others := [kind for kind in request.changes if kind not in _AT_ALL_DIMS]):
+    if not is_common(request.dims) and (others := [kind for kind in request.changes if kind not in _AT_ALL_DIMS]):
         return (
             f"they support only {_named(_AT_ALL_DIMS)} at head dims other than 64, 96 and 128, and where D and Dv "
             f"differ; got {_named(others)} at D = {dim} and Dv = {v_dim}"
@@ -134,43 +132,62 @@ def yields(request: Request) -> str | None:
     for the measurement.
     """
     (q_len, k_len), backward, (dim, v_dim) = request.tokens, request.backward, request.dims
-    if _takes(request.dims) and request.dims not in MEASURED_DIMS:
-        return f"they have not been measured at D = {dim} and Dv = {v_dim}; backend='hopper' asks for them"
-    if min(request.block) < min(BLOCK) and (backward or dim == 64 or request.block != SMALL):
+    direction = "backward" if backward else "forward"
+    is_64 = request.dims == (64, 64)
+    least_dim = LIMITS.backward_dim if backward else LIMITS.forward_dim
+    if min(request.dims) < least_dim:
+        return (
+            f"the portable {direction} is about as fast or faster below D = {least_dim}; got D = {dim} and Dv = {v_dim}"
+        )
+    if not is_common(request.dims) and (what := _not_measured(request)):
+        return f"they have not been measured {what} at D = {dim} and Dv = {v_dim}; backend='hopper' asks for them"
+    if min(request.block) < min(BLOCK) and (backward or is_64 or request.block != SMALL):
         return "the portable kernels read less memory in blocks of {} x {}".format(*request.block)
     if request.lengths and backward:
         return "the portable backward skips what lies past the lengths"
-    cuts = k_len > SPLITS.longest_whole(BLOCK[0]) or request.keys < k_len  # a mask makes rows differ in length
-    if cuts and k_len > q_len * LIMITS.most_keys_a_query:
+    # A mask makes rows differ in length.
+    many_keys = k_len > SPLITS.longest_whole(BLOCK[0]) or request.keys < k_len
+    cuts = not backward and not request.dynamic and q_len >= LIMITS.few_queries
+    if many_keys and not cuts and k_len > q_len * LIMITS.most_keys_a_query:
         return (
             f"the portable kernels split the keys of few queries over more programs; got {q_len:,} queries and "
             f"{k_len:,} keys"
         )
-    least = LIMITS.least_queries(dim, request.block, backward=backward, dynamic=request.dynamic)
+    least = LIMITS.least_queries(request.dims, request.block, backward=backward, dynamic=request.dynamic)
     if q_len < least:
-        direction = "backward" if backward else "forward"
         return (
             f"the portable {direction} is about as fast or faster, its launch included, below {least:,} queries at D = "
             f"{dim}; got {q_len:,}"
         )
     if backward and (entries := request.keys / BLOCK[1] * -(-q_len // BLOCK[0]) * request.heads) >= MOST_ENTRIES_LISTED:
         return f"they list at most {MOST_ENTRIES_LISTED:,} tiles of all heads for a backward; got about {entries:,.0f}"
-    if request.dynamic and dim == 64:
+    if request.dynamic and is_64:
         return "the portable kernels are about as fast or faster at D = 64 with a mask that is made at every step"
     if request.dynamic and backward and (room := _room(request)) > LIMITS.most_room:
         return f"the work lists of a backward for a mask that is made at every step take {room:.2f} of q's memory"
-    if dim == 64 and "softcap" in request.changes:
+    if is_64 and "softcap" in request.changes:
         return "the portable kernels are faster at D = 64 with softcap"
     if request.logarithmic and not backward:
         return "the portable forward is faster with log_decay"
     # With a bias these kernels are faster: of pairs 0.435 ms and the portable forward 0.476, of keys 0.336 and 0.475,
     # on another H200 (causal, 8,192 tokens).
     has_bias = request.pairs is not None or "key_bias" in request.changes
-    if dim == 64 and not backward and request.keys > LIMITS.most_keys and not has_bias:
+    if is_64 and not backward and request.keys > LIMITS.most_keys and not has_bias:
         return (
             f"the portable forward is faster at D = 64 where a query sees more than {LIMITS.most_keys:,} keys on "
             f"average; got {request.keys:,.0f}"
         )
+    return None
+
+
+def _not_measured(request: Request) -> str | None:
+    """What has been measured at common head dims alone, if a request has it."""
+    if request.dynamic:
+        return "with a mask that is made at every step"
+    if min(request.block) < min(BLOCK):
+        return "in blocks of {} x {}".format(*request.block)
+    if max(request.dims) > WIDEST_BACKWARD and (others := [kind for kind in request.changes if kind != "sink"]):
+        return f"with {_named(others, logarithmic=request.logarithmic)}"
     return None
 
 

@@ -22,7 +22,7 @@ from experiments.benchmarks.compile.report import has_two_layouts
 from experiments.benchmarks.compile.resources import disassembled, said_by_ptxas
 from sparseflash.backends.triton.direct_start import parameters_of_compiled
 from sparseflash.backends.triton.hopper import passes
-from sparseflash.backends.triton.hopper.configs import MEASURED_DIMS, WIDEST_BACKWARD
+from sparseflash.backends.triton.hopper.configs import WIDEST_BACKWARD, is_common
 
 
 def compiled_for(dims, dtype, features):
@@ -40,7 +40,7 @@ def compiled_for(dims, dtype, features):
         return backward(setting, key, q, k, *map(of_values, (v, out, dout)), *more, **how)
 
     with ExitStack() as stack:
-        if dims not in MEASURED_DIMS:
+        if not is_common(dims):
             stack.enter_context(mock.patch.object(passes, "forward", with_values))
             stack.enter_context(mock.patch.object(passes, "backward", gradients))
         return compiled(dims[0], dtype, features)
