@@ -52,7 +52,8 @@ def one_thread(only_if: bool = True) -> Iterator[None]:
     try:
         yield
     finally:
-        set_threads(threads)
+        if torch.get_num_threads() == 1:  # not if the block has called torch.set_num_threads
+            set_threads(threads)
 
 
 def on_one_thread(function: Callable[P, T]) -> Callable[P, T]:

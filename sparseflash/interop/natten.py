@@ -117,6 +117,17 @@ def _neighborhood(
         (more_keys is None) == (more_values is None), "additional_keys and additional_values", "given together",
         "one of them",
     )  # fmt: skip
+    for name, added, own in (("additional_keys", more_keys, key), ("additional_values", more_values, value)):
+        if added is None:
+            continue
+        batch, heads, dim = len(own), *own.shape[-2:]
+        if dense_tensor(added, name).ndim != 4 or (added.shape[0], *added.shape[2:]) != (batch, heads, dim):
+            raise ValueError(f"{name} must have shape [{batch}, L, {heads}, {dim}]; got {list(added.shape)}.")
+        if (added.dtype, added.device) != (own.dtype, own.device):  # torch.cat would promote the dtype
+            raise ValueError(
+                f"{name} must have the dtype and device of key and value, {own.dtype} and {own.device}; got "
+                f"{added.dtype} and {added.device}."
+            )
     grid = tuple(query.shape[1:-2])
     rule = (
         per_axis(kernel_size, grid, "kernel_size", "keys"),

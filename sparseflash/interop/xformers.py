@@ -102,7 +102,7 @@ def _mask_and_bias(attn_bias: Any, q: Tensor, k: Tensor, ndim: int, block: Block
     mask = mask_of_bias(attn_bias, q.shape[2], k.shape[2], block, q.device)
     if names[0] != "LowerTriangularMaskWithTensorBias":
         return mask, None
-    tensor = attn_bias._subtensor if isinstance(attn_bias, Tensor) else attn_bias._bias
+    tensor = getattr(attn_bias, "_subtensor" if isinstance(attn_bias, Tensor) else "_bias")
     live, added = _of_tensor(tensor, q, k, ndim, block)
     return (mask if live is None else mask & live), added
 

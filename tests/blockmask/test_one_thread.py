@@ -58,6 +58,14 @@ def test_the_number_comes_back_after_an_error_and_from_within():
         assert torch.get_num_threads() == 2
 
 
+def test_a_number_that_is_set_within_stays():
+    """By a rule of the user's, for example."""
+    with one_thread():
+        torch.set_num_threads(3)
+    assert torch.get_num_threads() == 3
+    torch.set_num_threads(2)
+
+
 @pytest.mark.parametrize(
     "build",
     [

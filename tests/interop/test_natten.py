@@ -187,6 +187,22 @@ Q = torch.zeros(1, 8, 8, 2, 16)
             "additional_keys and additional_values must be given together; got 'one of them'.",
         ),
         (
+            lambda: na2d(Q, Q, Q, 3, additional_keys=Q[:, 0, :, :, :8], additional_values=Q[:, 0]),
+            ValueError,
+            "additional_keys must have shape [1, L, 2, 16]; got [1, 8, 2, 8].",
+        ),
+        (
+            lambda: na2d(Q, Q, Q, 3, additional_keys=Q[:, 0], additional_values=Q),
+            ValueError,
+            "additional_values must have shape [1, L, 2, 16]; got [1, 8, 8, 2, 16].",
+        ),
+        (
+            lambda: na2d(Q, Q, Q, 3, additional_keys=Q[:, 0].half(), additional_values=Q[:, 0]),
+            ValueError,
+            "additional_keys must have the dtype and device of key and value, torch.float32 and cpu; got torch.float16 "
+            "and cpu.",
+        ),
+        (
             lambda: na2d(Q, Q, Q, 3, q_tile_shape=(8, 8)),
             ValueError,
             "q_tile_shape must be left out: kernels and tiles follow from the GPU and the mask; got (8, 8).",
