@@ -209,8 +209,8 @@ MUTATIONS = [
     Mutation(
         "calls: one prepared for any scale",
         "sparseflash/backends/triton/call_cache.py",
-        "v.data_ptr() % 16, scale, lengths, kernels,",
-        "v.data_ptr() % 16, lengths, kernels,",
+        "scale, lengths, insisted, kernels,",
+        "lengths, insisted, kernels,",
         "tests/backends/triton/test_call_cache.py::test_calls_that_differ_in_anything_have_keys_of_their_own",
     ),
     Mutation(

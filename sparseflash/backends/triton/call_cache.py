@@ -56,12 +56,15 @@ def place_of(
         lengths = None if mask.lengths is None else mask.lengths.shape
     else:
         return None
+    # Kernels that were asked for by name may serve the forward alone, which is an error if gradients are needed.
+    insisted = bool(kernels) and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     # Everything that the checks and the launcher depend on. Triton specialises on addresses that are multiples of 16.
     try:
         key = (
             q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % 16,
             k.shape, k.stride(), k.dtype, k.device, k.data_ptr() % 16,
-            v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % 16, scale, lengths, kernels,
+            v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % 16,
+            scale, lengths, insisted, kernels,
         )  # fmt: skip
     except RuntimeError:
         # A sparse or nested tensor, without strides or memory. The checks refuse it later; testing for it here would

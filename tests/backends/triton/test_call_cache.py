@@ -296,12 +296,26 @@ def test_training_calls_are_repeated_too_whatever_the_layout_of_the_gradient(mas
     given = [(dout,), (inside,), (one,), (dout, dlse), (dout, dlse.transpose(1, 2).contiguous().transpose(1, 2))]
     with mock.patch.object(call_cache, "place_of", return_value=None):
         expected = [gradients(q, k, v, mask, *each) for each in given]
-    run(q, k, v, mask)
+    gradients(q, k, v, mask, dout)
     with counted() as checks:
         for each, want in zip(given * 2, expected * 2, strict=True):
             got = gradients(q, k, v, mask, *each)
             assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(got, want, strict=True))
     assert checks.call_count == 0
+
+
+@pytest.mark.parametrize("change", [None, scores.alibi(torch.ones(2))], ids=["plain", "alibi"])
+def test_a_repeat_that_needs_gradients_asks_for_them_before_its_forward(change):
+    """Kernels that were asked for by name may serve the forward alone."""
+    mask, (q, k, v) = mask_of(), tensors()
+    for grad_mode in (True, False):
+        with torch.set_grad_enabled(grad_mode):
+            run(q, k, v, mask, scores=change)
+    refused = mock.patch.object(prepared_call.PreparedCall, "check_gradients", side_effect=ValueError("no backward"))
+    with refused, torch.no_grad():
+        run(q.requires_grad_(), k, v, mask, scores=change)
+    with refused, pytest.raises(ValueError, match="no backward"):
+        run(q, k, v, mask, scores=change)
 
 
 def test_lengths_are_those_of_each_call():
@@ -310,6 +324,7 @@ def test_lengths_are_those_of_each_call():
     q, k, v = tensors()
     dout = torch.ones(1, 2, TOKENS, 16, dtype=torch.float16)
     run(q, k, v, base.with_lengths([TOKENS]))
+    gradients(q, k, v, base.with_lengths([TOKENS]), dout)
     with counted() as checks:
         for length in (33, 7, 0, 40):
             mask = base.with_lengths([length])
