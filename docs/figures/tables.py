@@ -35,6 +35,14 @@ TABLES = {
                                ("together", ("forward", "backward")))},
         "", "mask, live scores",
     ),
+    "head-dims": Table(
+        {"D=80": "causal-8k-d80/80", "D=256": "causal-8k-d256/256",
+         "queries and keys D=192, values D=128": "deepseek-causal-8k/192"},
+        {f"{label}, {passed}": f"{_SPEED}/{passed}/{peer} / {_SPEED}/{passed}/sparseflash-hopper".replace("/{column}", "")
+         for label, peer in (("FlashAttention-4", "fa4"), ("cuDNN", "sdpa-cudnn"), ("FlexAttention", "flex"))
+         for passed in ("forward", "backward")},
+        "", "causal, 8,192 tokens, 16 heads", "wrong result",
+    ),
     "scores": Table(
         _CHANGES, {f"D={dim} {label}": f"{dim}/{{row}}/{name}" for dim in (128, 64) for label, name in _BOTH.items()},
         "scores/{column}/sparseflash / scores/{column}/sparseflash-plain", "score modification",

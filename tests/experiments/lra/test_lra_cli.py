@@ -313,7 +313,8 @@ def test_demo_fails_where_a_mask_is_not_exact(folder, tmp_path, monkeypatch):
     [
         (
             ["--mask", "butterfyl"],
-            "the pattern must be dense, local, butterfly, an expression such as local(n, window=64), or a function as file.py:function",
+            "the pattern must be dense, local, butterfly, an expression such as local(n, window=64), or a function as "
+            "file.py:function",
         ),
         (["--mask", "no_such_module:mask"], "there is no module no_such_module; a Python file ends with .py"),
         (["--preset", "huge"], "the preset must be one of lra, flash, nystromformer, modern, demo; got 'huge'"),

@@ -182,13 +182,13 @@ class Limits(NamedTuple):
     D=64 1.11 there with groups and 0.67 to 0.93 without. Launched one by one by a host that needs 3 ms for a step,
     forward and backward at D=128 in groups of 16: 0.83 at 4,096, 1.00 at 8,192 and 1.06 at 16,384.
 
-    Other head dims, on an H200 under a causal mask, 16 heads of 8,192 tokens, and in brackets 16 times 16 heads of 1,024.
-    Forward: D=16, 32 and 48 0.75, 0.97 and 0.99 (0.98 to 1.18); D=72 to 256, 192/128, and pairs of 64, 96 and 128 1.29 to
-    2.05 (1.36 to 1.91). Backward: D=16 0.98 (0.90); D=32 and 48 1.12 and 1.13 (0.99 and 1.06); the others 1.11 to 3.24
-    (1.19 to 2.85).
+    Other head dims, on an H200 under a causal mask, 2 times 16 heads of 8,192 tokens (and 16 times 16 of 1,024).
+    Forward: D=16, 32 and 48 0.75, 0.97 and 0.99 (0.98 to 1.18); D=72 to 256, 192/128, and pairs of 64, 96 and 128
+    1.29 to 2.05 (1.36 to 1.91). Backward: D=16 0.98 (0.90); D=32 and 48 1.12 and 1.13 (0.99 and 1.06); the others
+    1.11 to 3.24 (1.19 to 2.85).
 
-    Few queries of many keys, D=128, forward: 256 and 1,024 queries of 16,384 and 65,536 keys 1.43 to 1.93; 128 queries of
-    131,072 keys 0.88. Their backward 0.07 to 0.48: many additions wait for one another.
+    Few queries of many keys, D=128, forward: 256 and 1,024 queries of 16,384 and 65,536 keys 1.43 to 1.93; 128 queries
+    of 131,072 keys 0.88. Their backward 0.07 to 0.48: many additions wait for one another.
 
     Score modifications, on an H100 under causal and local masks of 8,192 tokens: the portable kernels were faster under
     a soft cap at D=64, and forward with a logarithmic decay.
@@ -307,8 +307,8 @@ def config_for(head_dim: int, tile: tuple[int, int], value_dim: int | None = Non
 
 
 def _tried(head_dim: int, value_dim: int, tile: tuple[int, int]) -> Iterator[Config]:
-    """Candidates for any head dims, the preferred first: many keys, then prefetched queries, then many stages. (At D = 72
-    and 80 on an H200, two stages took 0.99 and 0.96 of the time of four.)
+    """Candidates for any head dims, the preferred first: many keys, then prefetched queries, then many stages. (At
+    D = 72 and 80 on an H200, two stages took 0.99 and 0.96 of the time of four.)
     """
     dims, v_dims = pieces_of(head_dim), pieces_of(value_dim)
     if tile == SMALL:

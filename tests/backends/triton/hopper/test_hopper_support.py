@@ -119,17 +119,26 @@ def test_asked_for_where_they_cannot_run_they_say_so():
         attention(q, q, q, backend="hopper")
 
 
-@pytest.mark.parametrize("dims", [(16, 16), (80, 80), (192, 128), (64, 128), (256, 256)])
-def test_other_head_dims_are_served_where_they_are_asked_for(dims):
-    for backward in (False, True):
+SLOWER_BELOW = {False: 64, True: 32}  # the least of D and Dv, by whether it is a backward
+
+
+@pytest.mark.parametrize("dims", [(16, 16), (32, 128), (48, 48), (80, 80), (192, 128), (64, 128), (256, 256)])
+def test_other_head_dims_are_served_where_they_are_faster(dims):
+    families = []
+    for backward, least in SLOWER_BELOW.items():
         asked = HALF._replace(dims=dims, backward=backward)
         assert support.refuses(asked) is None
+        direction, is_slower = "backward" if backward else "forward", min(dims) < least
         assert support.yields(asked) == (
-            f"they have not been measured at D = {dims[0]} and Dv = {dims[1]}; backend='hopper' asks for them"
+            f"the portable {direction} is about as fast or faster below D = {least}; "
+            f"got D = {dims[0]} and Dv = {dims[1]}"
+            if is_slower
+            else None
         )
+        families.append("portable" if is_slower else "hopper")
     q, v = (torch.empty(2, 4, 4096, dim, dtype=torch.bfloat16, device="meta") for dim in dims)
     found = explain(q, q, v, capability=(9, 0))
-    assert (found.forward.family, found.backward.family) == ("portable", "portable")
+    assert [found.forward.family, found.backward.family] == families
     found = explain(q, q, v, capability=(9, 0), backend="hopper")
     assert (found.forward.family, found.backward.family) == ("hopper", "hopper")
     wide = max(dims) > 128
@@ -138,6 +147,27 @@ def test_other_head_dims_are_served_where_they_are_asked_for(dims):
         (64 if max(dims) > 64 else 128, 64 if wide else 128),
         *([(128, 64)] if wide else []),
     ]
+
+
+@pytest.mark.parametrize("dims", [(80, 80), (192, 128)])
+def test_what_was_measured_at_common_head_dims_alone_runs_elsewhere(dims):
+    asked = HALF._replace(dims=dims)
+    said = f"they have not been measured {{}} at D = {dims[0]} and Dv = {dims[1]}; backend='hopper' asks for them"
+    assert support.yields(asked._replace(dynamic=True)) == said.format("with a mask that is made at every step")
+    assert support.yields(asked._replace(block=(64, 64))) == said.format("in blocks of 64 x 64")
+    capped = support.yields(asked._replace(changes=("softcap", "sink")))
+    assert capped == (said.format("with softcap") if max(dims) > 128 else None)
+    assert support.yields(asked._replace(changes=("sink",))) is None
+
+
+def test_few_queries_of_many_keys_are_served_in_the_forward():
+    for q_len, served in ((1024, True), (256, True), (255, False), (1, False)):
+        asked = HALF._replace(dims=(128, 128), tokens=(q_len, 65_536), keys=65_536.0)
+        why = "the portable kernels split the keys of few queries over more programs"
+        said = f"{why}; got {q_len:,} queries and 65,536 keys"
+        assert support.yields(asked) == (None if served else said)
+        assert support.yields(asked._replace(backward=True)) == said
+        assert support.yields(asked._replace(dynamic=True)) == said
 
 
 def test_explain_says_what_they_walk():
