@@ -38,7 +38,7 @@ TABLES = {
     "head-dims": Table(
         {"D=80": "causal-8k-d80/80", "D=256": "causal-8k-d256/256",
          "queries and keys D=192, values D=128": "deepseek-causal-8k/192"},
-        {f"{label}, {passed}": f"{_SPEED}/{passed}/{peer} / {_SPEED}/{passed}/sparseflash-hopper".replace("/{column}", "")
+        {f"{label}, {passed}": f"speed/{{row}}/{passed}/{peer} / speed/{{row}}/{passed}/sparseflash-hopper"
          for label, peer in (("FlashAttention-4", "fa4"), ("cuDNN", "sdpa-cudnn"), ("FlexAttention", "flex"))
          for passed in ("forward", "backward")},
         "", "causal, 8,192 tokens, 16 heads", "wrong result",
