@@ -12,7 +12,7 @@ from sparseflash.backends import cached
 from sparseflash.backends.cached import Cached
 from sparseflash.backends.direct import is_plain_call
 from sparseflash.blockmask import BlockMask
-from sparseflash.blockmask.arguments import checked_integers, checked_mask, dense_tensor, integer
+from sparseflash.blockmask.arguments import alternatives, checked_integers, checked_mask, dense_tensor, integer
 from sparseflash.blockmask.cache import BoundedDict
 from sparseflash.limits import check_tokens
 from sparseflash.remedies import refuse, without_others
@@ -408,8 +408,8 @@ def _check_mask(mask: Any, q: Tensor, kv_heads: int, capacity: int) -> None:
         raise ValueError("mask must have no lengths of its own: pass them as lengths; got some.")
     if mask.pattern.shape[0] not in (1, q.shape[0]) or mask.pattern.shape[1] not in (1, kv_heads, q.shape[1]):
         raise ValueError(
-            f"mask must be for 1 or {q.shape[0]} batch elements and 1, {kv_heads} or {q.shape[1]} heads; it is for "
-            f"{list(mask.pattern.shape)}."
+            f"mask must be for {alternatives((1, q.shape[0]), 'batch element')} and "
+            f"{alternatives((1, kv_heads, q.shape[1]), 'head')}; it is for {list(mask.pattern.shape)}."
         )
     if mask.device != q.device:
         raise ValueError(f"mask must be on q's device {q.device}; it is on {mask.device}. Move it once.")

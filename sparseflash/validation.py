@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.blockmask.arguments import MADE_FROM, described
+from sparseflash.blockmask.arguments import MADE_FROM, alternatives, described
 from sparseflash.scores.change import Scores, Sizes, scores_of
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -103,7 +103,9 @@ def check_mask(mask: BlockMask, q: Tensor, k: Tensor, *, any_device: bool = Fals
         )
     batch, heads = mask.pattern.shape
     if batch not in (1, q.shape[0]):
-        raise ValueError(f"mask must be for 1 or {q.shape[0]} batch elements, as q has; it is for {batch}.")
+        raise ValueError(
+            f"mask must be for {alternatives((1, q.shape[0]), 'batch element')}, as q has; it is for {batch}."
+        )
     if heads not in (1, q.shape[1]):
         advice = ""
         if heads == k.shape[1]:
@@ -111,10 +113,13 @@ def check_mask(mask: BlockMask, q: Tensor, k: Tensor, *, any_device: bool = Fals
                 f" To use one pattern for each key head, pass mask.select(heads=[h // {q.shape[1] // heads} for h in "
                 f"range({q.shape[1]})])."
             )
-        raise ValueError(f"mask must be for 1 or {q.shape[1]} heads, as q has; it is for {heads}.{advice}")
+        raise ValueError(
+            f"mask must be for {alternatives((1, q.shape[1]), 'head')}, as q has; it is for {heads}.{advice}"
+        )
     if mask.lengths is not None and mask.lengths.shape[1] not in (1, q.shape[0]):
         raise ValueError(
-            f"mask must have lengths for 1 or {q.shape[0]} batch elements, as q has; it has {mask.lengths.shape[1]}."
+            f"mask must have lengths for {alternatives((1, q.shape[0]), 'batch element')}, as q has; it has "
+            f"{mask.lengths.shape[1]}."
         )
     if mask.indices.device != q.device and not any_device:
         raise ValueError(

@@ -254,6 +254,19 @@ def test_masks_that_do_not_fit_are_refused(backend, mask, error, message):
         attention(Q, Q, Q, mask, backend=backend)
 
 
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (masks.per_batch([masks.causal(32)] * 3), "mask must be for 1 batch element, as q has; it is for 3."),
+        (masks.per_head([masks.causal(32)] * 3), "mask must be for 1 head, as q has; it is for 3."),
+        (masks.causal(32).with_lengths([1, 2]), "mask must have lengths for 1 batch element, as q has; it has 2."),
+    ],
+)
+def test_masks_that_do_not_fit_one_batch_element_and_head_are_refused(mask, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        attention(Q[:1, :1], Q[:1, :1], Q[:1, :1], mask)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_single_length_holds_for_the_whole_batch(backend):
     mask = masks.causal(32, block=16)

@@ -54,6 +54,17 @@ def integer(value: Any, name: str, unit: str) -> int:
     return operator.index(value)
 
 
+def alternatives(counts: Sequence[int], what: str) -> str:
+    """The different numbers among these, with the noun, for the message of an error.
+
+    >>> alternatives((1, 2, 4), "head"), alternatives((1, 1), "head")
+    ('1, 2 or 4 heads', '1 head')
+    """
+    *others, last = dict.fromkeys(counts)
+    numbers = f"{', '.join(map(str, others))} or {last}" if others else str(last)
+    return f"{numbers} {what}{'s' if others or last != 1 else ''}"
+
+
 def check_at_least_one(**sizes: Any) -> None:
     """Raises unless the sizes are positive integers; their names are for the message."""
     for name, size in sizes.items():

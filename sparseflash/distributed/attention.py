@@ -12,6 +12,7 @@ from torch import Tensor
 from sparseflash.attention import Backend, attend, in_one_dtype
 from sparseflash.attention import attention as local_attention
 from sparseflash.blockmask import BlockMask
+from sparseflash.blockmask.arguments import alternatives
 from sparseflash.distributed import dropout as drops
 from sparseflash.distributed.agreement import check_agreement
 from sparseflash.distributed.costs import Shape
@@ -265,9 +266,11 @@ def _check_shapes(q: Tensor, k: Tensor, plan: ShardPlan) -> None:
             )
     batch, heads = plan.mask.pattern.shape
     if batch not in (1, q.shape[0]):
-        raise ValueError(f"mask must be for 1 or {q.shape[0]} batch elements, as q has; it is for {batch}.")
+        raise ValueError(
+            f"mask must be for {alternatives((1, q.shape[0]), 'batch element')}, as q has; it is for {batch}."
+        )
     if heads not in (1, q.shape[1]):
-        raise ValueError(f"mask must be for 1 or {q.shape[1]} heads, as q has; it is for {heads}.")
+        raise ValueError(f"mask must be for {alternatives((1, q.shape[1]), 'head')}, as q has; it is for {heads}.")
 
 
 def _check_ranks_agree(

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from sparseflash.blockmask import BlockMask, bitmask
+from sparseflash.blockmask.arguments import alternatives
 from sparseflash.blockmask.build import Integers
 from sparseflash.blockmask.ops.padding import bake_lengths
 from sparseflash.blockmask.ops.reblock import to_one_block
@@ -44,8 +45,8 @@ def place(parts: Sequence[Placed], q_len: int, k_len: int) -> BlockMask:
     for mask in masks:
         if mask.shape[0] != 1 or mask.shape[1] not in (1, heads):
             raise ValueError(
-                f"the masks of sequences must be of one batch element and of 1 or {heads} heads; got one of "
-                f"{mask.shape[0]} batch elements and {mask.shape[1]} heads."
+                f"the masks of sequences must be of one batch element and of {alternatives((1, heads), 'head')}; got "
+                f"one of {mask.shape[0]} batch elements and {mask.shape[1]} heads."
             )
     block_q, block_k = masks[0].block_q, masks[0].block_k
     row_blocks, col_blocks = -(-q_len // block_q), -(-k_len // block_k)
