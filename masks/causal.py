@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import torch
+
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import Block
+from sparseflash.blockmask.cache import mask_cache, once
 from sparseflash.masks.tiling.arguments import with_cache
 from sparseflash.masks.tiling.band import band
 from sparseflash.masks.tiling.signatures import pattern
@@ -43,3 +46,21 @@ def causal(q_len: int, k_len: int | None = None, *, offset: int | None = None, b
     """
     q_len, k_len, offset = with_cache(q_len, k_len, offset)
     return band(q_len, k_len, 0, None, shift=offset, block=block)
+
+
+def is_causal(mask: BlockMask) -> bool:
+    """Whether no query sees a later key, aligned at the bottom right. Lengths are left out: padding only hides scores.
+
+    >>> is_causal(causal(100, 200)), is_causal(causal(100, 200, offset=101))
+    (True, False)
+
+    Computed once for a mask that is not dynamic; synchronises with the device.
+    """
+
+    def computed() -> bool:
+        # Masks that differ only in their lengths share the cache.
+        with torch.inference_mode(False):
+            limit = causal(mask.q_len, mask.k_len, block=(mask.block_q, mask.block_k)).to(mask.device)
+            return (mask._padded(None) - limit).indices.numel() == 0
+
+    return once(mask_cache(mask.indices), "is causal", computed)

@@ -14,10 +14,11 @@ from torch import Tensor
 from sparseflash.attention import Backend, attention
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import Block, dense_tensor, flag
-from sparseflash.blockmask.cache import BoundedDict
+from sparseflash.blockmask.cache import BoundedDict, is_countable
 from sparseflash.interop.flex import from_flex
-from sparseflash.interop.score_mods import from_score_mod
+from sparseflash.interop.score_mods import changes_of
 from sparseflash.interop.tokens_first import refuse_unless
+from sparseflash.masks.causal import is_causal
 from sparseflash.scores.change import Change, Scores
 
 if TYPE_CHECKING:
@@ -68,7 +69,8 @@ def flex_attention(
 
     Args:
         query, key, value: `[B, Hq, Nq, D]`, `[B, Hkv, Nk, D]` and `[B, Hkv, Nk, Dv]`.
-        score_mod: `score_mod(score, b, h, q_idx, kv_idx)`, which is recognised at every call (`from_score_mod`); or a
+        score_mod: `score_mod(score, b, h, q_idx, kv_idx)`, which is recognised at every call as by
+            `from_score_mod`, and under a causal `block_mask` also ALiBi written as `slopes[h] * (kv_idx - q_idx)`; or a
             result of `from_score_mod`, or `sparseflash.scores`, which is faster.
         block_mask: a `BlockMask` of this library, or one of FlexAttention, which is converted at its first use
             (`from_flex`); later changes of tensors that its `mask_mod` reads are not seen.
@@ -98,13 +100,24 @@ def flex_attention(
     if isinstance(score_mod, Scores | Change):
         changes = score_mod
     elif score_mod is not None:
-        changes = from_score_mod(score_mod, q_len, key.shape[2], device=query.device)
+        changes = changes_of(score_mod, (q_len, key.shape[2]), query.device, lambda: _is_causal(mask))
     out, lse = attention(query, key, value, mask, scale=scale, return_lse=True, scores=changes, backend=backend)
     if return_aux is not None:
         from torch.nn.attention.flex_attention import AuxOutput
 
         return out, AuxOutput(lse=lse if return_aux.lse else None)
     return (out, lse) if return_lse else out
+
+
+def _is_causal(mask: BlockMask | None) -> bool:
+    # Dynamo cannot trace the comparison of masks.
+    is_known = torch.compiler.disable(_is_known_causal) if torch.compiler.is_dynamo_compiling() else _is_known_causal
+    return mask is not None and is_known(mask)
+
+
+def _is_known_causal(mask: BlockMask) -> bool:
+    # The host must not wait for the contents of a dynamic mask, which is made anew at every step.
+    return is_countable(mask.indices) and is_causal(mask)
 
 
 def _mask(block_mask: Any, batch: int, heads: int) -> BlockMask | None:

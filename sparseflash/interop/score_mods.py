@@ -16,6 +16,8 @@ from sparseflash.scores.relative import Bucket
 from sparseflash.scores.tracing import Recorded, recorded
 
 _CPU = torch.device("cpu")
+Asked = Callable[[], bool]
+
 _SCORE = 0  # the node of every expression that is the score
 
 
@@ -53,24 +55,41 @@ def from_score_mod(
     A tensor indexed by b or h may have entries for more batch elements or heads than the attention has.
 
     Anything else becomes `scores.function(score_mod)`, which documents the functions that kernels take. For example,
-    `slopes[h] * (k - q)` stays a function, because it is ALiBi only under a mask without keys after their query.
-    `torch.where(condition, score, -inf)` stays a function, too, and its dead scores are computed; make the condition a
-    mask instead. Raises ValueError for a `score_mod` that cannot be recorded, or that captures a learned tensor and is
-    not recognised.
+    `slopes[h] * (k - q)` stays a function, because it is ALiBi only under a causal mask; `interop.flex_attention`
+    knows the mask and recognises it. `torch.where(condition, score, -inf)` stays a function, too, and its dead scores
+    are computed; make the condition a mask instead. Raises ValueError for a `score_mod` that cannot be recorded, or
+    that captures a learned tensor and is not recognised.
     """
-    found = recorded(score_mod, (), torch.device(device), may_capture_learned=True)
-    changes = _recognised(found, (q_len, q_len if k_len is None else k_len))
+    return changes_of(score_mod, (q_len, q_len if k_len is None else k_len), torch.device(device))
+
+
+def changes_of(
+    score_mod: Callable[..., Tensor], lengths: tuple[int, int], device: torch.device, is_causal: Asked | None = None
+) -> Scores:
+    """`from_score_mod`. If the mask `is_causal`, which is asked only where it matters, ALiBi of the signed distance
+    `q + Nk - Nq - k` is recognised, too.
+
+    >>> slopes = torch.ones(2)
+    >>> signed = lambda s, b, h, q, k: s - slopes[h] * (q - k)
+    >>> changes_of(signed, (64, 64), torch.device("cpu"), lambda: True).kinds
+    ('distance',)
+    """
+    found = recorded(score_mod, (), device, may_capture_learned=True)
+    changes = _recognised(found, lengths, is_causal)
     if changes is not None:
         return changes
-    if any(x.requires_grad for x in found.tensors):
+    learned = [list(x.shape) for x in found.tensors if x.requires_grad]
+    if learned:
         raise ValueError(
             "score_mod must not capture tensors that require gradients unless it is recognised as temperature, "
-            "softcap, alibi, log_decay, relative or bias; pass them after it: scores.function(score_mod, x)."
+            "softcap, alibi, log_decay, relative, key_bias or bias; got another one, which captures tensors of shape "
+            f"{', '.join(map(str, learned))}. Let it take each as a further argument, score_mod(score, b, h, q_idx, "
+            "kv_idx, x), and pass scores.function(score_mod, x) in its place."
         )
     return Scores((scores.function(score_mod),))
 
 
-def _recognised(found: Recorded, lengths: tuple[int, int]) -> Scores | None:
+def _recognised(found: Recorded, lengths: tuple[int, int], is_causal: Asked | None) -> Scores | None:
     nodes, at, made = found.expression.nodes, found.output, Scores(())
     while nodes[at].op in ("add", "sub"):
         left, right = nodes[at].inputs
@@ -79,7 +98,7 @@ def _recognised(found: Recorded, lengths: tuple[int, int]) -> Scores | None:
             left, right = right, left
         if _SCORE in found.expression.reads(right):
             return None
-        term = _term(found, right, sign, lengths)
+        term = _term(found, right, sign, lengths, is_causal)
         if term is None or term.kind in made.kinds:
             return None
         made, at = made + term, left
@@ -93,11 +112,11 @@ def _recognised(found: Recorded, lengths: tuple[int, int]) -> Scores | None:
     return made if at == _SCORE and made.changes else None
 
 
-def _term(found: Recorded, at: int, sign: float, lengths: tuple[int, int]) -> Change | None:
+def _term(found: Recorded, at: int, sign: float, lengths: tuple[int, int], is_causal: Asked | None) -> Change | None:
     """The summand of the score, if it is of a recognised kind."""
     factor, others = _factors(found.expression.nodes, at)
     if len(others) == 2:
-        return _decay(found, sign * factor, others, lengths)
+        return _decay(found, sign * factor, others, lengths, is_causal)
     if len(others) != 1 or abs(factor) != 1.0:
         return None
     return _bias(found, others[0], sign * factor, lengths) or _relative(found, others[0], sign * factor, lengths)
@@ -118,22 +137,33 @@ def _factors(nodes: Sequence[Node], at: int) -> tuple[float, list[int]]:
     return number, others
 
 
-def _decay(found: Recorded, factor: float, others: Sequence[int], lengths: tuple[int, int]) -> Change | None:
+def _decay(
+    found: Recorded, factor: float, others: Sequence[int], lengths: tuple[int, int], is_causal: Asked | None
+) -> Change | None:
     nodes = found.expression.nodes
     for one, other in (others, others[::-1]):
         if _entry(nodes, one) == "h":
-            decay = scores.alibi
+            decay, under = scores.alibi, is_causal
             if nodes[other].op == "log1p":
-                other, decay = _as_integer(nodes, nodes[other].inputs[0]), scores.log_decay
-            if _is_distance(found, other, lengths):
-                return Indexed(decay(-factor * found.tensors[int(nodes[one].value)]), "h")
+                # A signed distance may be negative at dead scores, and its logarithm NaN.
+                other, decay, under = _as_integer(nodes, nodes[other].inputs[0]), scores.log_decay, None
+            if sign := _distance(found, other, lengths, under):
+                return Indexed(decay(-sign * factor * found.tensors[int(nodes[one].value)]), "h")
     return None
 
 
-def _is_distance(found: Recorded, at: int, lengths: tuple[int, int]) -> bool:
-    """Whether a node is the distance of a key from its query, with both aligned at the bottom right."""
+def _distance(found: Recorded, at: int, lengths: tuple[int, int], is_causal: Asked | None) -> int:
+    """1 if a node is the distance of key and query, aligned at the bottom right, -1 if it is its negative, 0 otherwise.
+
+    The signed distance is one of them only where no live key is after its query, that is under a causal mask.
+    """
     node, shift = found.expression.nodes[at], lengths[1] - lengths[0]
-    return node.op == "abs" and affine(found, node.inputs[0], lengths) in ((1, -1, shift), (-1, 1, -shift))
+    is_absolute = node.op == "abs"
+    known = affine(found, node.inputs[0] if is_absolute else at, lengths)
+    sign = 1 if known == (1, -1, shift) else -1 if known == (-1, 1, -shift) else 0
+    if is_absolute:
+        return abs(sign)
+    return sign if sign and is_causal is not None and is_causal() else 0
 
 
 def _as_integer(nodes: Sequence[Node], at: int) -> int:

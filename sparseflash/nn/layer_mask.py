@@ -8,7 +8,7 @@ import torch
 
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.cache import BoundedDict, once
-from sparseflash.masks.causal import causal
+from sparseflash.masks.causal import is_causal
 from sparseflash.pattern import Pattern, mask_of_lengths
 
 Mask = BlockMask | Pattern | None
@@ -81,9 +81,7 @@ class LayerMask:
         key = "causal", tokens, device
         if torch.compiler.is_compiling() or self._made.get(key) is mask:  # checked when the cache was made, or before
             return mask
-        with torch.inference_mode(False):
-            future = mask - causal(tokens, block=(mask.block_q, mask.block_k)).to(device)
-        if future.indices.numel():
+        if not is_causal(mask):
             raise ValueError(
                 "mask must be causal for generation, since a new token cannot see later ones; got one with live scores "
                 "above the diagonal. Build it with causal=True, or combine it: mask & masks.causal(n)."

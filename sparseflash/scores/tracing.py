@@ -181,7 +181,10 @@ class _Recorder:
 
     def _captured(self, x: Tensor) -> int | _Entries:
         if x.requires_grad and not self._may_capture_learned:
-            raise Refused("a captured tensor that requires gradients, which must be passed after the function")
+            raise Refused(
+                "a captured tensor that requires gradients, which the function must take as a further argument, "
+                "passed as scores.function(function, x)"
+            )
         if x.device != self._device:
             raise Refused(f"a captured tensor on {x.device}, which must be on {self._device}")
         found = next((number for number, each in enumerate(self._tensors) if each is x), None)

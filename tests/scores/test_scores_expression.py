@@ -224,7 +224,7 @@ def test_a_captured_tensor_is_read_but_must_not_be_learned():
     found = recorded(lambda s, b, h, q, k: s * CAPTURED[h], (), CPU)
     assert found.tensors[0] is CAPTURED
     learned = [torch.ones(3, requires_grad=True)]
-    with pytest.raises(ValueError, match="a captured tensor that requires gradients"):
+    with pytest.raises(ValueError, match="requires gradients, which the function must take as a further argument"):
         recorded(lambda s, b, h, q, k: s * learned[0][h], (), CPU)
 
 
