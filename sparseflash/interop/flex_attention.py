@@ -70,8 +70,8 @@ def flex_attention(
     Args:
         query, key, value: `[B, Hq, Nq, D]`, `[B, Hkv, Nk, D]` and `[B, Hkv, Nk, Dv]`.
         score_mod: `score_mod(score, b, h, q_idx, kv_idx)`, which is recognised at every call as by
-            `from_score_mod`, and under a causal `block_mask` also ALiBi written as `slopes[h] * (kv_idx - q_idx)`; or a
-            result of `from_score_mod`, or `sparseflash.scores`, which is faster.
+            `from_score_mod`, and under a causal `block_mask` also ALiBi written as `slopes[h] * (kv_idx - q_idx)`,
+            unless the mask is dynamic; or a result of `from_score_mod`, or `sparseflash.scores`, which is faster.
         block_mask: a `BlockMask` of this library, or one of FlexAttention, which is converted at its first use
             (`from_flex`); later changes of tensors that its `mask_mod` reads are not seen.
         enable_gqa: allows Hkv to be a divisor of Hq.

@@ -201,6 +201,14 @@ def test_signed_distances_under_another_mask_are_no_alibi(name, form):
         flex_attention(q, k, v, signed(form, slopes.requires_grad_(), q_len, k_len), mask)
 
 
+def test_the_contents_of_a_dynamic_mask_are_not_waited_for():
+    slopes, q, k, v = drawn((2,), *[(1, 2, 50, 16)] * 3)
+    index = torch.tensor([[0, 1], [0, 1], [0, 2], [1, 3]])[None, None]
+    mask = BlockMask.from_block_index(index, block=16, q_len=50, causal=True)
+    assert mask.dynamic
+    alike("function", signed("added", slopes, 50, 50), slopes, q, k, v, mask)
+
+
 def test_what_is_no_distance_from_a_key_to_its_query_is_no_alibi():
     q, k, v = drawn((1, 2, 30, 16), (1, 2, 50, 16), (1, 2, 50, 16))
     for mod in (
