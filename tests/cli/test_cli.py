@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 import sparseflash
 from sparseflash import BlockMask, __version__, analysis, attention, interop, masks
 from sparseflash import cli as command_line
-from sparseflash.cli import bench, certificate, check, convert, expression, info, output
+from sparseflash.cli import bench, certificate, check, convert, expression, info, mask_mods, output
 from sparseflash.cli.app import app
 from sparseflash.cli.expression import mask_of
 from sparseflash.cli.inputs import drawn
@@ -485,6 +485,16 @@ def test_a_rule_that_differs_in_one_score_is_not_taken():
         single = torch.zeros(300, 300, dtype=torch.bool)
         single[q, k] = True
         assert mask_mod_of(window & ~BlockMask.from_dense(single)) is None
+
+
+def test_runs_are_found_a_few_queries_at_a_time_and_not_in_masks_that_are_too_long(monkeypatch):
+    mask = masks.documents([100, 170, 30], causal=True)
+    whole = mask_mods._runs(mask)
+    assert [int(x[150]) for x in whole] == [100, 151]
+    monkeypatch.setattr(mask_mods, "SCORES_AT_ONCE", 7 * 300)
+    assert all(map(torch.equal, mask_mods._runs(mask), whole))
+    monkeypatch.setattr(mask_mods, "SCORES", 300 * 300 - 1)
+    assert mask_mod_of(mask) is None
 
 
 @pytest.mark.parametrize(
