@@ -15,6 +15,12 @@ def names() -> list[str]:
     return sorted([*folders, *(path.stem for path in FOLDER.glob("*.py") if "\napp = " in path.read_text())])
 
 
+def module_of(name: str) -> str:
+    """The module of a benchmark's program. A folder without one may be left of a benchmark that was a folder once."""
+    is_folder = (FOLDER / name / "__main__.py").exists()
+    return f"experiments.benchmarks.{name}{'.__main__' if is_folder else ''}"
+
+
 def main() -> None:
     """Runs the benchmark that the first argument names, with the other arguments."""
     name = sys.argv[1] if len(sys.argv) > 1 else ""
@@ -27,8 +33,7 @@ def main() -> None:
             print(f"{table.about(run)}\n\n{table.markdown(measurements)}\n")
     elif name in names():
         del sys.argv[1]
-        module = f"experiments.benchmarks.{name}{'.__main__' if (FOLDER / name).is_dir() else ''}"
-        import_module(module).app(prog_name=f"python -m experiments.benchmarks {name}")
+        import_module(module_of(name)).app(prog_name=f"python -m experiments.benchmarks {name}")
     else:
         sys.exit(f"the benchmark must be from {', '.join(names())}, or show FILE...; got {name!r}")
 

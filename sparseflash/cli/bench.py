@@ -13,7 +13,9 @@ from torch.nn import functional as F
 from torch.utils.benchmark import Timer
 
 from sparseflash import BlockMask, attention, interop, masks
-from sparseflash.cli.names import PEERS
+from sparseflash.cli.mask_mods import mask_mod_of
+from sparseflash.cli.names import AS_BITS, PEERS
+from sparseflash.interop.mask_mods import Rule
 from sparseflash.testing import Inputs
 
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -73,20 +75,26 @@ def measured(inputs: Inputs, mask: BlockMask, peers: list[str], seconds: float) 
     yield times(OURS, partial(ours, mask), inputs, seconds)
     yield times(DENSE, partial(ours, None), inputs, seconds)
     for peer in peers:
+        name = PEERS[peer]
         try:
             if peer == "sdpa":
-                yield times(PEERS[peer], partial(F.scaled_dot_product_attention, enable_gqa=grouped), inputs, seconds)
+                yield times(name, partial(F.scaled_dot_product_attention, enable_gqa=grouped), inputs, seconds)
                 continue
-            call = fa4(mask) if peer == "fa4" else (masked_sdpa if peer == "sdpa-mask" else flex)(mask, grouped)
+            if peer == "flex":
+                rule = mask_mod_of(mask)
+                name = name if rule else f"{name}, {AS_BITS}"
+                call = flex(mask, rule, grouped)
+            else:
+                call = fa4(mask) if peer == "fa4" else masked_sdpa(mask, grouped)
             apart = distance(call(inputs.q, inputs.k, inputs.v), expected)
             if not apart <= SAME:  # also catches NaN
-                yield Times(PEERS[peer], why=f"wrong result: relative error {apart:.2g}")
+                yield Times(name, why=f"wrong result: relative error {apart:.2g}")
                 continue
-            yield times(PEERS[peer], call, inputs, seconds)
+            yield times(name, call, inputs, seconds)
         except Exception as failure:  # one peer's failure must not lose the times of the others
             words = str(failure).strip().splitlines() or [type(failure).__name__]
             fits = not isinstance(failure, torch.OutOfMemoryError)
-            yield Times(PEERS[peer], why=words[0] if fits else "does not fit into memory")
+            yield Times(name, why=words[0] if fits else "does not fit into memory")
 
 
 def masked_sdpa(mask: BlockMask, grouped: bool) -> Call:
@@ -94,11 +102,12 @@ def masked_sdpa(mask: BlockMask, grouped: bool) -> Call:
     return partial(F.scaled_dot_product_attention, attn_mask=mask.to_dense(), enable_gqa=grouped)
 
 
-def flex(mask: BlockMask, grouped: bool) -> Call:
-    """FlexAttention with the same mask."""
+def flex(mask: BlockMask, rule: Rule | None, grouped: bool) -> Call:
+    """FlexAttention with the same mask, whose partial tiles are this rule's; without one, it reads the mask's bits."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    return partial(torch.compile(flex_attention), block_mask=interop.to_flex(mask), enable_gqa=grouped)
+    block_mask = interop.to_flex(mask, mask_mod=rule)
+    return partial(torch.compile(flex_attention), block_mask=block_mask, enable_gqa=grouped)
 
 
 def fa4(mask: BlockMask) -> Call:

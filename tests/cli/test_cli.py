@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tracemalloc
 import zipfile
+from itertools import product
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -20,12 +21,13 @@ from scipy import sparse
 from typer.testing import CliRunner
 
 import sparseflash
-from sparseflash import BlockMask, __version__, analysis, interop, masks
+from sparseflash import BlockMask, __version__, analysis, attention, interop, masks
 from sparseflash import cli as command_line
-from sparseflash.cli import bench, certificate, check, convert, expression, info, output
+from sparseflash.cli import bench, certificate, check, convert, expression, info, mask_mods, output
 from sparseflash.cli.app import app
 from sparseflash.cli.expression import mask_of
 from sparseflash.cli.inputs import drawn
+from sparseflash.cli.mask_mods import mask_mod_of
 from sparseflash.cli.options import pattern_names, patterns_beginning_with
 from sparseflash.cli.refused import Refused
 from sparseflash.cli.sources import module_of
@@ -394,13 +396,13 @@ def test_a_peer_that_fails_or_gives_nan_takes_no_others_times_away(monkeypatch):
     inputs = drawn(HOLES, batch=1, heads=2, kv_heads=None, dim=16, dtype=torch.float32, seed=0)
     reason = "FlexAttention does not support backward on CPU. " * 3
 
-    def fails(mask, grouped):
+    def fails(mask, rule, grouped):
         raise RuntimeError(f"{reason}\nMore of it")
 
     monkeypatch.setattr(bench, "flex", fails)
     monkeypatch.setattr(bench, "masked_sdpa", lambda mask, grouped: lambda q, k, v: q * torch.nan)
     ours, _, failed, wrong, dense = bench.measured(inputs, HOLES, ["flex", "sdpa-mask", "sdpa"], 0.01)
-    assert (failed.forward, failed.why) == (None, reason)
+    assert (failed.name, failed.forward, failed.why) == ("FlexAttention, mask as bits", None, reason)
     assert wrong.forward is None and "wrong result: relative error nan" in wrong.why
     assert ours.forward > 0 and dense.forward > 0
 
@@ -421,6 +423,98 @@ def test_of_a_long_mask_the_end_is_compared():
 def test_peers_are_those_that_fit():
     small, large = masks.local(256, window=64), masks.local(65536, window=64)
     assert bench.peers_for(small) == ["sdpa", "sdpa-mask"] and bench.peers_for(large) == ["sdpa"]
+
+
+RULES = {
+    "causal": [
+        masks.causal(300), masks.causal(40, 300), masks.causal(40, 300, offset=0), masks.causal(300, 40),
+        masks.butterfly(512, block=64) & masks.causal(512, block=64),
+    ],
+    "window": [
+        masks.local(300, window=40), masks.local(300, window=40, causal=True), masks.local(300, left=7, right=90),
+        masks.local(64, 300, window=40, causal=True, block=32), masks.per_head([masks.local(512, window=64)] * 2),
+        masks.per_head([masks.local(512, window=64), masks.butterfly(512)]),
+    ],
+    "dilated": [masks.dilated(300, window=9, dilation=3), masks.dilated(300, window=9, dilation=3, causal=True)],
+    "prefix": [masks.prefix_lm(300, prefix=70), masks.prefix_lm(64, 300, prefix=250)],
+    "sinks": [
+        masks.streaming(300, window=40, sink=3), masks.streaming(64, 300, window=40, sink=3),
+        masks.longformer(300, window=40, global_tokens=3, causal=True),
+    ],
+    "global_tokens": [masks.longformer(300, window=40, global_tokens=3)],
+    "runs": [
+        masks.documents([100, 0, 170, 30]), masks.documents([100, 170, 30], causal=True), masks.chunked(300, chunk=70),
+        masks.documents([5, 70], [100, 200], causal=True), masks.dense(300).with_lengths([200]),
+    ],
+    "padded": [
+        masks.dense(300).with_lengths([200, 0, 300]), masks.causal(300).with_lengths([90, 90]),
+        masks.documents([100, 200]).with_lengths(k_lengths=[250, 300]),
+    ],
+    "noop_mask": [masks.dense(256), masks.butterfly(1024), masks.dense(300, 170)],
+    None: [
+        HOLES, masks.neighborhood((20, 20), window=5), masks.longformer(300, window=40, global_tokens=[7, 200]),
+        masks.per_batch([masks.causal(300), masks.local(300, window=40)]), ~masks.local(300, window=40),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "mask"), [(name, mask) for name, listed in RULES.items() for mask in listed])
+def test_flexattention_gets_a_rule_that_is_the_mask(name, mask):
+    found = mask_mod_of(mask)
+    assert name == (found and found.__qualname__.partition(".")[0])
+    if found is None:
+        return
+    q, k = torch.arange(mask.q_len)[:, None], torch.arange(mask.k_len)
+    dense = mask.to_dense()
+    live = [torch.as_tensor(found(torch.tensor(b), 0, q, k)).expand(dense.shape[2:]) for b in range(dense.shape[0])]
+    rows, columns = q // mask.block_q, k // mask.block_k
+    lists = interop.to_flex(mask)
+    for b, h in product(range(dense.shape[0]), range(dense.shape[1])):
+        counts, indices = lists.kv_num_blocks[b, h], lists.kv_indices[b, h]
+        asked = torch.zeros(len(counts), -(-mask.k_len // mask.block_k), dtype=torch.bool)
+        for row, count in enumerate(counts):
+            asked[row, indices[row, :count].long()] = True
+        asked = asked[rows, columns]
+        assert torch.equal(live[b] & asked, dense[b, h] & asked)
+
+
+def test_a_rule_that_differs_in_one_score_is_not_taken():
+    window = masks.local(300, window=40, causal=True)
+    assert mask_mod_of(window) is not None
+    for q, k in ((299, 290), (150, 130), (60, 45)):
+        single = torch.zeros(300, 300, dtype=torch.bool)
+        single[q, k] = True
+        assert mask_mod_of(window & ~BlockMask.from_dense(single)) is None
+
+
+def test_runs_are_found_a_few_queries_at_a_time_and_not_in_masks_that_are_too_long(monkeypatch):
+    mask = masks.documents([100, 170, 30], causal=True)
+    whole = mask_mods._runs(mask)
+    assert [int(x[150]) for x in whole] == [100, 151]
+    monkeypatch.setattr(mask_mods, "SCORES_AT_ONCE", 7 * 300)
+    assert all(map(torch.equal, mask_mods._runs(mask), whole))
+    monkeypatch.setattr(mask_mods, "SCORES", 300 * 300 - 1)
+    assert mask_mod_of(mask) is None
+
+
+@pytest.mark.parametrize(
+    ("mask", "name"), [(masks.causal(300), "FlexAttention"), (HOLES, "FlexAttention, mask as bits")]
+)
+def test_the_row_of_flexattention_says_whether_it_has_a_rule(mask, name, monkeypatch):
+    from torch.nn.attention import flex_attention
+
+    given = []
+
+    def attend(q, k, v, *, block_mask, enable_gqa):
+        given.append(block_mask)
+        return attention(q, k, v, interop.from_flex(block_mask))
+
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    monkeypatch.setattr(flex_attention, "flex_attention", attend)
+    inputs = drawn(mask, batch=1, heads=2, kv_heads=1, dim=16, dtype=torch.float32, seed=0)
+    *_, flex = bench.measured(inputs, mask, ["flex"], 0.01)
+    assert (flex.name, flex.why) == (name, "") and flex.forward > 0 and flex.both > 0
+    assert ("mask_mods.py" in given[0].mask_mod.__code__.co_filename) == (name == "FlexAttention")
 
 
 @pytest.fixture
@@ -480,7 +574,7 @@ def test_flash_attention_4_has_no_rule_for_other_partial_tiles(stand_in_fa4, mon
 
 
 def test_the_names_of_all_peers_fit_into_a_line(monkeypatch):
-    names = [bench.OURS, bench.DENSE, *bench.PEERS.values()]
+    names = [bench.OURS, bench.DENSE, *bench.PEERS.values(), f"{bench.PEERS['flex']}, {bench.AS_BITS}"]
     monkeypatch.setattr(bench, "measured", lambda *_: [bench.Times(name, 1234.567, 1234.567) for name in names])
     rows = run("bench", "local(100, window=30, block=32)", *CPU)
     assert all(name in rows for name in names)
@@ -494,6 +588,7 @@ def test_all_commands_on_a_gpu():
     peers = [name for peer, name in bench.PEERS.items() if peer != "fa4"]
     assert all(name in rows for name in (bench.OURS, *peers)) and "something else" not in rows
     rows = run("bench", "local(1024, window=256, causal=True)", "--seconds", "0.05", "--head-dim", "64")
+    assert f"{bench.PEERS['flex']} " in rows and bench.AS_BITS not in rows
     assert not bench.has_fa4() or bench.PEERS["fa4"] in rows
 
 

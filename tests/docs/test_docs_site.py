@@ -232,7 +232,7 @@ def measured_numbers(text):
 
 def test_the_readme_stays_short():
     text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 120 and 0 < len(measured_numbers(text)) <= 40
+    assert len(text.splitlines()) <= 120 and 0 < len(measured_numbers(text)) <= 30
 
 
 def test_measured_numbers_are_counted():

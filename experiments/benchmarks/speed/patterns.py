@@ -12,9 +12,8 @@ import torch
 from experiments.benchmarks.speed.cases import Case
 from experiments.benchmarks.speed.grid import grid, near
 from sparseflash import BlockMask, masks
-
-# (batch, head, query, key) -> live. Without `//` of tensors and the like, it also runs inside kernels of CuTe.
-Rule = Callable[[Any, Any, Any, Any], Any]
+from sparseflash.interop import mask_mods
+from sparseflash.interop.mask_mods import Rule
 
 
 class Pattern(NamedTuple):
@@ -80,7 +79,7 @@ def _butterfly(case: Case, device: torch.device) -> Pattern:
 
 
 def _causal(case: Case, device: torch.device) -> Pattern:
-    return Pattern(masks.causal(case.length, block=case.block), lambda b, h, q, k: k <= q)
+    return Pattern(masks.causal(case.length, block=case.block), mask_mods.causal())
 
 
 def window_of(case: Case) -> tuple[int, int] | None:
@@ -96,23 +95,20 @@ def _window(case: Case, device: torch.device) -> Pattern:
     assert found is not None
     left, right = found
     mask = masks.local(case.length, left=left, right=right, block=case.block)
-    return Pattern(mask, lambda b, h, q, k: (k >= q - left) & (k <= q + right))
+    return Pattern(mask, mask_mods.window(left, right))
 
 
 def _prefix(case: Case, device: torch.device) -> Pattern:
     (prefix,) = case.sizes
     mask = masks.prefix_lm(case.length, prefix=prefix, block=case.block)
-    return Pattern(mask, lambda b, h, q, k: (k < prefix) | (k <= q))
+    return Pattern(mask, mask_mods.prefix(prefix))
 
 
 def _longformer(case: Case, device: torch.device) -> Pattern:
     window, tokens = case.sizes
     side = window // 2
-
-    def rule(b: Any, h: Any, q: Any, k: Any) -> Any:
-        return ((k <= q + side) & (q <= k + side)) | (q < tokens) | (k < tokens)
-
-    return Pattern(masks.longformer(case.length, window=window, global_tokens=tokens, block=case.block), rule)
+    mask = masks.longformer(case.length, window=window, global_tokens=tokens, block=case.block)
+    return Pattern(mask, mask_mods.global_tokens(tokens, side, side))
 
 
 def _neighborhood(case: Case, device: torch.device) -> Pattern:

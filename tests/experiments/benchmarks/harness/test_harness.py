@@ -10,7 +10,8 @@ import pytest
 import torch
 import typer
 
-from experiments.benchmarks.__main__ import FOLDER, names
+from experiments.benchmarks import __main__ as command
+from experiments.benchmarks.__main__ import module_of, names
 from experiments.benchmarks.harness import Bench, Unavailable, Way, chosen, difference, reason, slug, table
 from experiments.measurements import Measurement, Run, read, write
 
@@ -151,10 +152,16 @@ def test_small_tools():
     assert difference(torch.full((2, 2), 1.5), torch.ones(2, 2)) == pytest.approx(0.5)
 
 
+def test_a_folder_that_is_left_of_a_benchmark_is_no_program(monkeypatch, tmp_path):
+    """Git leaves the compiled files of a folder that has become a module."""
+    (tmp_path / "scores" / "__pycache__").mkdir(parents=True)
+    monkeypatch.setattr(command, "FOLDER", tmp_path)
+    assert module_of("scores") == "experiments.benchmarks.scores"
+
+
 def test_one_command_runs_every_benchmark_and_shows_records(tmp_path):
     assert {"calls", "speed", "scores", "decode"} <= set(names())
-    programs = [f"experiments.benchmarks.{name}{'.__main__' if (FOLDER / name).is_dir() else ''}" for name in names()]
-    assert all(typer.main.get_command(import_module(program).app) for program in programs)
+    assert all(typer.main.get_command(import_module(module_of(name)).app) for name in names())
     write(tmp_path / "a.jsonl", RUN, [figure("dense/fa4", 2.2)])
     program = [sys.executable, "-m", "experiments.benchmarks"]
     shown = subprocess.run([*program, "show", str(tmp_path / "a.jsonl")], capture_output=True, text=True, check=True)
