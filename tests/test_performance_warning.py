@@ -21,6 +21,7 @@ def as_on_an_h100(monkeypatch):
     monkeypatch.setattr(notice, "_said", notice.BoundedDict(64))
     monkeypatch.setattr(sys.modules["sparseflash.attention"], "chosen_backend", chosen)
     monkeypatch.setattr(notice, "_FEWEST_QUERIES", 70)
+    monkeypatch.setattr(support, "LIMITS", support.LIMITS._replace(forward_queries_other=1))
     clear_caches()
 
 
@@ -35,7 +36,7 @@ def said_by(call):
     return [str(each.message) for each in given if each.category is sparseflash.PerformanceWarning]
 
 
-def inputs(dim=20, tokens=70, **more):
+def inputs(dim=100, tokens=70, **more):
     return [torch.randn(1, 1, tokens, dim, **more).half().detach() for _ in range(3)]
 
 
@@ -43,7 +44,7 @@ def test_a_head_dim_that_the_kernels_for_hopper_do_not_take():
     (said,) = said_by(lambda: attention(*inputs()))
     assert said == (
         "sparseflash runs its portable kernels for this call and not its faster ones for Hopper: they take head dims "
-        "that are multiples of 8 up to 256; got D = 20 and Dv = 20. It may take up to twice as long. Results are as "
+        "that are multiples of 8 up to 256; got D = 100 and Dv = 100. It may take up to twice as long. Results are as "
         "exact. `sparseflash.explain` has the full answer for a call; warnings.filterwarnings('ignore', "
         "category=sparseflash.PerformanceWarning) silences this."
     )
@@ -51,7 +52,7 @@ def test_a_head_dim_that_the_kernels_for_hopper_do_not_take():
 
 def test_each_kind_of_reason_once():
     q, k, v = inputs()
-    assert len(said_by(lambda: (attention(q, k, v), attention(*inputs(tokens=71)), attention(*inputs(dim=36))))) == 1
+    assert len(said_by(lambda: (attention(q, k, v), attention(*inputs(tokens=71)), attention(*inputs(dim=108))))) == 1
     (said,) = said_by(lambda: attention(*inputs(dim=128), dropout_p=0.5))
     assert "they have no dropout" in said
     own = scores.function(lambda score, b, h, q, k: score * 2)
@@ -73,10 +74,19 @@ def test_gradients_say_no_more_than_the_call():
         lambda: attention(*(x.float() for x in inputs())),
         lambda: attention(*inputs(tokens=69)),
         lambda: attention(*inputs(dim=64)),
+        lambda: attention(*inputs(dim=20)),
         lambda: attention(*inputs(), masks.causal(70, block=16)),
         lambda: attention(*inputs(), backend="blockwise"),
     ],
-    ids=["asked for", "fp32", "few queries", "as fast", "as fast, whatever the head dim", "blockwise"],
+    ids=[
+        "asked for",
+        "fp32",
+        "few queries",
+        "as fast",
+        "as fast at narrow heads",
+        "as fast, whatever the head dim",
+        "blockwise",
+    ],
 )
 def test_no_word_where_it_is_asked_for_or_no_slower(call):
     assert not said_by(call)
