@@ -28,6 +28,7 @@ from sparseflash.backends.triton.hopper.configs import (
     SMALL,
     backward_config_for,
     config_for,
+    dq_config_for,
     tile_for,
     wide_config_for,
 )
@@ -126,6 +127,7 @@ def fault(kind: Kind, examples: Sequence[Example]) -> str:
         wide = wide_config_for(*dims)
         if wide is not None:
             expected["wide_backward_kernel"] = wide.start_registers
+            expected["wide_dq_kernel"] = dq_config_for(*dims).start_registers
         else:
             expected["backward_kernel"] = backward_config_for(*dims).start_registers
     wrong = ", ".join(f"{name} {ratio:.3g}" for name, ratio in ratios if not ratio <= 1)
