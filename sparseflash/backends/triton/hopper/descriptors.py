@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -44,3 +44,16 @@ def described_channels(x: Tensor, keys: int) -> Describe:
     """
     box = [1, CHANNELS, keys]
     return Describe(x, x.shape, x.stride(), box, gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16))
+
+
+def boxes_of(
+    tensors: Mapping[str, Tensor], tokens: Mapping[str, int], channels: Mapping[str, tuple[int, int]]
+) -> tuple[dict[str, Tensor], dict[str, Describe]]:
+    """The tensors of descriptors, and how they are described: boxes of so many tokens and of one or two pieces of
+    channels.
+    """
+    found = {f"{name}_desc": (x, tokens[name], channels[name][0]) for name, x in tensors.items()}
+    found |= {
+        f"{name}_rest_desc": (x, tokens[name], channels[name][1]) for name, x in tensors.items() if channels[name][1]
+    }
+    return {name: x for name, (x, *_) in found.items()}, {name: described_as(*each) for name, each in found.items()}

@@ -17,7 +17,7 @@ from sparseflash.backends.triton.hopper.biases import biases_of
 from sparseflash.backends.triton.hopper.changed import examples_of, forward_numbers_of, tensors_of
 from sparseflash.backends.triton.hopper.choices import described_choice
 from sparseflash.backends.triton.hopper.configs import ROWS, Config
-from sparseflash.backends.triton.hopper.descriptors import as_read, described_as, described_channels, read_as
+from sparseflash.backends.triton.hopper.descriptors import as_read, boxes_of, described_channels, read_as
 from sparseflash.backends.triton.hopper.dynamic_plan import dynamic_forward_plan
 from sparseflash.backends.triton.hopper.forward import forward_kernel
 from sparseflash.backends.triton.hopper.pairs import pairs_of
@@ -26,7 +26,7 @@ from sparseflash.backends.triton.hopper.tables import entries_of
 from sparseflash.backends.triton.launch.examples import empty_like, like, one_number_of
 from sparseflash.backends.triton.launch.launches import SOME_LENGTHS, SOME_PARTS, launch_of, of_call, strides_of
 from sparseflash.backends.triton.launch.merging import bind_merge, merge_launch
-from sparseflash.backends.triton.launcher import BoundLaunch, Describe, Launch
+from sparseflash.backends.triton.launcher import BoundLaunch, Launch
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.backends.triton.schedule.worklists import Worklist
@@ -67,9 +67,11 @@ class ForwardLayout:
             "q_len": q_len, "k_len": k_len, "row_tiles": -(-q_len // queries), "lengths_stride": 0,
         }  # fmt: skip
         constants = {"SHAPE": config.shape, "CHANGES": self.changed.constant}
-        tiles = {"q": read_as(q), "k": read_as(k), "v": read_as(v), "o": out}
-        described = _described(tiles, config)
-        tiles = {name: tiles[name[0]] for name in described}
+        (v_dim, v_rest), tokens = config.v_dims, {"q": ROWS, "k": keys, "v": keys, "o": ROWS}
+        tiles, described = boxes_of(
+            {"q": read_as(q), "k": read_as(k), "v": read_as(v), "o": out}, tokens,
+            {"q": config.dims, "k": config.dims, "v": config.v_dims, "o": (v_dim // config.out_pieces, v_rest)},
+        )  # fmt: skip
         examples: dict[str, Any] = {**tiles, "lse_ptr": lse, "counter_ptr": _SOME_COUNTERS[:1]}
         changed, of_changes = examples_of(changes, q), dict(units)
         given: dict[str, Any] = dict(changed)
@@ -185,17 +187,6 @@ class Forward:
                 walked=config.tile,
             )
         ]
-
-
-def _described(tiles: Mapping[str, Tensor], config: Config) -> dict[str, Describe]:
-    """The descriptors of q, k, v and o, and of the rest of their channels."""
-    tokens = {"q": ROWS, "k": config.keys, "v": config.keys, "o": ROWS}
-    (dim, rest), (v_dim, v_rest) = config.dims, config.v_dims
-    first = {"q": dim, "k": dim, "v": v_dim, "o": v_dim // config.out_pieces}
-    rests = {"q": rest, "k": rest, "v": v_rest, "o": v_rest}
-    found = {f"{name}_desc": described_as(x, tokens[name], first[name]) for name, x in tiles.items()}
-    more = {name: x for name, x in tiles.items() if rests[name]}
-    return found | {f"{name}_rest_desc": described_as(x, tokens[name], rests[name]) for name, x in more.items()}
 
 
 def planned_forward(plan: Plan, tile: tuple[int, int], programs: int) -> Worklist:

@@ -49,13 +49,13 @@ def backward(
     """
     programs, wide = programs_of(setting.plan.device), wide_config_for(q.shape[-1], v.shape[-1])
     plan = (planned_backward if wide is None else planned_wide_backward)(setting.plan, programs)
-    size = plan.chains, plan.parts > 0
+    size = plan.chains if wide is None else None, plan.parts > 0  # the kernels for wide heads have no chains
     layout: BackwardLayout | None = _layouts.get(("backward", dlse, key, size))
     if layout is None:
-        make = BackwardLayout if wide is None else partial(WideBackwardLayout, config=wide)
+        make = partial(BackwardLayout, chains=plan.chains) if wide is None else partial(WideBackwardLayout, config=wide)
         made = make(
-            setting, q=q, k=k, v=v, out=out, dout=dout, scale=scale, chains=size[0], dlse=dlse, merges=size[1],
-            changes=changes, wanted=wanted,
+            setting, q=q, k=k, v=v, out=out, dout=dout, scale=scale, dlse=dlse, merges=size[1], changes=changes,
+            wanted=wanted,
         )  # fmt: skip
         layout = _layouts.put(("backward", dlse, key, size), made)
     return (Backward if wide is None else WideBackward)(layout, plan, setting)

@@ -17,7 +17,7 @@ from sparseflash.backends.triton.hopper.backward_plan import BackwardPlan, backw
 from sparseflash.backends.triton.hopper.changed import numbers_of
 from sparseflash.backends.triton.hopper.choices import described_choice
 from sparseflash.backends.triton.hopper.configs import BLOCK, ROWS, WIDE_KEYS, WideConfig, dq_config_for
-from sparseflash.backends.triton.hopper.descriptors import described_as, described_rows, read_as
+from sparseflash.backends.triton.hopper.descriptors import boxes_of, described_rows, read_as
 from sparseflash.backends.triton.hopper.forward_pass import forward_worklist
 from sparseflash.backends.triton.hopper.plan import ITEM_COUNT, programs_of
 from sparseflash.backends.triton.hopper.rows import begin_kernel
@@ -25,7 +25,7 @@ from sparseflash.backends.triton.hopper.wide_backward import wide_backward_kerne
 from sparseflash.backends.triton.hopper.wide_dq import wide_dq_kernel
 from sparseflash.backends.triton.launch.examples import like, one_number_of
 from sparseflash.backends.triton.launch.launches import SOME_LENGTHS, SOME_PARTS, launch_of, of_call, strides_of
-from sparseflash.backends.triton.launcher import BoundLaunch, Describe, Launch
+from sparseflash.backends.triton.launcher import BoundLaunch, Launch
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.backends.triton.schedule.worklists import TileLists, Worklist
@@ -33,14 +33,13 @@ from sparseflash.scores.change import Scores
 
 
 class WideBackwardLayout(BackwardLayout):
-    """The launches of a backward for wide heads, for all plans with the same number of chains."""
+    """The launches of a backward for wide heads. They have no chains, and so serve plans with any number of them."""
 
     keys = WIDE_KEYS
 
     def __init__(
         self, setting: Setting, config: WideConfig, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor,
-        scale: float, chains: int, *, dlse: bool, merges: bool, changes: Scores | None = None,
-        wanted: Sequence[bool] = (),
+        scale: float, *, dlse: bool, merges: bool, changes: Scores | None = None, wanted: Sequence[bool] = (),
     ) -> None:  # fmt: skip
         """As `BackwardLayout`. The kernel supports no score modification except a sink, which lse includes."""
         device, rows_of_step = setting.plan.device, config.rows
@@ -88,26 +87,26 @@ class WideBackwardLayout(BackwardLayout):
             device, described, bound=("start_ptr", "work_ptr", "entry_ptr", "words_ptr"), num_warps=8, num_stages=1,
             registers=config.start_registers,
         )  # fmt: skip
+        self.of_dq = dq_config_for(dim, v_dim)
         self.finish = self._dq(device, numbers, read, {"rows_ptr": rows, "dq_ptr": dq, **lengths})
         padded = config.padded_dim, config.v_dim
         self.part, self.has_gaps = WIDE_KEYS * sum(padded), sum(config.dims) < config.padded_dim
         self.combine = self._combining(setting, numbers, padded, dk, dv) if merges else None
 
-    @staticmethod
     def _dq(
-        device: torch.device, numbers: Mapping[str, Any], read: Mapping[str, Tensor], examples: Mapping[str, Any]
+        self, device: torch.device, numbers: Mapping[str, Any], read: Mapping[str, Tensor], examples: Mapping[str, Any]
     ) -> Launch:
         """The launch of the kernel for dq."""
-        dim = read["q"].shape[-1]
-        config = dq_config_for(dim, read["v"].shape[-1])
+        config = self.of_dq
         (first, rest), (v_first, v_rest) = config.dims, config.v_dims
         tiles, described = boxes_of(
             read, {"q": ROWS, "k": WIDE_KEYS, "v": WIDE_KEYS, "dout": ROWS},
             {"q": config.dims, "k": config.dims, "v": config.v_dims, "dout": config.v_dims},
         )  # fmt: skip
         constants = {
-            "D": first, "D_REST": rest, "DV": v_first, "DV_REST": v_rest, "DIM": dim, "STAGES": config.stages,
-            "V_STAGES": config.v_stages, "REGISTERS": config.registers, "LOADER_REGISTERS": config.loader_registers,
+            "D": first, "D_REST": rest, "DV": v_first, "DV_REST": v_rest, "DIM": read["q"].shape[-1],
+            "STAGES": config.stages, "V_STAGES": config.v_stages, "REGISTERS": config.registers,
+            "LOADER_REGISTERS": config.loader_registers,
         }  # fmt: skip
         return launch_of(
             wide_dq_kernel, constants, numbers, {**tiles, **examples}, device, described,
@@ -119,6 +118,7 @@ class WideBackwardLayout(BackwardLayout):
 class WideBackward(Backward):
     """The gradients of q, k and v of wide heads."""
 
+    layout: WideBackwardLayout
     computes = "dk and dv"
     warps = 9
 
@@ -134,22 +134,8 @@ class WideBackward(Backward):
         """Describes both kernels for `explain`."""
         self.rows.ready.wait()
         counts = self.rows.work[:, ITEM_COUNT.value]
-        block = BLOCK[0], WIDE_KEYS
-        stages = self.layout.stages
+        block, stages = (BLOCK[0], WIDE_KEYS), self.layout.of_dq.stages
         return [*super().choices(), described_choice("dq", block, 9, stages, self._finish, counts, 0)]
-
-
-def boxes_of(
-    tensors: Mapping[str, Tensor], tokens: Mapping[str, int], channels: Mapping[str, tuple[int, int]]
-) -> tuple[dict[str, Tensor], dict[str, Describe]]:
-    """The tensors of descriptors, and how they are described: boxes of so many tokens and of one or two pieces of
-    channels.
-    """
-    found = {f"{name}_desc": (x, tokens[name], channels[name][0]) for name, x in tensors.items()}
-    found |= {
-        f"{name}_rest_desc": (x, tokens[name], channels[name][1]) for name, x in tensors.items() if channels[name][1]
-    }
-    return {name: x for name, (x, *_) in found.items()}, {name: described_as(*each) for name, each in found.items()}
 
 
 def planned_rows(plan: Plan) -> Worklist:

@@ -10,6 +10,7 @@ from sparseflash.backends.triton import api
 from sparseflash.backends.triton import device as gpu
 from sparseflash.backends.triton.family import PairBias, Request
 from sparseflash.backends.triton.hopper import support
+from sparseflash.backends.triton.hopper.configs import dq_config_for
 
 HALF = Request(
     (9, 0), torch.bfloat16, (64, 64), (128, 128), lengths=False, dropout=False, dynamic=False, tokens=(8192, 8192),
@@ -122,7 +123,9 @@ def test_asked_for_where_they_cannot_run_they_say_so():
 SLOWER_BELOW = {False: 64, True: 32}  # the least of D and Dv, by whether it is a backward
 
 
-@pytest.mark.parametrize("dims", [(16, 16), (32, 128), (48, 48), (80, 80), (192, 128), (64, 128), (256, 256)])
+@pytest.mark.parametrize(
+    "dims", [(16, 16), (32, 128), (48, 48), (80, 80), (192, 128), (64, 128), (192, 192), (256, 256)]
+)
 def test_other_head_dims_are_served_where_they_are_faster(dims):
     families = []
     for backward, least in SLOWER_BELOW.items():
@@ -143,10 +146,12 @@ def test_other_head_dims_are_served_where_they_are_faster(dims):
     assert (found.forward.family, found.backward.family) == ("hopper", "hopper")
     wide = max(dims) > 128
     assert [(each.block_m, each.block_n) for each in found.kernels] == [
-        (128, 64 if dims[1] == 256 else 128),
+        (128, 64 if dims[1] > 128 else 128),
         (64 if max(dims) > 64 else 128, 64 if wide else 128),
         *([(128, 64)] if wide else []),
     ]
+    if wide:
+        assert found.kernels[-1].num_stages == dq_config_for(*dims).stages
 
 
 @pytest.mark.parametrize("dims", [(80, 80), (192, 128)])
