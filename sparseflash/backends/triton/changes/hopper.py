@@ -39,7 +39,8 @@ descriptor of gradients)`, `of_tokens` `(qk_scale, queries, keys minus queries o
 
 The warpgroups call, with `step` = `(number_s, stage, number of the step, of_tokens)`:
 
-- `start(no_scores)`: the sums of an item for the gradients of tensors. no_scores: zeros in the layout of scores.
+- `start(no_scores)`: sums for the gradients of tensors, without a gradient: every item begins with them. no_scores:
+  zeros in the layout of scores.
 - `begin_tile(args, step, no_scores)`: what is kept of a tile.
 - `apply(args, buffers, s, of_tile, step)`: new scores.
 - `apply_masked(args, s, of_tile)`: `(new scores, new of_tile)`, in tiles that are masked.
@@ -49,10 +50,10 @@ The warpgroups call, with `step` = `(number_s, stage, number of the step, of_tok
 - `gradient(args, sums, ds, of_tile)`: the new sums.
 - `store(args, ds_s, step, batch, first_k)`: stores the gradients of a tile's scores, where these are the gradients of a
   tensor.
-- `gradient_later(args, sums, half_ds, of_tile, step, place, no_scores)`: the new sums, from gradients of 16 bits, which
+- `gradient_later(args, sums, half_ds, of_tile, step, place, no_sums)`: the new sums, from gradients of 16 bits, which
   the last product still reads; those in fp32 would have to stay in registers until here. place: `(the item's place
-  among sums, query heads of the group)`.
-- `finish_head(args, sums, place)`: writes the sums of a query head at `place`; then `start` is called again.
+  among sums, query heads of the group)`; no_sums: the result of `start`.
+- `finish_head(args, sums, place)`: writes the sums of a query head at `place`, after which they begin anew.
 - `finish(args, sums)`: at the end of an item.
 """
 

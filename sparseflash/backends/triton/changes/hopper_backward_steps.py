@@ -164,7 +164,7 @@ def store_gradients(CHANGES: gl.constexpr, changes, ds_s, step, batch, first_k):
 
 @gluon.jit
 def started(CHANGES: gl.constexpr, no_scores):
-    """The sums of each score modification at the start of an item."""
+    """The sums of each score modification without a gradient."""
     found = ()
     for i in gl.static_range(len(CHANGES.kinds)):
         if CHANGES.kinds[i].start is None:
@@ -187,7 +187,7 @@ def plus_gradients(CHANGES: gl.constexpr, changes, sums, ds, of_tiles):
 
 
 @gluon.jit
-def plus_later_gradients(CHANGES: gl.constexpr, changes, sums, half_ds, of_tiles, step, place, no_scores):
+def plus_later_gradients(CHANGES: gl.constexpr, changes, sums, half_ds, of_tiles, step, place, no_sums):
     """The sums after the gradients of a tile, in 16 bits, once dq has left its registers."""
     found = ()
     for i in gl.static_range(len(CHANGES.kinds)):
@@ -196,14 +196,14 @@ def plus_later_gradients(CHANGES: gl.constexpr, changes, sums, half_ds, of_tiles
         else:
             found += (
                 CHANGES.kinds[i].gradient_later(
-                    CHANGES, i, changes[i], sums[i], half_ds, of_tiles[i], step, place, no_scores
+                    CHANGES, i, changes[i], sums[i], half_ds, of_tiles[i], step, place, no_sums[i]
                 ),
             )
     return found
 
 
 @gluon.jit
-def finished_heads(CHANGES: gl.constexpr, changes, sums, no_scores, place):
+def finished_heads(CHANGES: gl.constexpr, changes, sums, no_sums, place):
     """Writes the sums of a query head, and starts new ones."""
     found = ()
     for i in gl.static_range(len(CHANGES.kinds)):
@@ -211,7 +211,7 @@ def finished_heads(CHANGES: gl.constexpr, changes, sums, no_scores, place):
             found += (sums[i],)
         else:
             CHANGES.kinds[i].finish_head(CHANGES, i, changes[i], sums[i], place)
-            found += (CHANGES.kinds[i].start(CHANGES, i, no_scores),)
+            found += (no_sums[i],)
     return found
 
 

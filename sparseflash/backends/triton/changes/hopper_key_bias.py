@@ -138,7 +138,7 @@ def hopper_start(CHANGES: gl.constexpr, NUMBER: gl.constexpr, no_scores):
 
 @gluon.jit
 def hopper_gradient_later(
-    CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, sums, half_ds, of_tile, step, place, no_scores
+    CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, sums, half_ds, of_tile, step, place, no_sums
 ):  # fmt: skip
     """Adds the gradients of the scores."""
     return sums + sums_of_threads(read_later(half_ds).to(gl.float32))

@@ -209,7 +209,7 @@ def hopper_start(CHANGES: gl.constexpr, NUMBER: gl.constexpr, no_scores):
 
 @gluon.jit
 def hopper_gradient_later(
-    CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, sums, half_ds, of_tile, step, place, no_scores
+    CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, sums, half_ds, of_tile, step, place, no_sums
 ):  # fmt: skip
     """Adds the gradients of the scores to the sums if they share an entry, else to the entries."""
     tensors, _, whole, _, learned, _ = args
@@ -224,7 +224,7 @@ def hopper_gradient_later(
         # Most tiles of an item share the previous tile's bucket.
         if first_bucket + ahead != bucket:
             add_to_bucket(bucket_sums, learned[0], bucket)
-            bucket, bucket_sums = first_bucket + ahead, sums_of_two_rows(no_scores)
+            bucket, bucket_sums = first_bucket + ahead, no_sums[0]
         bucket_sums += sums_of_two_rows(read_ds)
     else:
         add_by_distance(read_ds, learned[0], first_bucket, tensors[2], ahead, q_len, offset)

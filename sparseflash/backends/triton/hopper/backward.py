@@ -387,6 +387,7 @@ def consumer(
     )
     no_dq = gl.zeros([ROWS, D], gl.float32, layout=Q)
     no_scores = gl.zeros([KEYS, ROWS], gl.float32, layout=S)
+    no_sums = started(CHANGES, no_scores)
     STEPS: gl.constexpr = TILE_ROWS // ROWS
     step = 0
     # Parities, packed into one register: of the tiles given to each sender, and of the items with an entry.
@@ -400,7 +401,7 @@ def consumer(
             k_left = gl.load(lengths_ptr + (lengths_stride + number // kv_heads)) - first_k
         dk = gl.zeros([KEYS, D], gl.float32, layout=KV)
         dv = gl.zeros([KEYS, D], gl.float32, layout=KV)
-        sums, member, place = started(CHANGES, no_scores), 0, 0
+        sums, member, place = no_sums, 0, 0
         if CHANGES.HAVE_SUMS:
             place = place_of_sums(item, number, first_k, gl.cdiv(q_len + offset, KEYS), HAS_PARTS)
         if count > 0:
@@ -418,7 +419,7 @@ def consumer(
                 # A head's tiles are consecutive, so its sums are complete when the head changes.
                 of_group = heard(number_s, q_stage, CHANGES.TOLD - 1, CHANGES.TOLD)
                 if of_group != member:
-                    sums = finished_heads(CHANGES, changes, sums, no_scores, place * group + member)
+                    sums = finished_heads(CHANGES, changes, sums, no_sums, place * group + member)
                 member = of_group
             s = no_scores
             if not CHANGES.HAVE_DERIVATIVES:
@@ -462,12 +463,12 @@ def consumer(
             hand_over(dq, which, dq_s.index(which), full, empty, parities)
             parities ^= 1 << which
             # After dq is handed over: other programs wait for dq, and it has left its registers.
-            sums = plus_later_gradients(CHANGES, changes, sums, half_ds, of_tiles, of_step, (place, group), no_scores)
+            sums = plus_later_gradients(CHANGES, changes, sums, half_ds, of_tiles, of_step, (place, group), no_sums)
             dk = local_mma_wait(dk, 0)
             async_copy.mbarrier_arrive(q_empty.index(q_stage), increment_count=False)
             step += 1
         if CHANGES.HAVE_SUMS_OF_HEADS:
-            sums = finished_heads(CHANGES, changes, sums, no_scores, place * group + member)
+            sums = finished_heads(CHANGES, changes, sums, no_sums, place * group + member)
         finish(CHANGES, changes, sums)
         part = part_of(work_ptr, item, HAS_PARTS)
         if HAS_PARTS and part > 0:
