@@ -158,8 +158,8 @@ class KernelLayout:
         changes = None if self._changed is None else self._changed.constant(self._part)
         count = -(-(numbers.k_len if over_columns else numbers.q_len) // tile)
         numbers_by_name: dict[str, Any] = {
-            "dropped": numbers.dropped, "amplification": amplification(numbers.dropped),
-            "scale": numbers.scale, "qk_scale": self.qk_scale, "one": 1.0,
+            "dropped": numbers.dropped, "one": 1.0,
+            "scales": (numbers.scale, self.qk_scale, amplification(numbers.dropped)),
             "heads": numbers.heads, "kv_heads": numbers.kv_heads, "group": numbers.heads // numbers.kv_heads,
             "q_len": numbers.q_len, "k_len": numbers.k_len, "col_tiles": count, "row_tiles": count,
             "row_stride": self._row_stride, "lengths_stride": 0,
