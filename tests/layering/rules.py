@@ -13,7 +13,7 @@ _GROUPS = {
     "sparseflash/backends/triton:launching": "architecture availability configs cuda_graphs device direct_start "
     "launcher",
     "sparseflash/backends/triton:choosing": "alignment family overrides",
-    "sparseflash/backends/triton/hopper:device": "configs gluon_api record scores",
+    "sparseflash/backends/triton/hopper:device": "configs descriptors gluon_api record rows scores",
     # Whole functions of other libraries, above `attention`; the rest of `interop` is below it.
     "sparseflash/interop:functions": "alibi fastvideo flash_attn flash_attn_cache flex_attention natten tokens_first "
     "xformers",
@@ -65,18 +65,20 @@ _LIBRARY = {
     "backends/triton:launching": "blockmask",
     # What the families of kernels share, and the families, which do not import one another.
     "backends/triton/changes": "backends/triton:choosing backends/triton:launching backends/triton/device_functions "
-    "backends/triton/hopper:device backends/triton/launch backends/triton/portable backends/triton/schedule blockmask "
-    "scores",
+    "backends/triton/hopper:device backends/triton/hopper/learned.py backends/triton/launch backends/triton/portable "
+    "backends/triton/schedule blockmask scores",
     "backends/triton/device_functions": "backends/triton:launching backends/triton/changes backends/triton/schedule "
     "blockmask",
     "backends/triton/launch": "backends/triton:launching backends/triton/device_functions blockmask scores",
     "backends/triton/decode": "backends/cached.py backends/triton:launching backends/triton/changes "
     "backends/triton/device_functions blockmask scores",
     "backends/triton/hopper": "backends backends/triton:choosing backends/triton:launching backends/triton/changes "
-    "backends/triton/device_functions backends/triton/hopper:device backends/triton/launch backends/triton/schedule "
-    "blockmask scores",
-    # What score modifications need for their device functions on Hopper.
-    "backends/triton/hopper:device": "backends/triton/device_functions blockmask",
+    "backends/triton/device_functions backends/triton/hopper:device backends/triton/hopper/learned.py "
+    "backends/triton/launch backends/triton/schedule blockmask scores",
+    # What score modifications need on Hopper: for their device functions, and for the sums of their gradients.
+    "backends/triton/hopper:device": "backends/triton:choosing backends/triton:launching "
+    "backends/triton/device_functions backends/triton/launch blockmask",
+    "backends/triton/hopper/learned.py": "backends/triton/hopper backends/triton/hopper:device backends/triton/launch",
     # Run on its own, not imported: it tries the kernels as a user of the library would.
     "backends/triton/kernel_check.py": "attention.py backends/triton backends/triton/hopper:device blockmask scores "
     "testing",
