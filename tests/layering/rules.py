@@ -11,7 +11,7 @@ types count, too.
 _GROUPS = {
     "sparseflash/backends:blockwise": "blockwise blockwise_tiles",
     "sparseflash/backends/triton:launching": "architecture availability configs cuda_graphs device direct_start "
-    "launcher",
+    "launcher native python_start",
     "sparseflash/backends/triton:choosing": "alignment family overrides",
     "sparseflash/backends/triton/hopper:device": "configs gluon_api record scores",
     # Whole functions of other libraries, above `attention`; the rest of `interop` is below it.

@@ -19,6 +19,7 @@ from sparseflash.backends.problem import Problem
 from sparseflash.backends.saved import Saved
 from sparseflash.backends.scored import Run as OperatorRun
 from sparseflash.backends.scored import in_dtypes_of
+from sparseflash.backends.triton import native
 from sparseflash.backends.triton.call_keys import key_of_changes
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.cache import BoundedDict, mask_cache
@@ -59,18 +60,11 @@ def place_of(
     # Kernels that were asked for by name may serve the forward alone, which is an error if gradients are needed.
     insisted = bool(kernels) and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     # Everything that the checks and the launcher depend on. Triton specialises on addresses that are multiples of 16.
-    try:
-        key = (
-            q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % 16,
-            k.shape, k.stride(), k.dtype, k.device, k.data_ptr() % 16,
-            v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % 16,
-            scale, lengths, insisted, kernels,
-        )  # fmt: skip
-    except RuntimeError:
-        # A sparse or nested tensor, without strides or memory. The checks refuse it later; testing for it here would
-        # cost every call some time.
+    layouts = native.module().layouts(q, k, v)
+    if layouts is None:
         return None
-    if lengths is not None and lengths[1:] != key[0][:1]:  # slices, for a q without dimensions
+    key = layouts, scale, lengths, insisted, kernels
+    if lengths is not None and lengths[1:] != q.shape[:1]:  # slices, for a q without dimensions
         return None
     return calls, key
 

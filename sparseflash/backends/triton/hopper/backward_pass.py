@@ -41,7 +41,7 @@ from sparseflash.backends.triton.launch.gradient_sums import (
 )
 from sparseflash.backends.triton.launch.launches import SOME_LENGTHS, SOME_PARTS, launch_of, of_call, strides_of
 from sparseflash.backends.triton.launch.merging import bind_merge, merge_launch
-from sparseflash.backends.triton.launcher import BoundLaunch, Launch
+from sparseflash.backends.triton.launcher import BoundLaunch, Launch, LaunchSequence
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.blockmask.transfer import to_device
@@ -204,6 +204,7 @@ class Backward:
         self._combine: BoundLaunch | None = None
         if layout.combine is not None:
             self._combine = bind_merge(layout.combine, plan.merged, layout.keys)
+        self._kernels = LaunchSequence(layout.begin, self._launch, self._finish, self._combine)
 
     def _bind_finish(self, setting: Setting) -> BoundLaunch:
         """The launch that ends dq."""
@@ -294,20 +295,15 @@ class Backward:
             given["parts_ptr"] = make(self.plan.parts, self.layout.part, dtype=torch.float32, device=q.device)
         for ready in self._ready:
             ready.wait()
-        self.layout.begin(given)
-        self._launch(given)
-        self._finish(given)
-        if self._combine is not None:
-            self._combine(given)
+        self._kernels(given)
         return (dq, dk, dv), workspace["rows_ptr"]
 
     def launches(self) -> list[BoundLaunch]:
         """All kernels that a call launches."""
-        layout, combine = self.layout, self._combine
-        prepared = [each.launch for each in layout.prepared]
+        prepared = [each.launch for each in self.layout.prepared]
         if self._dpairs is not None:
             prepared += self._dpairs.launches()
-        return [*prepared, layout.begin, self._launch, self._finish, *([] if combine is None else [combine])]
+        return [*prepared, *self._kernels.launches]
 
     def choices(self) -> list[KernelChoice]:
         """Describes the main kernel for `explain`."""

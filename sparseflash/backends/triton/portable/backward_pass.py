@@ -13,7 +13,7 @@ from sparseflash.backends.saved import Saved
 from sparseflash.backends.triton.family import KernelChoice, Setting
 from sparseflash.backends.triton.launch.examples import like, one_number_of
 from sparseflash.backends.triton.launch.launches import of_call
-from sparseflash.backends.triton.launcher import BoundLaunch
+from sparseflash.backends.triton.launcher import BoundLaunch, LaunchSequence
 from sparseflash.backends.triton.portable.launches import KernelLayout
 from sparseflash.backends.triton.portable.learned import Call, Sums
 from sparseflash.backends.triton.portable.merging import Combine, combine_gradients, combine_means, run_kernel
@@ -91,6 +91,10 @@ class Backward:
             self._combine_means = combine_means(self.means, layout.means, layout.rows, layout.sink)
         self._combine_queries = combine_gradients(self.queries, layout.queries, layout.dq)
         self._combine_keys = combine_gradients(self.keys, layout.keys, layout.dk, layout.dv)
+        # Both kernels, if nothing comes between them.
+        self._kernels: LaunchSequence | None = None
+        if self.means is None and self._combine_queries is None and self._combine_keys is None:
+            self._kernels = LaunchSequence(self.queries.launch, self.keys.launch)
 
     def __call__(
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None, dropout: Dropout | None
@@ -133,6 +137,11 @@ class Backward:
             given |= of_call(lengths, dropout)
         if changes is not None and layout.changed is not None:
             given |= layout.changed.tensors(changes, dq.device)
+        if self._kernels is not None and sums is None:
+            self.queries.work.ready.wait()
+            self.keys.work.ready.wait()
+            self._kernels(given)
+            return (dq, dk, dv), delta
         if self.means is not None and kept is not None:
             (maximum, inverse), own_inverse = kept.unbind(), lse2
             given |= {"lse2_ptr": maximum, "lse2": maximum, "inverse_ptr": inverse, "own_inverse_ptr": own_inverse}
