@@ -161,9 +161,9 @@ class Launch:
         self.variant, self.bound, self.examples = variant, tuple(bound), dict(examples)
         self._arguments = [given[name] for name in variant.names]
         self._slots = [(variant.names.index(name), described.get(name)) for name in (*bound, *examples)]
-        self._kernel: Any = None  # see `Variant.kernel`
+        self.kernel: Any = None  # see `Variant.kernel`; made by the first start without Triton's launcher
         # An itemgetter of one name does not return a tuple.
-        self._pick: Callable[[Mapping[str, Any]], tuple[Any, ...]] = (
+        self.pick: Callable[[Mapping[str, Any]], tuple[Any, ...]] = (
             itemgetter(*examples) if len(examples) > 1 else lambda given: tuple(given[name] for name in examples)
         )
 
@@ -185,38 +185,20 @@ class Launch:
 
     def start(self, programs: int, *given: Any) -> None:
         """Starts the kernel with `programs` programs. given: the bound tensors, then the arguments of the call."""
-        kernel = self.kernel(programs, given)
-        if kernel is None:
-            return
-        stream = torch._C._cuda_getCurrentRawStream(self.variant.index)
-        failed = kernel.start(programs, given, stream)
-        if failed is not None:
-            _after_refusal((self.variant,), failed, lambda _: kernel.start(programs, given, stream))
-
-    def start_named(self, programs: int, tensors: tuple[Tensor, ...], given: Mapping[str, Any]) -> Any:
-        """Starts the kernel with these bound tensors and arguments by name. Returns the kernel bound to the former;
-        None if Triton's own launcher had to start it.
-        """
-        values = *tensors, *self._pick(given)
-        kernel = self.kernel(programs, values)
-        if kernel is None:
-            return None
-        bound = kernel.bound(programs, tensors)
-        start_together((self.variant,), (bound,), given)
-        return bound
-
-    def kernel(self, programs: int, given: Sequence[Any]) -> Any:
-        """The kernel, to be started with `given`; None if Triton's own launcher had to start it."""
         if not self.variant.can_start_directly():
             arguments = self.arguments(given)
             self.variant.prepare(arguments)
             if not self.variant.can_start_directly():
                 self.variant.launch(programs, arguments)
-                return None
-        if self._kernel is None:
+                return
+        kernel = self.kernel
+        if kernel is None:
             slots = {self.variant.names[slot]: slot for slot, _ in self._slots}
-            self._kernel = self.variant.kernel(self.arguments(given), slots)
-        return self._kernel
+            kernel = self.kernel = self.variant.kernel(self.arguments(given), slots)
+        stream = torch._C._cuda_getCurrentRawStream(self.variant.index)
+        failed = kernel.start(programs, given, stream)
+        if failed is not None:
+            _after_refusal((self.variant,), failed, lambda _: kernel.start(programs, given, stream))
 
     def arguments(self, given: Sequence[Any]) -> list[Any]:
         """All arguments in the kernel's order."""
@@ -231,9 +213,7 @@ class BoundLaunch:
 
     def __init__(self, launch: Launch, programs: int, tensors: tuple[Tensor, ...]) -> None:
         self.launch, self.programs, self.tensors = launch, programs, tensors
-        self.kernels: tuple[Any, ...] | None = (
-            None  # the kernel with the bound tensors, once it can be started directly
-        )
+        self.kernels: tuple[Any, ...] | None = None  # the kernel with the bound tensors, once started directly
 
     def __call__(self, given: Mapping[str, Any]) -> None:
         """Launches the kernel. given: its arguments by name; names that it does not have are ignored."""
@@ -241,9 +221,9 @@ class BoundLaunch:
         if kernels is not None and variant.can_start_directly():
             start_together((variant,), kernels, given)
             return
-        bound = self.launch.start_named(self.programs, self.tensors, given)
-        if bound is not None:
-            self.kernels = (bound,)
+        self.launch.start(self.programs, *self.tensors, *self.launch.pick(given))
+        if self.launch.kernel is not None:
+            self.kernels = (self.launch.kernel.bound(self.programs, self.tensors),)
 
     def compile(self) -> None:
         """Compiles and loads the kernel that calls will launch; callable on any thread."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseflash.backends.registration import empty_gradient, empty_lse
+from sparseflash.backends.registration import empty_gradients_of, empty_lse
 from sparseflash.backends.saved import Saved
 from sparseflash.backends.triton.alignment import can_describe
 from sparseflash.backends.triton.device_functions.combine import TOKENS_TO_COMBINE, combine_gradients_kernel
@@ -78,7 +78,9 @@ class BackwardLayout:
             torch.empty(x, device="meta")
             for x in ((self.pieces * 2, config.rows), (counters * config.rows, config.dim))
         )
-        dq, dk, dv = (empty_gradient(like(x)) for x in (q, k, v))
+        inputs = [like(x) for x in (q, k, v)]
+        self.empty = empty_gradients_of(*inputs)
+        dq, dk, dv = map(self.empty, inputs)
         lse, out = empty_lse(like(q)), like(out)
         counted = torch.empty(counters, dtype=torch.int32, device="meta")
         self._workspace = {
@@ -273,7 +275,8 @@ class Backward:
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:  # fmt: skip
         """The gradients, and the -lse and -delta that `begin_kernel` writes."""
         q, k, v, out, lse, _ = saved
-        dq, dk, dv = empty_gradient(q), empty_gradient(k), empty_gradient(v)
+        empty = self.layout.empty
+        dq, dk, dv = empty(q), empty(k), empty(v)
         workspace = self.layout.workspace()
         if not self.layout.as_they_are:
             q, k, v, dout = as_read(q), as_read(k), as_read(v), as_read(dout)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseflash.backends.registration import empty_gradient, empty_lse
+from sparseflash.backends.registration import empty_gradients_of, empty_lse
 from sparseflash.backends.triton.alignment import can_describe
 from sparseflash.backends.triton.family import KernelChoice, Setting
 from sparseflash.backends.triton.hopper.backward_pass import Backward, BackwardLayout
@@ -49,7 +49,9 @@ class WideBackwardLayout(BackwardLayout):
         self.as_they_are, self.stages = all(map(can_describe, (q, k, v, dout))), config.stages
         self.rows, self.sums, self.pairs, self.dpairs, self.prepared = rows_of_step, {}, None, None, []
         rows = torch.empty(self.pieces * 2, rows_of_step, device="meta")
-        dq, dk, dv = (empty_gradient(like(x)) for x in (q, k, v))
+        inputs = [like(x) for x in (q, k, v)]
+        self.empty = empty_gradients_of(*inputs)
+        dq, dk, dv = map(self.empty, inputs)
         lse, out = empty_lse(like(q)), like(out)
         self._workspace = {("rows_ptr", "rows_desc"): one_number_of(rows, device)}
         lengths = of_call(SOME_LENGTHS if setting.lengths else None)

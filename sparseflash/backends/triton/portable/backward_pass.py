@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparseflash.backends.registration import empty_gradient
+from sparseflash.backends.registration import empty_gradients_of
 from sparseflash.backends.saved import Saved
 from sparseflash.backends.triton.family import KernelChoice, Setting
 from sparseflash.backends.triton.launch.examples import like, one_number_of
@@ -20,7 +20,6 @@ from sparseflash.backends.triton.portable.merging import Combine, combine_gradie
 from sparseflash.backends.triton.portable.pass_layout import Layout, layouts
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.dropout import Dropout
-from sparseflash.limits import is_near
 from sparseflash.scores.change import Scores
 
 
@@ -43,10 +42,8 @@ class BackwardLayout(Layout):
         stride = self.numbers.q_len if self.keep else -(-self.numbers.q_len // 4) * 4
         self.rows = self.lse.new_empty(*self.lse.shape[:2], stride)
         self.two_rows = one_number_of(self.lse.new_empty(2, *self.rows.shape), setting.plan.device)
-        # Makes dq, dk and dv at a call. `empty_gradient` depends only on the layout, so its check can be done here.
         inputs = [like(x) for x in (q, k, v)]
-        are_alike = all([is_near(torch.empty_like(x)) for x in inputs])
-        self.empty: Callable[[Tensor], Tensor] = torch.empty_like if are_alike else empty_gradient
+        self.empty = empty_gradients_of(*inputs)
         self.dq, self.dk, self.dv = map(self.empty, inputs)
         q, k, v, dout = self.examples(q, k, v, dout)
         tiles = {"q": q, "k": k, "v": v}
