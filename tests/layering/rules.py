@@ -40,7 +40,7 @@ _LIBRARY = {
     "blockmask/mask.py": "blockmask blockmask/methods",
     "blockmask/methods": "blockmask blockmask/ops draw masks/block_index.py",  # when they are called
     "blockmask/ops": "blockmask",
-    "cli": ". analysis attention.py draw explain.py interop masks testing",
+    "cli": ". analysis attention.py backends/triton:launching draw explain.py interop masks testing",
     "distributed": "attention.py blockmask merge.py scores validation.py",
     "draw": "blockmask",
     "huggingface": "attention.py blockmask decode.py interop scores",

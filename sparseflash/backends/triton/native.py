@@ -8,7 +8,10 @@ which one runs.
 from __future__ import annotations
 
 import functools
+import logging
 import threading
+from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +23,35 @@ from sparseflash.backends.triton import python_start
 _NAME = "sparseflash_native"
 _SOURCE = Path(__file__).with_name("native.c")
 _lock = threading.Lock()
+_log = logging.getLogger("sparseflash")
+
+
+def compiled(flags: Sequence[str] = ()) -> Any:
+    """The module that `native.c` makes, from Triton's cache if possible. flags: more of the compiler's, for tests."""
+    from triton.runtime.build import compile_module_from_src
+
+    source = _SOURCE.read_text(encoding="utf-8")
+    found: Any = compile_module_from_src(source, _NAME, [], [], [], ccflags=list(flags))
+    found.connect(Tensor, torch.nn.Parameter)
+    return found
 
 
 @functools.cache
 def _loaded() -> tuple[Any, str]:
     """The compiled module, or None and the reason."""
     try:
-        from triton.runtime.build import compile_module_from_src
-
-        found: Any = compile_module_from_src(_SOURCE.read_text(encoding="utf-8"), _NAME, [], [], [], [])
-        found.connect(Tensor, torch.nn.Parameter)
-    except Exception as error:  # no compiler, no headers of Python, a cache that cannot be written, ...
+        return compiled(), ""
+    except Exception as error:  # no Triton, no compiler, no headers of Python, a cache that cannot be written, ...
         return None, f"{type(error).__name__}: {error}"
-    return found, ""
 
 
 @functools.cache
 def module() -> Any:
     """What starts kernels: the compiled module, or `python_start`. Both have `Kernel`, `start` and `layouts`."""
     with _lock:  # one thread compiles it
-        found, _ = _loaded()
+        found, why = _loaded()
+    if found is None and find_spec("triton") is not None:
+        _log.warning("kernels are started by Python, which takes the host longer at every call: %s", why)
     return python_start if found is None else found
 
 
