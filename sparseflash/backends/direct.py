@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -65,7 +66,7 @@ class _Direct(torch.autograd.Function):
 
 
 # `_Direct.apply` without its Python, which looks for wrappers that transforms of `torch.func` have left behind.
-_apply = super(torch.autograd.Function, _Direct).apply  # type: ignore[misc]
+_apply: Callable[..., tuple[Tensor, Tensor]] = super(torch.autograd.Function, _Direct).apply
 
 
 def call_directly(
