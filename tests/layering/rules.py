@@ -11,7 +11,7 @@ types count, too.
 _GROUPS = {
     "sparseflash/backends:blockwise": "blockwise blockwise_tiles",
     "sparseflash/backends/triton:launching": "architecture availability configs cuda_graphs device direct_start "
-    "launcher",
+    "launcher native python_start",
     "sparseflash/backends/triton:choosing": "alignment family overrides",
     "sparseflash/backends/triton/hopper:device": "configs descriptors gluon_api record rows scores",
     # Whole functions of other libraries, above `attention`; the rest of `interop` is below it.
@@ -40,7 +40,7 @@ _LIBRARY = {
     "blockmask/mask.py": "blockmask blockmask/methods",
     "blockmask/methods": "blockmask blockmask/ops draw masks/block_index.py",  # when they are called
     "blockmask/ops": "blockmask",
-    "cli": ". analysis attention.py draw explain.py interop masks testing",
+    "cli": ". analysis attention.py backends/triton:launching draw explain.py interop masks testing",
     "distributed": "attention.py blockmask merge.py scores validation.py",
     "draw": "blockmask",
     "huggingface": "attention.py blockmask decode.py interop scores",

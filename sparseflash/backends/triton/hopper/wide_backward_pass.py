@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseflash.backends.registration import empty_gradient, empty_lse
+from sparseflash.backends.registration import empty_gradients_of, empty_lse
 from sparseflash.backends.triton.alignment import can_describe
 from sparseflash.backends.triton.changes.hopper import HopperRequest
 from sparseflash.backends.triton.changes.kinds import changed_on_hopper, units_on_hopper
@@ -54,7 +54,9 @@ class WideBackwardLayout(BackwardLayout):
             changes, HopperRequest(q.dtype, k_len, device, units, rows_of_step, WIDE_KEYS, backward=True), wanted
         )
         rows = torch.empty(self.pieces * 2, rows_of_step, device="meta")
-        dq, dk, dv = (empty_gradient(like(x)) for x in (q, k, v))
+        inputs = [like(x) for x in (q, k, v)]
+        self.empty = empty_gradients_of(*inputs)
+        dq, dk, dv = map(self.empty, inputs)
         lse, out = empty_lse(like(q)), like(out)
         self._workspace = {("rows_ptr", "rows_desc"): one_number_of(rows, device)}
         lengths = of_call(SOME_LENGTHS if setting.lengths else None)
