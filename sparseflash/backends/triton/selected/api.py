@@ -9,15 +9,15 @@ from torch import Tensor
 
 from sparseflash.backends.registration import empty_gradient, empty_lse, empty_out
 from sparseflash.backends.triton.architecture import architecture_of
-from sparseflash.backends.triton.availability import check_runs
+from sparseflash.backends.triton.availability import INTERPRETED, check_runs
 from sparseflash.backends.triton.device import capability_of, multiplies_in_tf32
 from sparseflash.backends.triton.device_functions.softmax import LOG2E
 from sparseflash.backends.triton.launcher import on_device
 from sparseflash.backends.triton.selected.forward import forward_kernel
 from sparseflash.backends.triton.selected.lists import sort_kernel
 from sparseflash.backends.triton.selected.places import count_kernel, mark_kernel, place_kernel
-from sparseflash.backends.triton.selected.score_gradients import score_gradients_kernel
-from sparseflash.backends.triton.selected.tiles import MOST_DIM, MOST_HEADS, Shape, power, shape_of
+from sparseflash.backends.triton.selected.score_gradients import dq_kernel, score_gradients_kernel
+from sparseflash.backends.triton.selected.tiles import MOST_DIM, MOST_HEADS, Shape, dq_tile, power, rows_tile, shape_of
 from sparseflash.backends.triton.selected.token_sums import rows_kernel, sum_kernel
 from sparseflash.limits import COUNT, check_count
 
@@ -25,6 +25,7 @@ MOST_CHOICES = 8192  # of a list, which one program sorts
 _SCRATCH = 2 << 30  # bytes for the rows of a chunk of queries; a constant, because chunks decide the order of sums
 _MOST_QUERIES = 1024  # of a chunk: a token has a bit for each
 _TOKENS = 64  # of a tile of a program that walks a list
+_FP32 = "ieee" if INTERPRETED else "bf16x6"  # products of fp32: see device_functions/fp32_split.py
 
 
 class Chosen(NamedTuple):
@@ -158,10 +159,18 @@ def _backward_of_chunk(
     rows, device, dtype = pairs * queries, x.q.device, x.q.dtype
     p, ds = torch.empty(2, rows * of.group, of.choices, dtype=dtype, device=device)
     score_gradients_kernel[(rows * of.shape.TILES,)](
-        x.q, x.k, x.v, x.dout, x.out, *x.chosen, x.lse, x.kept if of.keep else None, x.dlse, x.dq, p, ds, *of.numbers,
-        first_row, x.lse.numel(), of.scale, of.qk_scale, _strides(x.q, x.k, x.v, x.dout, x.out, x.dq), of.shape,
+        x.q, x.k, x.v, x.dout, x.out, *x.chosen, x.lse, x.kept if of.keep else None, x.dlse, p, ds, *of.numbers,
+        first_row, x.lse.numel(), of.scale, of.qk_scale, _strides(x.q, x.k, x.v, x.dout, x.out), of.shape,
         **of.options,
     )  # fmt: skip
+    tile = dq_tile(of.group, dtype.itemsize)
+    for column, count in ((0, of.shape.LOW), (of.shape.PADDED_LOW, of.shape.HIGH)):
+        if count:
+            piece = min(power(count), tile.columns)
+            dq_kernel[(rows * tile.tiles * -(-count // piece),)](
+                ds, x.k, *x.chosen, x.dq, *of.numbers, first_row, _strides(x.k, x.dq), column, count, piece, tile.heads,
+                tile.tiles, tile.tokens, of.precision, of.shape.FAR, num_warps=tile.warps(piece), num_stages=3,
+            )  # fmt: skip
     counts, ends, places = _places(x.chosen, of, first_row, pairs, queries)
     first_token = first_row // of.q_len * of.k_len
     dim, v_dim = x.q.shape[3], x.out.shape[3]
@@ -176,11 +185,12 @@ def _backward_of_chunk(
         for left, weights, other, other_weights, column, count in products:
             if count == 0:
                 continue
-            piece = _piece(count, power(of.group), dtype.itemsize, other is not None, device)
+            tile = rows_tile(of.group, dtype.itemsize)
+            piece = min(power(count), tile.columns)
             rows_kernel[(rows * -(-count // piece),)](
                 left, weights, other, other_weights, x.chosen.counts, places, partial, of.q_len, of.kv_heads, of.group,
-                of.choices, first_row, width, _strides(left, other), piece, column, count, power(of.group), _TOKENS,
-                of.precision, num_warps=8 if piece >= 128 else 4, num_stages=2,
+                of.choices, first_row, width, _strides(left, other), piece, column, count, tile.heads, tile.tokens,
+                of.precision, num_warps=tile.warps(piece), num_stages=2,
             )  # fmt: skip
         wide = power(width)
         sum_kernel[(pairs * of.k_len,)](
@@ -224,30 +234,25 @@ def _chunks(of: _Sizes, width: int, size: int) -> list[tuple[int, int, int]]:
     ]
 
 
-def _piece(columns: int, heads: int, size: int, both: bool, device: torch.device) -> int:
-    """Columns of a product: those of its right sides stay in shared memory while a program walks a list."""
-    memory = architecture_of(capability_of(device)).shared_memory
-    weights = 2 * _TOKENS * heads * size
-    piece = min(power(columns), 256)
-    while piece > 16 and (heads * piece * size + weights) * (1 + both) > memory:
-        piece //= 2
-    return piece
-
-
 def _sizes(
     q: Tensor, k: Tensor, v: Tensor | None, v_dim: int, choices: int, scale: float, *, backward: bool
 ) -> _Sizes:
     keep = q.dtype == torch.float32
-    precision = "ieee" if keep and not multiplies_in_tf32() else "tf32"
+    precision = _FP32 if keep and not multiplies_in_tf32() else "tf32"
     group = q.shape[1] // k.shape[1]
     shape, warps, stages = shape_of(
         q.shape[3], v_dim, group, size=q.element_size(), keep=keep, precision=precision, shared=v is None,
-        backward=backward, memory=architecture_of(capability_of(q.device)).shared_memory,
+        backward=backward, far=_reach(k, v) >= COUNT, memory=architecture_of(capability_of(q.device)).shared_memory,
     )  # fmt: skip
     return _Sizes(
         k.shape[0], k.shape[1], group, q.shape[2], k.shape[2], choices, precision, keep, shape,
         {"num_warps": warps, "num_stages": stages}, scale * LOG2E.value, scale,
     )  # fmt: skip
+
+
+def _reach(*tensors: Tensor | None) -> int:
+    """The largest offset of a token from the first one."""
+    return max(x.shape[2] * x.stride(2) for x in tensors if x is not None)
 
 
 def _readable(x: Tensor) -> Tensor:

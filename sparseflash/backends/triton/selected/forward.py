@@ -12,15 +12,16 @@ from sparseflash.backends.triton.selected.loads import (
     token_offsets,
 )
 
-SIZES = ["q_len", "k_len", "kv_heads", "group", "choices", "first_row"]
+# Not specialised, so other lengths do not recompile. The length of lists is: it decides how wide rows are loaded.
+SIZES = ["q_len", "k_len", "kv_heads", "group", "first_row"]
 
 
 @triton.jit
 def scores_of(q_low, q_high, k_ptr, offsets, live, SHAPE: tl.constexpr, PRECISION: tl.constexpr):
-    """`(scores, the first columns of the keys, the others or None)`: a head dim may be in two pieces, as 512 + 64."""
+    """`(scores, keys in two pieces)`: a head dim such as 576 = 512 + 64 is in two pieces, others have their one twice."""
     k_low = columns(k_ptr, offsets, live, 0, SHAPE.LOW, SHAPE.PADDED_LOW)
     scores = tl.dot(q_low, k_low.T, input_precision=PRECISION)
-    k_high = None
+    k_high = k_low
     if SHAPE.HIGH > 0:
         k_high = columns(k_ptr, offsets, live, SHAPE.PADDED_LOW, SHAPE.HIGH, SHAPE.PADDED_HIGH)
         scores = tl.dot(q_high, k_high.T, scores, input_precision=PRECISION)
@@ -33,14 +34,14 @@ def values_of(v_ptr, k_low, tokens, live, stride, SHAPE: tl.constexpr):
     if v_ptr is None:
         return k_low
     else:
-        return columns(v_ptr, token_offsets(tokens, live, stride), live, 0, SHAPE.DV, SHAPE.PADDED_DV)
+        return columns(v_ptr, token_offsets(tokens, live, stride, SHAPE.FAR), live, 0, SHAPE.DV, SHAPE.PADDED_DV)
 
 
 @triton.jit
 def queries_of(q_ptr, offsets, live, SHAPE: tl.constexpr):
-    """`(the first columns of the rows of a tile, the others or None)`."""
+    """The rows of a tile in two pieces, as `scores_of` takes them."""
     low = columns(q_ptr, offsets, live, 0, SHAPE.LOW, SHAPE.PADDED_LOW)
-    high = None
+    high = low
     if SHAPE.HIGH > 0:
         high = columns(q_ptr, offsets, live, SHAPE.PADDED_LOW, SHAPE.HIGH, SHAPE.PADDED_HIGH)
     return low, high
@@ -62,7 +63,7 @@ def forward_kernel(
     BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
     q_strides, k_strides, v_strides, out_strides = strides
     row, batch, kv_head, query, head, inside = place_of_program(
-        first_row, q_len, kv_heads, group, SHAPE.ROWS, SHAPE.TILES
+        first_row, q_len, kv_heads, group, SHAPE.ROWS, SHAPE.TILES, 1
     )
     q_low, q_high = queries_of(
         q_ptr + batch * q_strides[0] + query * q_strides[2], head.to(tl.int64) * q_strides[1], inside, SHAPE
@@ -83,7 +84,7 @@ def forward_kernel(
         following = listed_tokens(list_ptr, (i + 1) * BLOCK_N, choices, BLOCK_N)
         live = tokens < k_len
         scores, k_low, _ = scores_of(
-            q_low, q_high, k_ptr, token_offsets(tokens, live, k_strides[2]), live, SHAPE, PRECISION
+            q_low, q_high, k_ptr, token_offsets(tokens, live, k_strides[2], SHAPE.FAR), live, SHAPE, PRECISION
         )
         p, alpha, m_i, l_i = softmax_step(scores, live[None, :], m_i, l_i, qk_scale, KEEP, PRECISION, False)
         values = values_of(v_ptr, k_low, tokens, live, v_strides[2], SHAPE)

@@ -33,16 +33,24 @@ def listed_tokens(list_ptr, first, choices, TOKENS: tl.constexpr):
 
 
 @triton.jit
-def token_offsets(tokens, live, stride):
-    """The offsets of tokens in 64 bits; of the first token where `live` is False, so that no address overflows."""
-    return tl.where(live, tokens, 0).to(tl.int64) * stride
+def token_offsets(tokens, live, stride, FAR: tl.constexpr):
+    """The offsets of tokens, in 64 bits if FAR; of the first token where `live` is False, so that none overflows."""
+    tokens = tl.where(live, tokens, 0)
+    if FAR:
+        tokens = tokens.to(tl.int64)
+    return tokens * stride
 
 
 @triton.jit
-def place_of_program(first_row, q_len, kv_heads, group, ROWS: tl.constexpr, TILES: tl.constexpr):
-    """`(row of lists, batch, kv head, query, head of each row of the tile, which of those are in the group)`."""
-    row = first_row + (tl.program_id(0) // TILES).to(tl.int64)
+def place_of_program(
+    first_row, q_len, kv_heads, group, ROWS: tl.constexpr, TILES: tl.constexpr, PIECES: tl.constexpr
+):  # fmt: skip
+    """`(row of lists, batch, kv head, query, head of each row of the tile, which of those are in the group)`.
+
+    Programs are counted by list, tile of heads, and piece of the columns.
+    """
+    row = first_row + (tl.program_id(0) // (TILES * PIECES)).to(tl.int64)
     pair = row // q_len
-    in_group = tl.program_id(0) % TILES * ROWS + tl.arange(0, ROWS)
+    in_group = tl.program_id(0) // PIECES % TILES * ROWS + tl.arange(0, ROWS)
     batch, kv_head = pair // kv_heads, pair % kv_heads
     return row, batch, kv_head, row % q_len, kv_head * group + in_group, in_group < group

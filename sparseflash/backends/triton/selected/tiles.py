@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 MOST_HEADS = 256  # that share a key head
 MOST_DIM = 576
@@ -24,6 +25,7 @@ class Shape:
     BLOCK_N: int  # chosen keys at a time
     KEEP: bool  # as in the portable kernels: maxima are kept unscaled and sums inverted
     PRECISION: str
+    FAR: bool  # offsets of tokens need 64 bits
 
 
 def power(number: int, least: int = 16) -> int:
@@ -52,7 +54,7 @@ def shares_values(dim: int, v_dim: int) -> bool:
 
 def shape_of(
     dim: int, v_dim: int, group: int, *, size: int, keep: bool, precision: str, shared: bool, backward: bool,
-    memory: int,
+    far: bool, memory: int,
 ) -> tuple[Shape, int, int]:  # fmt: skip
     """`(shape, warps, stages)`.
 
@@ -63,20 +65,47 @@ def shape_of(
     rows, block_n, stages = _fitting(low + high, padded_v, power(group), size, shared, backward, memory)
     shape = Shape(
         min(low, dim), max(0, dim - low) if high else 0, low, high, v_dim, padded_v, rows, -(-group // rows), block_n,
-        keep, precision,
+        keep, precision, far,
     )  # fmt: skip
-    held = low + high if backward else padded_v
-    return shape, 8 if rows * held > 64 * 256 or rows * block_n > 64 * 64 else 4, stages
+    return shape, 8 if not backward and rows * padded_v > 64 * 256 else 4, stages
 
 
 def _fitting(
     padded: int, padded_v: int, heads: int, size: int, shared: bool, backward: bool, memory: int
 ) -> tuple[int, int, int]:
     """`(rows, keys at a time, stages)`: the largest that fit into shared memory."""
-    for rows in (each for each in (_MOST_ROWS, 32, 16) if each <= max(16, heads)):
+    # fp32 is multiplied in pieces, which are in registers.
+    most, steps = (_MOST_ROWS, 64) if size == 2 else (32, 32) if max(padded, padded_v) <= 128 else (16, 16)
+    for rows in (each for each in (64, 32, 16) if each <= min(most, heads)):
         for block_n, stages in ((64, 3), (64, 2), (32, 2), (16, 2), (16, 1)):
+            if block_n > steps:
+                continue
             gathered = block_n * (padded + (0 if shared else padded_v))
-            held = rows * (padded + (padded_v if backward else 0)) + 2 * rows * block_n
+            held = rows * (padded + (padded_v if backward else 0)) + rows * block_n
             if (held + stages * gathered) * size <= memory:
                 return rows, block_n, stages
     return 16, 16, 1
+
+
+class Tile(NamedTuple):
+    """A tile of a product of the backward."""
+
+    heads: int
+    tiles: int  # of heads
+    tokens: int
+    columns: int  # at most
+
+    def warps(self, columns: int) -> int:
+        return 8 if max(self.heads, self.tokens) * columns > 64 * 128 else 4
+
+
+def dq_tile(group: int, size: int) -> Tile:
+    """The tile of dq: heads by columns, summed over tokens."""
+    heads = min(power(group), 128 if size == 2 else 32)
+    return Tile(heads, -(-group // heads), *((64, 256) if size == 2 else (16, 64)))
+
+
+def rows_tile(group: int, size: int) -> Tile:
+    """The tile of the rows of tokens: tokens by columns, summed over all heads of a group."""
+    heads = power(group)
+    return Tile(heads, 1, *((64, 128 if heads <= 128 else 64) if size == 2 else (16, 32)))

@@ -10,7 +10,7 @@ import triton.language as tl
 
 
 
-@triton.jit(do_not_specialize=["q_len", "kv_heads", "group", "choices", "first_row", "width"])
+@triton.jit(do_not_specialize=["q_len", "kv_heads", "group", "first_row"])
 def rows_kernel(
     x_ptr, weights_ptr,  # q and ds, or dout and p: [B, Hq, Nq, .] and [queries of the chunk, group, choices]
     y_ptr, y_weights_ptr,  # None, or dout and p, if their products belong to the same rows
@@ -48,17 +48,19 @@ def rows_kernel(
     for first in range(0, tl.load(counts_ptr + row), TOKENS):
         entry = first + tl.arange(0, TOKENS)
         place = tl.load(places_ptr + local * choices + entry, mask=entry < choices, other=-1)
-        live = inside[:, None] & (place >= 0)[None, :]
+        # Entries that are none may be read: their rows are not stored. If the mask depended on places, the compiler would
+        # not prefetch.
+        live = inside[:, None] & (entry < choices)[None, :]
         weights = tl.load(weights_ptr + offsets[:, None] + entry[None, :], mask=live, other=0.0)
         rows = tl.dot(weights.T, x, input_precision=PRECISION)
         if y_ptr is not None:
             y_weights = tl.load(y_weights_ptr + offsets[:, None] + entry[None, :], mask=live, other=0.0)
             rows = tl.dot(y_weights.T, y, rows, input_precision=PRECISION)
-        at = tl.maximum(place, 0).to(tl.int64) * width
+        at = tl.maximum(place, 0) * width
         tl.store(rows_ptr + at[:, None] + dims[None, :], rows, mask=(place >= 0)[:, None] & exists[None, :])
 
 
-@triton.jit(do_not_specialize=["first_token", "width"])
+@triton.jit(do_not_specialize=["first_token"])
 def sum_kernel(
     rows_ptr, counts_ptr, ends_ptr,  # fp32 [choices of the chunk, width]; int32 and int64, of each token of the chunk
     sums_ptr,  # fp32 [B * Hkv * Nk, width], added to
@@ -79,5 +81,5 @@ def sum_kernel(
                 mask=(at < count)[:, None] & exists[None, :], other=0.0,
             )  # fmt: skip
             total += tl.sum(rows, 0)
-        sums_ptr += (first_token + token) * width + dims
-        tl.store(sums_ptr, tl.load(sums_ptr, mask=exists) + total, mask=exists)
+        pointers = sums_ptr + (first_token + token) * width + dims
+        tl.store(pointers, tl.load(pointers, mask=exists) + total, mask=exists)
