@@ -173,9 +173,10 @@ def _backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor | None, out: Tensor, lse: Tensor,
     lists: Tensor, counts: Tensor, kept: Tensor, scale: float,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    from sparseflash.backends.triton.selected import api
+    from sparseflash.backends.triton.selected import gradients
+    from sparseflash.backends.triton.selected.lists import Chosen
 
-    dq, dk, dv = api.backward(dout, dlse, q, k, v, out, lse, api.Chosen(lists, counts), kept, scale)
+    dq, dk, dv = gradients.backward(dout, dlse, q, k, v, out, lse, Chosen(lists, counts), kept, scale)
     return dq, dk, k.new_empty(0) if dv is None else dv
 
 
@@ -216,6 +217,4 @@ define(
     _fake_backward,
 )
 torch.library.register_autograd("sparseflash::token_attention", _differentiate, setup_context=_save, lib=LIBRARY)
-torch.library.register_autograd(
-    "sparseflash::token_attention_backward", refuse_second_gradients("triton"), lib=LIBRARY
-)
+torch.library.register_autograd("sparseflash::token_attention_backward", refuse_second_gradients("triton"), lib=LIBRARY)

@@ -7,7 +7,8 @@
 - `places`: the place of each (token, query) of a chunk in a list sorted by token.
 - `token_sums`: the rows that each query adds to its tokens, and their sums in that order.
 - `tiles`: the sizes of tiles.
-- `api`: launches them.
+- `sizes`: what the kernels of one call share.
+- `api`: launches the forward, and says what the kernels refuse; `gradients`: launches the backward.
 
 May import `sparseflash.blockmask.cache`, and of the Triton backend `device_functions` and what launches kernels.
 """

@@ -18,13 +18,15 @@ SIZES = ["q_len", "k_len", "kv_heads", "group", "first_row"]
 
 @triton.jit
 def scores_of(q_low, q_high, k_ptr, offsets, live, SHAPE: tl.constexpr, PRECISION: tl.constexpr):
-    """`(scores, keys in two pieces)`: a head dim such as 576 = 512 + 64 is in two pieces, others have their one twice."""
+    """`(scores, keys in two pieces)`: a head dim such as 576 = 512 + 64 is in two, others have one piece twice."""
     k_low = columns(k_ptr, offsets, live, 0, SHAPE.LOW, SHAPE.PADDED_LOW)
-    scores = tl.dot(q_low, k_low.T, input_precision=PRECISION)
     k_high = k_low
-    if SHAPE.HIGH > 0:
+    if SHAPE.HIGH > 0:  # the smaller product first: see forward_kernel
         k_high = columns(k_ptr, offsets, live, SHAPE.PADDED_LOW, SHAPE.HIGH, SHAPE.PADDED_HIGH)
-        scores = tl.dot(q_high, k_high.T, scores, input_precision=PRECISION)
+        scores = tl.dot(q_high, k_high.T, input_precision=PRECISION)
+        scores = tl.dot(q_low, k_low.T, scores, input_precision=PRECISION)
+    else:
+        scores = tl.dot(q_low, k_low.T, input_precision=PRECISION)
     return scores, k_low, k_high
 
 
@@ -61,10 +63,10 @@ def forward_kernel(
     PRECISION: tl.constexpr = SHAPE.PRECISION
     KEEP: tl.constexpr = SHAPE.KEEP
     BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
+    ROWS: tl.constexpr = SHAPE.ROWS
+    PADDED_DV: tl.constexpr = SHAPE.PADDED_DV
     q_strides, k_strides, v_strides, out_strides = strides
-    row, batch, kv_head, query, head, inside = place_of_program(
-        first_row, q_len, kv_heads, group, SHAPE.ROWS, SHAPE.TILES, 1
-    )
+    row, batch, kv_head, query, head, inside = place_of_program(first_row, q_len, kv_heads, group, ROWS, SHAPE.TILES, 1)
     q_low, q_high = queries_of(
         q_ptr + batch * q_strides[0] + query * q_strides[2], head.to(tl.int64) * q_strides[1], inside, SHAPE
     )
@@ -73,9 +75,9 @@ def forward_kernel(
         v_ptr += batch * v_strides[0] + kv_head * v_strides[1]
     list_ptr = lists_ptr + row * choices
     count = tl.load(counts_ptr + row)
-    m_i = tl.full([SHAPE.ROWS], float("-inf"), tl.float32)
-    l_i = tl.zeros([SHAPE.ROWS], tl.float32)
-    acc = tl.zeros([SHAPE.ROWS, SHAPE.PADDED_DV], tl.float32)
+    m_i = tl.full([ROWS], float("-inf"), tl.float32)
+    l_i = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, PADDED_DV], tl.float32)
     # Numbers of tokens are loaded one iteration ahead: addresses that were loaded in the same iteration would keep the
     # compiler from prefetching the keys.
     following = listed_tokens(list_ptr, 0, choices, BLOCK_N)
@@ -86,7 +88,11 @@ def forward_kernel(
         scores, k_low, _ = scores_of(
             q_low, q_high, k_ptr, token_offsets(tokens, live, k_strides[2], SHAPE.FAR), live, SHAPE, PRECISION
         )
-        p, alpha, m_i, l_i = softmax_step(scores, live[None, :], m_i, l_i, qk_scale, KEEP, PRECISION, False)
+        p, alpha = scores, m_i
+        # Always true. If the compiler saw that this product leads to the next one, it would give every group of warps
+        # all rows of the scores, so that each of two groups computed all of them.
+        if i * BLOCK_N < count:
+            p, alpha, m_i, l_i = softmax_step(scores, live[None, :], m_i, l_i, qk_scale, KEEP, PRECISION, False)
         values = values_of(v_ptr, k_low, tokens, live, v_strides[2], SHAPE)
         acc = tl.dot(p.to(values.dtype), values, acc * alpha[:, None], input_precision=PRECISION)
 
@@ -98,7 +104,7 @@ def forward_kernel(
         out = tl.div_rn(acc, tl.broadcast_to(total[:, None], acc.shape))
         lse = maximum * scale + tl.log2(total) * LN2
         tl.store(kept_ptr + at, maximum, mask=inside)
-        inverse = tl.where(empty, 0.0, tl.div_rn(tl.full([SHAPE.ROWS], 1.0, tl.float32), total))
+        inverse = tl.where(empty, 0.0, tl.div_rn(tl.full([ROWS], 1.0, tl.float32), total))
         tl.store(kept_ptr + rows_of_all + at, inverse, mask=inside)
     else:
         out = acc * (1.0 / total)[:, None]

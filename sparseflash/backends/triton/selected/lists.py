@@ -1,9 +1,19 @@
 """Sorts the lists of chosen tokens, one program a list."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 NONE = tl.constexpr(2**31 - 1)  # no token: larger than any
+
+
+class Chosen(NamedTuple):
+    """The lists of chosen tokens, sorted: see `sort_kernel`."""
+
+    lists: Tensor  # int32 [B, Hkv, Nq, K]
+    counts: Tensor  # int32 [B, Hkv, Nq]
 
 
 @triton.jit(do_not_specialize=["q_len", "k_len", "shift", "choices", "stride_b", "stride_h", "stride_n", "kv_heads"])

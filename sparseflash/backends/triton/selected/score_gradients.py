@@ -17,7 +17,6 @@ from sparseflash.backends.triton.selected.loads import (
     token_offsets,
 )
 
-
 MOST_TOKENS = tl.constexpr(64)  # of a tile that reads the gradients of scores
 
 
@@ -52,13 +51,11 @@ def score_gradients_kernel(
     In fp32 a first walk over the list computes delta and the inverse sum of exponentials, as `dq_kernel` does with
     DELTA, and for the same reason.
     """
-    PRECISION: tl.constexpr = SHAPE.PRECISION
     BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
+    ROWS: tl.constexpr = SHAPE.ROWS
     KEEP: tl.constexpr = SHAPE.KEEP
     q_strides, k_strides, v_strides, dout_strides, out_strides = strides
-    row, batch, kv_head, query, head, inside = place_of_program(
-        first_row, q_len, kv_heads, group, SHAPE.ROWS, SHAPE.TILES, 1
-    )
+    row, batch, kv_head, query, head, inside = place_of_program(first_row, q_len, kv_heads, group, ROWS, SHAPE.TILES, 1)
     wide_head = head.to(tl.int64)
     q_low, q_high = queries_of(
         q_ptr + batch * q_strides[0] + query * q_strides[2], wide_head * q_strides[1], inside, SHAPE
@@ -79,16 +76,16 @@ def score_gradients_kernel(
     at = (batch * kv_heads * group + head) * q_len + query
     lse = tl.load(lse_ptr + at, mask=inside, other=float("-inf"))
     empty = lse == float("-inf")
-    dlse = tl.zeros([SHAPE.ROWS], tl.float32)
+    dlse = tl.zeros([ROWS], tl.float32)
     if dlse_ptr is not None:
         dlse = tl.where(empty, 0.0, tl.load(dlse_ptr + at, mask=inside, other=0.0))
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
-    inverse = tl.zeros([SHAPE.ROWS], tl.float32)
+    inverse = tl.zeros([ROWS], tl.float32)
     if KEEP:
         lse2 = tl.load(kept_ptr + at, mask=inside, other=0.0)
         inverse = tl.load(kept_ptr + rows_of_all + at, mask=inside, other=0.0)
         rest, weight, lost = (
-            tl.zeros([SHAPE.ROWS], tl.float32), tl.zeros([SHAPE.ROWS], tl.float32), tl.zeros([SHAPE.ROWS], tl.float32)
+            tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
         )  # fmt: skip
         following = listed_tokens(list_ptr, 0, choices, BLOCK_N)
         for i in range(0, tl.cdiv(count, BLOCK_N)):
@@ -101,15 +98,15 @@ def score_gradients_kernel(
             rest, weight, lost = means_step(rest, weight, lost, exps, p, dp, delta)
         weight = tl.where((inverse > 0.0) & (weight > 0.0), weight, 1.0)
         delta += tl.div_rn(rest, tl.where(inverse > 0.0, weight * inverse, 1.0))
-        inverse = tl.where(inverse > 0.0, tl.div_rn(tl.full([SHAPE.ROWS], 1.0, tl.float32), weight), 0.0)
+        inverse = tl.where(inverse > 0.0, tl.div_rn(tl.full([ROWS], 1.0, tl.float32), weight), 0.0)
     else:
         lse2 = tl.where(empty, float("inf"), lse * LOG2E)
         delta = tl.where(empty, 0.0, delta - dlse)
 
     written = ((row - first_row) * group + head - kv_head * group) * choices
     following = listed_tokens(list_ptr, 0, choices, BLOCK_N)
-    # Zeros are written up to a whole number of the tiles that other kernels read: a mask for each entry would keep these
-    # from loading several entries at once.
+    # Zeros are written up to a whole number of the tiles that other kernels read: a mask for each entry would keep
+    # those from loading several entries at once.
     for i in range(0, tl.cdiv(count, MOST_TOKENS) * (MOST_TOKENS // BLOCK_N)):
         tokens = following
         following = listed_tokens(list_ptr, (i + 1) * BLOCK_N, choices, BLOCK_N)
@@ -137,9 +134,7 @@ def dq_kernel(
     """Computes PIECE columns of dq of one query for the heads of a tile: the sum of ds k over its list."""
     PIECES: tl.constexpr = (DIM + PIECE - 1) // PIECE
     k_strides, dq_strides = strides
-    row, batch, kv_head, query, head, inside = place_of_program(
-        first_row, q_len, kv_heads, group, ROWS, TILES, PIECES
-    )
+    row, batch, kv_head, query, head, inside = place_of_program(first_row, q_len, kv_heads, group, ROWS, TILES, PIECES)
     column = tl.program_id(0) % PIECES * PIECE
     dims = column + tl.arange(0, PIECE)
     exists = dims < DIM

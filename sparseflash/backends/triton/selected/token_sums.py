@@ -1,13 +1,12 @@
 """The gradients of keys and values: each query writes a row for each of its tokens, then each token adds its rows.
 
-    row(query, token) = sum over the heads of a group of  ds[head] q[head]  (+ p[head] dout[head], where keys are values)
+    row(query, token) = sum over the heads of a group of  ds[head] q[head]  (+ p[head] dout[head] if keys are values)
 
 The rows lie in the order of `places`: those of a token one after another, by query. So the sums have a fixed order.
 """
 
 import triton
 import triton.language as tl
-
 
 
 @triton.jit(do_not_specialize=["q_len", "kv_heads", "group", "first_row"])
@@ -48,8 +47,8 @@ def rows_kernel(
     for first in range(0, tl.load(counts_ptr + row), TOKENS):
         entry = first + tl.arange(0, TOKENS)
         place = tl.load(places_ptr + local * choices + entry, mask=entry < choices, other=-1)
-        # Entries that are none may be read: their rows are not stored. If the mask depended on places, the compiler would
-        # not prefetch.
+        # Entries that are none may be read: their rows are not stored. If the mask depended on places, the compiler
+        # would not prefetch.
         live = inside[:, None] & (entry < choices)[None, :]
         weights = tl.load(weights_ptr + offsets[:, None] + entry[None, :], mask=live, other=0.0)
         rows = tl.dot(weights.T, x, input_precision=PRECISION)
