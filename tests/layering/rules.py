@@ -84,7 +84,7 @@ _LIBRARY = {
     "testing",
     "backends/triton/portable": "backends backends/triton:choosing backends/triton:launching backends/triton/changes "
     "backends/triton/device_functions backends/triton/launch backends/triton/schedule blockmask scores",
-    "backends/triton/selected": "backends backends/triton:launching backends/triton/device_functions blockmask",
+    "backends/triton/selected": "backends backends/triton:launching backends/triton/device_functions",
     "backends/triton/schedule": "backends backends/triton:choosing backends/triton:launching blockmask blockmask/ops",
 }
 

@@ -10,5 +10,5 @@
 - `sizes`: what the kernels of one call share.
 - `api`: launches the forward, and says what the kernels refuse; `gradients`: launches the backward.
 
-May import `sparseflash.blockmask.cache`, and of the Triton backend `device_functions` and what launches kernels.
+May import `sparseflash.backends`, and of the Triton backend `device_functions` and what launches kernels.
 """

@@ -31,9 +31,8 @@ def backward(
     of = sizes_of(q, k, v, v_dim, chosen.lists.shape[3], scale, backward=True)
     size = of.batch * of.kv_heads * of.k_len
     dim = q.shape[3]
-    sums = [
-        torch.zeros(size, width, dtype=torch.float32, device=q.device) for width in (dim, v_dim)[: 1 + (v is not None)]
-    ]
+    widths = (dim,) if v is None else (dim, v_dim)
+    sums = [torch.zeros(size, width, dtype=torch.float32, device=q.device) for width in widths]
     if lse.numel() and of.choices and size:
         q_, k_, v_, dout = readable(q), readable(k), None if v is None else readable(v), readable(dout)
         dlse = None if dlse is None else dlse.contiguous()
@@ -52,6 +51,8 @@ def backward(
 
 
 class Tensors(NamedTuple):
+    """What the kernels of the backward read, and dq, which they write."""
+
     q: Tensor
     k: Tensor
     v: Tensor | None
@@ -78,8 +79,9 @@ def _backward_of_chunk(x: Tensors, sums: list[Tensor], of: Sizes, first_row: int
         if count:
             piece = min(power(count), tile.columns)
             dq_kernel[(rows * tile.tiles * -(-count // piece),)](
-                ds, x.k, *x.chosen, x.dq, *of.numbers, first_row, strides_of(x.k, x.dq), column, count, piece, tile.heads,
-                tile.tiles, tile.tokens, of.precision, of.shape.FAR, num_warps=tile.warps(piece), num_stages=3,
+                ds, x.k, *x.chosen, x.dq, *of.numbers, first_row, strides_of(x.k, x.dq), column, count, piece,
+                tile.heads, tile.tiles, tile.tokens, of.precision, of.shape.FAR, num_warps=tile.warps(piece),
+                num_stages=3,
             )  # fmt: skip
     counts, ends, places = places_of(x.chosen, of, first_row, pairs, queries)
     first_token = first_row // of.q_len * of.k_len

@@ -46,6 +46,7 @@ class Sizes(NamedTuple):
 def sizes_of(
     q: Tensor, k: Tensor, v: Tensor | None, v_dim: int, choices: int, scale: float, *, backward: bool
 ) -> Sizes:
+    """What the kernels of a forward or a backward share."""
     keep = q.dtype == torch.float32
     precision = _FP32 if keep and not multiplies_in_tf32() else "tf32"
     group = q.shape[1] // k.shape[1]
@@ -65,6 +66,7 @@ def _reach(*tensors: Tensor | None) -> int:
 
 
 def readable(x: Tensor) -> Tensor:
+    """The tensor with a contiguous last dimension."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
