@@ -74,6 +74,7 @@ _MODULES = (
     "masks",
     "nn",
     "scores",
+    "selected_tokens",
     "testing",
     "varlen",
 )  # imported on first access

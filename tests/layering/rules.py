@@ -32,6 +32,8 @@ _LIBRARY = {
     "merge.py": "backends/triton backends/triton:launching scores",
     "pattern.py": "blockmask",
     "scaled_dot_product.py": "attention.py blockmask interop masks scores",
+    "selected_tokens.py": "attention.py backends backends/reference.py backends/triton/selected blockmask "
+    "validation.py",
     "validation.py": "blockmask scores",
     "varlen.py": "attention.py blockmask blockmask/ops masks pattern.py scores",
     # Its parts.
@@ -84,6 +86,7 @@ _LIBRARY = {
     "testing",
     "backends/triton/portable": "backends backends/triton:choosing backends/triton:launching backends/triton/changes "
     "backends/triton/device_functions backends/triton/launch backends/triton/schedule blockmask scores",
+    "backends/triton/selected": "backends backends/triton:launching backends/triton/device_functions",
     "backends/triton/schedule": "backends backends/triton:choosing backends/triton:launching blockmask blockmask/ops",
 }
 
