@@ -14,6 +14,8 @@ from experiments.lra import arena, demo, evaluate
 from experiments.lra.config import HELP, Config, configure, resumed
 from experiments.lra.data.listops.generator import Settings
 from experiments.lra.find_data import DATA, find_data, generated
+from experiments.lra.no_attention.network import Length
+from experiments.lra.no_attention.results import measured
 from experiments.lra.presets import PRESETS
 from experiments.lra.report import print_evaluated, print_result, print_summary, print_table
 from experiments.lra.session import Session
@@ -24,12 +26,15 @@ from experiments.lra.table.shapes import FIVE, VARIANTS
 from experiments.lra.tasks import TASKS, load
 from experiments.lra.train import check, saved_run
 from experiments.lra.unused_settings import check_used
+from experiments.measurements import current_run
+from experiments.measurements import write as write_record
 from experiments.training import series, tensor_files, tensorboard
 from experiments.training.atomic_files import write_json
 from experiments.training.cli_errors import short_errors
 from experiments.training.distributed import SINGLE, find_device, process_group, require_single_process
 from experiments.training.environment import command_line
 from experiments.training.options import (
+    LOCAL,
     Device,
     Overwrite,
     PauseAfter,
@@ -195,6 +200,40 @@ def paths_of_tasks(texts: list[str]) -> dict[str, Path]:
         if task not in TASKS or not path:
             raise ValueError(f"--data must be TASK=PATH with one of the tasks {', '.join(TASKS)}; got {task}={path}")
     return {task: Path(path) for task, path in found.items()}
+
+
+@app.command("no-attention")
+def no_attention_command(
+    record: Annotated[Path, typer.Option(help="File of measurements to write.")],
+    rows: Annotated[str, typer.Option(help="Tasks, with commas between them.")] = "listops",
+    rules: Annotated[
+        str,
+        typer.Option(
+            help="bag: logistic regression on how often each token occurs; runs: the same of runs of up to 4 tokens; "
+            "cnn: a small convolutional network."
+        ),
+    ] = "bag,runs",
+    seeds: Annotated[str, typer.Option(help="Seeds of the networks, with commas between them.")] = "0,1,2",
+    minutes: Annotated[float | None, typer.Option(help="Minutes to train a network.", show_default="no limit")] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps to train a network.", show_default="no limit")] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(help="TASK=PATH of the task's files, once for each task but ListOps.", show_default="none"),
+    ] = None,
+    device: Device = "auto",
+    commit: Annotated[str | None, typer.Option(help="The commit to note.", show_default="git's")] = None,
+) -> None:
+    """Fit models without attention to the arena's tasks, as baselines: what needs none of it."""
+    with short_errors():
+        place, places, found = find_device(device), paths_of_tasks(data or []), []
+        run = current_run(place, command_line("experiments.lra", without=LOCAL), commit=commit)
+        for task in rows.split(","):
+            loaded = find_data(configure(None, {"task": task}), places.get(task), console)
+            for rule in rules.split(","):
+                each = measured(loaded, rule, series.parsed(seeds), Length(steps, minutes), place)
+                found.append(each)
+                write_record(record, run, found)
+                console.print(f"{each.name}: {each.value:.2f} % {each.settings}", soft_wrap=True, highlight=False)
 
 
 @app.command("test")
