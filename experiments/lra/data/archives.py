@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import lzma
 import tarfile
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -17,11 +19,15 @@ def members(path: Path, what: str) -> Iterator[tuple[tuple[str, ...], bytes]]:
 
     Raises ValueError, with `what` the archive must be, if it is no whole archive.
     """
-    with reading(path, what), tarfile.open(path) as archive:
-        for member in archive:
-            file = archive.extractfile(member)
-            if file is not None:
-                yield tuple(member.name.split("/")), file.read()
+    with reading(path, what):
+        try:
+            with tarfile.open(path) as archive:
+                for member in archive:
+                    file = archive.extractfile(member)
+                    if file is not None:
+                        yield tuple(member.name.split("/")), file.read()
+        except (tarfile.TarError, lzma.LZMAError, zlib.error, EOFError) as error:
+            raise ValueError(error) from error
 
 
 def in_memory(rows: Iterable[Row], *, shift: int) -> Examples:

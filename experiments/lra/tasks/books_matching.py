@@ -46,8 +46,8 @@ def load(folder: Path) -> Data:
     books, symbols = read_archives(archives_in(folder))
     splits, kinds = {}, {}
     for number, (split, pairs) in enumerate(PAIRS.items()):
-        if not books[split]:
-            raise ValueError(f"{folder} must hold books of authors for {split}; {ADVICE}")
+        if (authors := len({book.author for book in books[split]})) < 2:
+            raise ValueError(f"{folder} must hold books of two authors at least for {split}; got {authors}; {ADVICE}")
         splits[split], kinds[split] = drawn(books[split], symbols, pairs, seed=number)
     by_kind = Kinds("pair", KINDS, kinds["test"], {})
     origin = "passages of books"
