@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.lra.data import plain_pickle
-from experiments.lra.data.archives import in_memory, members
-from experiments.lra.data.examples import Examples, Row, cached
+from experiments.lra.data.examples import Examples, Row, cached, in_memory
 from experiments.lra.tasks.task import Data, Task, need
+from experiments.training.archives import members
 from experiments.training.reading import reading
 
 TASK = Task("image", 258, 10, longest=1024, side=32)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from experiments.lra.data.archives import in_memory, members
-from experiments.lra.data.examples import Examples, Row, cached
+from experiments.lra.data.examples import Examples, Row, cached, in_memory
 from experiments.lra.tasks.task import Data, Task, need
+from experiments.training.archives import members
 
 TASK = Task("text", 258, 2, longest=4096)
 

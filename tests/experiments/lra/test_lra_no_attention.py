@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from experiments.lra.baselines import baselines
-from experiments.lra.data.archives import in_memory
+from experiments.lra.data.examples import in_memory
 from experiments.lra.no_attention import results
 from experiments.lra.no_attention.bags import features, keys
 from experiments.lra.no_attention.linear import fitted

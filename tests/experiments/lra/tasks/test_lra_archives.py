@@ -12,8 +12,9 @@ from PIL import Image
 from experiments.lra.data.batches import collate
 from experiments.lra.data.fingerprint import fingerprint
 from experiments.lra.tasks import TASKS, books_matching, image, load
-from experiments.lra.tasks.books_matching import KINDS, drawn, read_archives, validates
+from experiments.lra.tasks.books_matching import KINDS, drawn, placed
 from experiments.lra.train import Run
+from experiments.training.books import archives_in, read, validates
 from tests.experiments.lra.tasks.test_lra_tasks import TINY, write_text
 
 
@@ -144,7 +145,7 @@ def title_of(passage):
 def test_a_pair_is_of_one_book_exactly_if_its_label_says_so(books):
     data = load("books-matching", books)
     assert (len(data.train), len(data.val), len(data.test)) == (60, 20, 40)
-    all_books, _ = read_archives(books_matching.archives_in(books))
+    all_books, _ = placed(read(archives_in(books)))
     for split, examples in (("train", data.train), ("val", data.val), ("test", data.test)):
         assert examples.labels.tolist() == [1, 0] * (len(examples) // 2)
         spans = {each: (each.begin, each.end) for each in all_books[split]}
@@ -161,7 +162,7 @@ def test_a_pair_is_of_one_book_exactly_if_its_label_says_so(books):
 
 
 def test_no_author_is_in_two_splits_and_the_name_alone_decides(books):
-    by_split, _ = read_archives(books_matching.archives_in(books))
+    by_split, _ = placed(read(archives_in(books)))
     authors = {split: {each.author for each in some} for split, some in by_split.items()}
     assert authors["test"] == set(list(TITLES)[:3])
     assert authors["val"] == {author for author in TITLES if validates(author)} - authors["test"] != set()
@@ -170,7 +171,7 @@ def test_no_author_is_in_two_splits_and_the_name_alone_decides(books):
 
 
 def test_the_kinds_of_pairs_are_what_they_say(books):
-    by_split, symbols = read_archives(books_matching.archives_in(books))
+    by_split, symbols = placed(read(archives_in(books)))
     pairs, kinds = drawn(by_split["train"], symbols, 400, seed=0)
     assert np.bincount(kinds[1::2], minlength=3)[0] == 0 == kinds[::2].max()
     for row, kind in enumerate(kinds):
