@@ -12,8 +12,10 @@ from rich.console import Console
 from experiments.lm import bench, bench_plot, bench_report, compare, compare_report, records, session, show
 from experiments.lm.cases import DEFAULT, parsed
 from experiments.lm.config import DEFAULTS, HELP, Config, configure, resumed
+from experiments.lm.data.books import novels
 from experiments.lm.data.files import VALIDATION_SHARE, find
-from experiments.lm.data.store import check_replaceable, make
+from experiments.lm.data.store import Store, check_replaceable, make, make_parts
+from experiments.lm.data.store import pack as pack_store
 from experiments.lm.presets import PRESETS
 from experiments.lm.sample import continued, opened
 from experiments.lm.train import saved_run
@@ -79,6 +81,17 @@ def corpus(
     validation: Annotated[
         float, typer.Option(help="The share of files or packages to validate on.")
     ] = VALIDATION_SHARE,
+    books: Annotated[
+        Path | None,
+        typer.Option(
+            help="Instead of --from: an archive of whole novels, or a folder of archives books*.tar.xz, with files "
+            "books/{train,test}/AUTHOR___TITLE.txt. A tenth of the authors in train validates, those in test test."
+        ),
+    ] = None,
+    pack: Annotated[
+        Path | None,
+        typer.Option(help="Also write the tokens as one compressed file, which --data takes on another machine."),
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder for the tokens, which is replaced.")] = Path("data/lm"),
 ) -> None:
     """Make a corpus from text on this machine: find files, drop copies, split, tokenise.
@@ -92,16 +105,32 @@ def corpus(
         if not 0 < validation < 1:
             raise ValueError(f"--validation must be between 0 and 1; got {validation:g}")
         check_replaceable(out)
+        most = None if megabytes is None else round(megabytes * 2**20)
+        if books is not None:
+            parts = novels(books, most)
+            authors = {name: sorted({novel.book.author for novel in part}) for name, part in parts.items()}
+            facts = {"authors": authors, "novels": {name: [each.name for each in part] for name, part in parts.items()}}
+            store = make_parts(parts, out, vocabulary, say, facts)
+            if pack is not None:
+                write_packed(store, pack)
+            return
         excluded = [*(exclude or ()), *(() if source else session.INSTALLED)]
         found = find(source or [session.standard_library()], suffix or (), excluded, packages)
-        if megabytes is not None:
-            found = found.limited(round(megabytes * 2**20))
+        if most is not None:
+            found = found.limited(most)
         console.print(
             f"{found.files:,} files in {len(found.documents):,} documents; left out: {found.duplicates:,} copies, "
             f"{found.skipped:,} that are no text, too short or too long",
             soft_wrap=True, highlight=False,
         )  # fmt: skip
-        make(found, out, vocabulary, say, validation)
+        store = make(found, out, vocabulary, say, validation)
+        if pack is not None:
+            write_packed(store, pack)
+
+
+def write_packed(store: Store, path: Path) -> None:
+    pack_store(store, path)
+    say(f"{path}: {path.stat().st_size / 2**20:.1f} MiB")
 
 
 @app.command()
