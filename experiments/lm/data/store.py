@@ -110,10 +110,8 @@ def tokens_of(data: Path, vocabulary: int, say: Progress) -> Store:
 
     vocabulary: the maximum number of tokens; at most 257 means bytes. Tokens are made again if the texts have changed.
     """
-    if data.is_file():
-        return unpacked(data)
-    if (data / ABOUT).is_file():
-        return opened(data)
+    if data.is_file() or (data / ABOUT).is_file():
+        return opened_or_unpacked(data)
     found = find([data])
     target = data / f".tokens-{vocabulary}"
     if (target / ABOUT).is_file():
@@ -183,6 +181,11 @@ def pack(store: Store, path: Path) -> None:
         for file in sorted(each for each in store.folder.iterdir() if each.is_file()):
             made.add(file, file.name)
     unfinished.replace(path)
+
+
+def opened_or_unpacked(data: Path) -> Store:
+    """The tokens of a folder or of a packed store."""
+    return unpacked(data) if data.is_file() else opened(data)
 
 
 def unpacked(path: Path) -> Store:
