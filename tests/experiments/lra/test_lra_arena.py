@@ -12,7 +12,7 @@ from experiments.lra.tasks import load
 from experiments.training.distributed import SINGLE
 from experiments.training.trainer import never
 from tests.experiments.lra.commands import call
-from tests.experiments.lra.tasks.test_lra_tasks import write_image, write_text
+from tests.experiments.lra.tasks.released_files import write_image, write_text
 
 SMALL = {
     "steps": 3, "batch": 4, "width": 16, "heads": 1, "mlp": 16, "depth": 1, "block": 16, "window": 16,

@@ -15,7 +15,7 @@ from experiments.lra.no_attention.network import Length, trained
 from experiments.lra.tasks import TASKS, load
 from experiments.lra.tasks.task import Data
 from tests.experiments.lra.commands import call
-from tests.experiments.lra.tasks.test_lra_tasks import write_text
+from tests.experiments.lra.tasks.released_files import write_text
 
 CPU = torch.device("cpu")
 

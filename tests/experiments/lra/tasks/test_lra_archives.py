@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from experiments.lra.config import Config
 from experiments.lra.data.batches import collate
 from experiments.lra.data.fingerprint import fingerprint
 from experiments.lra.tasks import TASKS, books_matching, image, load
 from experiments.lra.tasks.books_matching import KINDS, drawn, placed
 from experiments.lra.train import Run
 from experiments.training.books import archives_in, read, validates
-from tests.experiments.lra.tasks.test_lra_tasks import TINY, write_text
+from tests.experiments.lra.tasks.released_files import write_text
 
 
 def archive(path, files, mode="w:xz"):
@@ -37,6 +38,10 @@ def book(word, size=40_000):
     return " ".join(f"{word}{i}\n" for i in range(size // (len(word) + 6) + 1)).encode()
 
 
+CONFIG = Config(
+    mask="local", block=16, window=16, depth=1, width=32, heads=2, mlp=32, batch=4, steps=6, eval_every=3,
+    checkpoint_every=3, log_every=1, lr=1e-3, warmup=2, device="cpu",
+)  # fmt: skip
 TITLES = {f"Author {i}": [f"First of {i}", f"Second of {i}", f"Third of {i}"][: 1 + i % 3] for i in range(60)}
 
 
@@ -191,7 +196,7 @@ def test_the_kinds_of_pairs_are_what_they_say(books):
 
 def test_a_run_on_pairs_of_books_pauses_and_resumes(books, tmp_path):
     data = load("books-matching", books)
-    config = replace(TINY, task="books-matching", max_tokens=40)
+    config = replace(CONFIG, task="books-matching", max_tokens=40)
     assert TASKS["books-matching"].towers == 2
     metrics = Run(config, data, tmp_path / "whole").train()
     Run(config, data, tmp_path / "parts").train(pause=lambda step: step == 4)
