@@ -22,6 +22,7 @@ from experiments.pathfinder.compiled import compiled
 from experiments.pathfinder.parameters import MARKER_COUNTS, Parameters, parameters_of
 from experiments.pathfinder.rng import below, stream, uniform
 
+ORIGINAL = "original"  # the strokes of draw.py
 SAMPLES = 8  # points of a dash
 TRIES, SNAKE_TRIES = 16, 6
 OWN_TRIES = 4  # tries that follow the style; then a dash turns in any direction that it may
@@ -47,14 +48,15 @@ class Style:
 
 STYLES = {
     "second": Style(
-        "second", dashes=(4.0, 8.0), gaps=(0.8, 1.5), widths=(0.8, 1.8), markers=(0.8, 1.3), turn=50 * pi / 180,
+        "second", dashes=(4.0, 7.5), gaps=(0.6, 1.3), widths=(0.8, 1.8), markers=(0.8, 1.3), turn=50 * pi / 180,
         persistence=0.6, curved=True, jitter=0.0, faintest=1.0,
     ),
     "third": Style(
-        "third", dashes=(3.5, 7.0), gaps=(0.6, 1.3), widths=(0.6, 2.2), markers=(0.8, 1.3), turn=40 * pi / 180,
+        "third", dashes=(3.5, 6.5), gaps=(0.5, 1.1), widths=(0.6, 2.2), markers=(0.8, 1.3), turn=40 * pi / 180,
         persistence=-0.3, curved=False, jitter=0.3, faintest=0.7,
     ),
 }  # fmt: skip
+TRAINING = (ORIGINAL, "second")
 _KINDS = {name: 1 + number for number, name in enumerate(STYLES)}  # keeps their random numbers apart
 
 
@@ -93,16 +95,21 @@ def sampled(dash, points):
 
 
 @compiled
-def fits(points, placed, count, own, clearance, size, border):
-    """Whether a dash lies in the image and away from all others; `own` is the last dash of its curve."""
-    least = clearance * clearance
+def fits(points, placed, count, own, clearance, longest, size, border):
+    """Whether a dash lies in the image and away from all others; `own` is the last dash of its curve.
+
+    longest: dashes whose middles are farther apart than two of this length need no look.
+    """
+    least, far, middle = clearance * clearance, (clearance + 2 * longest) ** 2, len(points) // 2
     for point in range(len(points)):
-        y, x = points[point, 0], points[point, 1]
-        if not (border <= y <= size - 1 - border and border <= x <= size - 1 - border):
+        if not (border <= min(points[point]) and max(points[point]) <= size - 1 - border):
             return False
-        for dash in range(count):
-            if dash == own:
-                continue
+    for dash in range(count):
+        apart_y, apart_x = placed[dash, middle, 0] - points[middle, 0], placed[dash, middle, 1] - points[middle, 1]
+        if dash == own or apart_y**2 + apart_x**2 > far:
+            continue
+        for point in range(len(points)):
+            y, x = points[point, 0], points[point, 1]
             for other in range(len(points)):
                 if (placed[dash, other, 0] - y) ** 2 + (placed[dash, other, 1] - x) ** 2 < least:
                     return False
@@ -135,7 +142,7 @@ def place(rng, snake, number, how, dashes, placed, count, size):
         dash[4] = curvature if curved else 0.0
         dash[5], dash[6] = number, between(rng, faintest, 1.0)
         sampled(dash, placed[count])
-        if fits(placed[count], placed, count, own, width + 3.0, size, width / 2 + 1):
+        if fits(placed[count], placed, count, own, width + 3.0, length * (1 + jitter), size, width / 2 + 1):
             snake[0], snake[1], snake[2] = ahead(y, x, heading, dash[4], dash_length)
             snake[3], snake[4] = curvature, count
             return True
@@ -237,7 +244,7 @@ def stroked(style: str, size: int, contour: int, seed: int, index: int) -> Strok
     Raises ValueError for an unknown style, and for sizes and path lengths that the original has not either.
     """
     if style not in STYLES:
-        raise ValueError(f"the strokes must be one of original, {', '.join(STYLES)}; got {style!r}")
+        raise ValueError(f"the strokes must be one of {ORIGINAL}, {', '.join(STYLES)}; got {style!r}")
     s, p = STYLES[style], original(size, contour)
     rng = stream(seed, _KINDS[style] << 48 | size << 32 | contour, index)
     label, marked = below(rng, 2), below(rng, 2)

@@ -28,6 +28,8 @@ def measured(data: Data, rule: str, seeds: Sequence[int], length: Length, device
     """The test accuracy of one model without attention, in percent; for a network the mean over the seeds."""
     if rule not in RULES:
         raise ValueError(f"a model without attention must be one of {', '.join(RULES)}; got {rule!r}")
+    if rule == "runs" and data.task.side is not None:
+        raise ValueError(f"runs are of sequences; {data.task.name} has images: leave out runs")
     fits: dict[str, Callable[[], list[Answered]]] = {
         "bag": lambda: [linear.fitted(data, 1)],
         "runs": lambda: [linear.fitted(data, RUN, MOST)],

@@ -127,6 +127,12 @@ def test_a_stored_figure_stands_beside_results_on_the_same_splits_alone(tmp_path
     assert [each.rule for each in baselines(data_of("text", by_letter, tmp_path))] == ["majority class"]
 
 
+def test_runs_of_pixels_are_refused(tmp_path):
+    data = data_of("image", lambda seed: [(0, (bytes(1024),))], tmp_path)
+    with pytest.raises(ValueError, match="runs are of sequences; image has images: leave out runs"):
+        results.measured(data, "runs", (0,), Length(), CPU)
+
+
 def test_an_unknown_model_is_refused(tmp_path):
     write_text(tmp_path)
     result = call(
