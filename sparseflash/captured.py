@@ -82,14 +82,16 @@ class Captured:
             self._visit(each, names)
 
     def _function(self, x: types.FunctionType) -> None:
-        names = _names(x)
+        names, module = _names(x), x.__module__ or ""
+        if module.partition(".")[0] == "sparseflash":
+            return
         for cell in x.__closure__ or ():
             try:
                 self._visit(cell.cell_contents, names)
             except ValueError:  # not yet assigned
                 self._values.append("empty")
         self._all((x.__defaults__, x.__kwdefaults__), names)
-        if not _is_library(x.__module__ or ""):
+        if not _is_library(module):
             self._all((x.__globals__[name] for name in sorted(names & x.__globals__.keys())), names)
 
     def _object(self, x: Any, names: frozenset[str]) -> None:

@@ -187,10 +187,12 @@ def _mask(block_mask: Any, batch: int, heads: int) -> BlockMask | None:
 
 
 def _of_theirs(block_mask: Any, batch: int, heads: int) -> BlockMask:
-    now = Captured(vars(block_mask)) if hasattr(block_mask, "__dict__") else Captured()
+    parts = getattr(block_mask, "__dict__", ())
     key = id(block_mask), batch, heads
     found = _converted.get(key)
-    if found is None or not found[0].is_still(now):  # kept with what it was made of, so that the ids stay its own
-        found = _converted.put(key, (now, from_flex(block_mask, batch=batch, heads=heads), block_mask))
-    mask: BlockMask = found[1]
-    return mask
+    if found is None or not found[0].is_still(Captured(parts)):
+        mask = from_flex(block_mask, batch=batch, heads=heads)
+        # Kept with what it was made of, so that the ids stay its own.
+        found = _converted.put(key, (Captured(parts), mask, block_mask))
+    made: BlockMask = found[1]
+    return made
