@@ -175,7 +175,8 @@ def function(
         raise TypeError(
             "kernel_derivative must come with a kernel; got no kernel. derivative= takes PyTorch functions."
         )
-    for each in (change, derivative):
+    # Dynamo cannot trace the look into closures; backends refuse such tensors, too, but later.
+    for each in () if torch.compiler.is_compiling() else (change, derivative):
         for cell in getattr(each, "__closure__", None) or ():
             if isinstance(cell.cell_contents, Tensor) and cell.cell_contents.requires_grad:
                 raise ValueError(_CAPTURED)
