@@ -25,9 +25,13 @@ class Function(Change):
     derivative: Callable[..., Tensor] | None = None
     kernel: Any = None  # the same as Triton functions: see `function`
     kernel_derivative: Any = None
-    identity: object = field(default_factory=object, repr=False)  # equal for the same functions with other tensors
     # The recordings of the functions, by device: kernels are made from them.
     _recorded: BoundedDict = field(default_factory=lambda: BoundedDict(16), repr=False)
+
+    @property
+    def identity(self) -> object:
+        """Equal for the same functions with other tensors, which share their recordings."""
+        return self._recorded
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self.given
