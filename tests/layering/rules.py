@@ -51,7 +51,7 @@ _LIBRARY = {
     "scaled_dot_product.py scores varlen.py",
     "masks": "blockmask blockmask/ops masks/fused masks/tiling",
     "masks/block_index.py": "blockmask masks/fused masks/tiling",
-    "masks/fused": "backends/triton:launching blockmask masks/tiling",
+    "masks/fused": "backends/triton:launching backends/triton/device_functions blockmask masks/tiling",
     "masks/tiling": "blockmask",
     "nn": "attention.py blockmask decode.py masks pattern.py scaled_dot_product.py scores validation.py",
     "scores": "blockmask",
@@ -174,5 +174,6 @@ KERNELS = (
     "masks/fused/index.py",
     "masks/fused/rows.py",
     "masks/fused/runs.py",
+    "masks/fused/select.py",
     "masks/fused/unused.py",
 )
