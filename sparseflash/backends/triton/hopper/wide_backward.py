@@ -17,18 +17,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
-from sparseflash.backends.triton.hopper.backward import (
-    THREADS,
-    header,
-    heard,
-    items_of_program,
-    part_of,
-    told,
-)
+from sparseflash.backends.triton.hopper.backward import THREADS, header, items_of_program, part_of
 from sparseflash.backends.triton.hopper.backward_plan import ENTRY, ENTRY_ROW, ENTRY_TILE
 from sparseflash.backends.triton.hopper.configs import BLOCK, WIDE_KEYS
 from sparseflash.backends.triton.hopper.forward import bytes_of, opaque, tiles_of
 from sparseflash.backends.triton.hopper.gluon_api import accumulator, async_load, local_mma_wait
+from sparseflash.backends.triton.hopper.record import heard, told
 from sparseflash.backends.triton.hopper.rows import TILE_ROWS
 
 KEYS = gl.constexpr(WIDE_KEYS)  # of an item

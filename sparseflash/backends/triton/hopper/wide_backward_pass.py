@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseflash.backends.registration import empty_gradient, empty_lse
+from sparseflash.backends.registration import empty_gradients_of, empty_lse
 from sparseflash.backends.triton.alignment import can_describe
+from sparseflash.backends.triton.changes.hopper import HopperRequest
+from sparseflash.backends.triton.changes.kinds import changed_on_hopper, units_on_hopper
 from sparseflash.backends.triton.family import KernelChoice, Setting
 from sparseflash.backends.triton.hopper.backward_pass import Backward, BackwardLayout
 from sparseflash.backends.triton.hopper.backward_plan import BackwardPlan, backward_plan, bits_by_key
-from sparseflash.backends.triton.hopper.changed import numbers_of
 from sparseflash.backends.triton.hopper.choices import described_choice
 from sparseflash.backends.triton.hopper.configs import BLOCK, ROWS, WIDE_KEYS, WideConfig, dq_config_for
 from sparseflash.backends.triton.hopper.descriptors import boxes_of, described_rows, read_as
@@ -47,16 +48,22 @@ class WideBackwardLayout(BackwardLayout):
         row_tiles, steps = -(-q_len // BLOCK[0]), BLOCK[0] // rows_of_step
         self.pieces = batch * heads * row_tiles * steps
         self.as_they_are, self.stages = all(map(can_describe, (q, k, v, dout))), config.stages
-        self.rows, self.sums, self.pairs, self.dpairs, self.prepared = rows_of_step, {}, None, None, []
+        self.rows = rows_of_step
+        units = units_on_hopper(changes, scale, backward=True)
+        self.changed = changed_on_hopper(
+            changes, HopperRequest(q.dtype, k_len, device, units, rows_of_step, WIDE_KEYS, backward=True), wanted
+        )
         rows = torch.empty(self.pieces * 2, rows_of_step, device="meta")
-        dq, dk, dv = (empty_gradient(like(x)) for x in (q, k, v))
+        inputs = [like(x) for x in (q, k, v)]
+        self.empty = empty_gradients_of(*inputs)
+        dq, dk, dv = map(self.empty, inputs)
         lse, out = empty_lse(like(q)), like(out)
         self._workspace = {("rows_ptr", "rows_desc"): one_number_of(rows, device)}
         lengths = of_call(SOME_LENGTHS if setting.lengths else None)
-        self.wants_sink = changes is not None and any(changes.by_kind(wanted).get("sink", ()))
         numbers: dict[str, Any] = {
-            "counters": 0, **numbers_of(changes, scale), "scale": scale, "heads": heads, "kv_heads": kv_heads,
-            "group": heads // kv_heads, "q_len": q_len, "k_len": k_len, "row_tiles": row_tiles, "lengths_stride": 0,
+            "counters": 0, "qk_scale": units.qk_scale, "inverse_unit": units.inverse_unit, "scale": scale,
+            "heads": heads, "kv_heads": kv_heads, "group": heads // kv_heads, "q_len": q_len, "k_len": k_len,
+            "row_tiles": row_tiles, "lengths_stride": 0,
             "out_strides": strides_of(out), "dout_strides": strides_of(read_as(dout)), "dq_strides": strides_of(dq),
             "dk_strides": strides_of(dk), "dv_strides": strides_of(dv),
         }  # fmt: skip

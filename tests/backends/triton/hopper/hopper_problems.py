@@ -73,7 +73,11 @@ def interpreted(
         (forward_pass, "forward_kernel", Interpreted(forward_module, "forward_kernel", seed, change, change_others)),
         (passes, "config_for", changed_config),
         (forward_pass, "counter", lambda device: counter),
-        (backward_pass, "backward_kernel", Interpreted(backward_module, "backward_kernel", seed, change_backward)),
+        (
+            backward_pass,
+            "backward_kernel",
+            Interpreted(backward_module, "backward_kernel", seed, change_backward, change_others),
+        ),
         (
             wide_backward_pass,
             "wide_backward_kernel",

@@ -12,6 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sparseflash import scores
+from sparseflash.backends.triton.changes import hopper_pairs
 from sparseflash.backends.triton.hopper import backward as backward_module
 from sparseflash.backends.triton.hopper import backward_plan, cuts
 from sparseflash.backends.triton.hopper import wide_backward as wide_backward_module
@@ -184,3 +185,10 @@ def test_the_interpreter_notices_a_missing_one_of_the_kernels_for_wide_heads(cha
 def test_the_interpreter_notices_a_missing_wait_arrival_or_fence(line, right):
     changed = [partial(run, some_problem(), **HOW, **case, change_backward=without(line)) for case in CASES]
     assert_noticed(list(zip(changed, right, strict=True)), [{"seed": seed} for seed in range(20)])
+
+
+@pytest.mark.parametrize("line", synchronising_lines(hopper_pairs, after="the backward"))
+def test_and_one_that_is_missing_in_a_score_modification(line, right):
+    others = {hopper_pairs.__file__: without(line)}
+    changed = partial(run, some_problem(), **HOW, **CASES[1], change_others=others)
+    assert_noticed([(changed, right[1])], [{"seed": seed} for seed in range(20)])
