@@ -226,7 +226,7 @@ def no_attention_command(
     """Fit models without attention to the arena's tasks, as baselines: what needs none of it."""
     with short_errors():
         place, places, found = find_device(device), paths_of_tasks(data or []), []
-        run = current_run(place, command_line("experiments.lra", without=LOCAL), commit=commit)
+        run = current_run(place, command_line("experiments.lra", without=(*LOCAL, "--data")), commit=commit)
         for task in rows.split(","):
             loaded = find_data(configure(None, {"task": task}), places.get(task), console)
             for rule in rules.split(","):

@@ -114,6 +114,7 @@ def test_a_stored_figure_stands_beside_results_on_the_same_splits_alone(tmp_path
     lines = [json.loads(line) for line in record.read_text().splitlines()]
     names = [line["name"] for line in lines[1:]]
     assert names == ["lra/text/accuracy/no-attention/bag-of-tokens", "lra/text/accuracy/no-attention/small-cnn"]
+    assert str(tmp_path) not in record.read_text()  # no path of a machine
     cnn = lines[2]
     assert cnn["value"] == pytest.approx(np.mean(cnn["settings"]["runs"])) and cnn["seeds"] == 2
     monkeypatch.setattr(results.stored, "__defaults__", (tmp_path,))
