@@ -15,8 +15,8 @@ _GROUPS = {
     "sparseflash/backends/triton:choosing": "alignment family overrides",
     "sparseflash/backends/triton/hopper:device": "configs descriptors gluon_api record rows scores",
     # Whole functions of other libraries, above `attention`; the rest of `interop` is below it.
-    "sparseflash/interop:functions": "alibi fastvideo flash_attn flash_attn_cache flex_attention natten tokens_first "
-    "xformers",
+    "sparseflash/interop:functions": "alibi fastvideo flash_attn flash_attn_cache flex_attention megatron natten "
+    "paged sglang tokens_first torchtitan vllm xformers",
     "experiments/benchmarks:timing": "fresh_process interpreter timing",
 }
 
@@ -47,7 +47,7 @@ _LIBRARY = {
     "draw": "blockmask",
     "huggingface": "attention.py blockmask decode.py interop scores",
     "interop": "blockmask scores",
-    "interop:functions": "attention.py blockmask blockmask/ops decode.py interop masks masks/tiling pattern.py "
+    "interop:functions": "attention.py blockmask blockmask/ops decode.py interop masks masks/tiling nn pattern.py "
     "scaled_dot_product.py scores varlen.py",
     "masks": "blockmask blockmask/ops masks/fused masks/tiling",
     "masks/block_index.py": "blockmask masks/fused masks/tiling",
