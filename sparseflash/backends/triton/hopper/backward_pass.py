@@ -53,6 +53,7 @@ class BackwardLayout:
     """The launches of a backward for tensors of one layout and all plans with the same number of chains."""
 
     keys = BLOCK[1]  # of an item
+    computes: Sequence[str] = ("dk, dv and dq",)  # by each main launch
     has_gaps = False  # whether parts have channels that the kernel does not write
     dpairs: PairGradients | StoredPairGradients | None
 
@@ -146,7 +147,7 @@ class BackwardLayout:
                 self.dpairs = pairs.gradients(device)
                 more["dpairs_desc"], described["dpairs_desc"] = self.dpairs.example, self.dpairs.described
         self.prepared = [each for each in (entries, biases) if each is not None]  # each prepared by its own kernel
-        self.launch = launch_of(
+        launch = launch_of(
             backward_kernel, constants, numbers,
             {
                 **tiles, "rows_desc": rows, "acc_desc": acc, **written, "counter_ptr": counted,
@@ -156,6 +157,7 @@ class BackwardLayout:
             device, described, bound=("start_ptr", "work_ptr", "entry_ptr", "words_ptr"), num_warps=8, num_stages=1,
             registers=config.start_registers, resident=True,
         )  # fmt: skip
+        self.main = [launch]
         self.part = BLOCK[1] * 2 * config.dim
         padded = config.dim, config.dim
         self.combine = self._combining(setting, numbers, padded, dk, dv) if merges else None
@@ -187,7 +189,6 @@ class BackwardLayout:
 class Backward:
     """The gradients of q, k and v."""
 
-    computes = "dk, dv and dq"  # by the main kernel
     warps = 11
 
     def __init__(self, layout: BackwardLayout, plan: BackwardPlan, setting: Setting) -> None:
@@ -198,9 +199,10 @@ class Backward:
         # Without a live tile the entries are empty, and an empty tensor has no address; the kernel does not read this
         # one.
         entries = plan.entries if len(plan.entries) else torch.empty_like(plan.work[:1])
-        self._launch = layout.launch.bind(
-            plan.programs, start_ptr=plan.start, work_ptr=plan.work, entry_ptr=entries, words_ptr=plan.words
-        )
+        self._main = [
+            each.bind(plan.programs, start_ptr=plan.start, work_ptr=plan.work, entry_ptr=entries, words_ptr=plan.words)
+            for each in layout.main
+        ]
         self._combine: BoundLaunch | None = None
         if layout.combine is not None:
             self._combine = bind_merge(layout.combine, plan.merged, layout.keys)
@@ -295,7 +297,8 @@ class Backward:
         for ready in self._ready:
             ready.wait()
         self.layout.begin(given)
-        self._launch(given)
+        for main in self._main:
+            main(given)
         self._finish(given)
         if self._combine is not None:
             self._combine(given)
@@ -307,7 +310,7 @@ class Backward:
         prepared = [each.launch for each in layout.prepared]
         if self._dpairs is not None:
             prepared += self._dpairs.launches()
-        return [*prepared, layout.begin, self._launch, self._finish, *([] if combine is None else [combine])]
+        return [*prepared, layout.begin, *self._main, self._finish, *([] if combine is None else [combine])]
 
     def choices(self) -> list[KernelChoice]:
         """Describes the main kernel for `explain`."""
@@ -316,7 +319,10 @@ class Backward:
         loads = torch.stack([each.sum() for each in counts.tensor_split(self.plan.start[1:-1].tolist())])
         block = self.layout.rows, self.layout.keys
         stages, parts = self.layout.stages, self.plan.parts
-        return [described_choice(self.computes, block, self.warps, stages, self._launch, loads, parts)]
+        return [
+            described_choice(computes, block, self.warps, stages, main, loads, parts)
+            for computes, main in zip(self.layout.computes, self._main, strict=True)
+        ]
 
 
 def _of_kernel(tensors: Mapping[str, Any]) -> dict[str, Any]:

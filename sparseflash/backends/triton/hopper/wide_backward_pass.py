@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,31 +11,27 @@ from torch import Tensor
 
 from sparseflash.backends.registration import empty_gradient, empty_lse
 from sparseflash.backends.triton.alignment import can_describe
-from sparseflash.backends.triton.family import KernelChoice, Setting
-from sparseflash.backends.triton.hopper.backward_pass import Backward, BackwardLayout
+from sparseflash.backends.triton.family import Setting
 from sparseflash.backends.triton.hopper.backward_plan import BackwardPlan, backward_plan, bits_by_key
 from sparseflash.backends.triton.hopper.changed import numbers_of
-from sparseflash.backends.triton.hopper.choices import described_choice
-from sparseflash.backends.triton.hopper.configs import BLOCK, ROWS, WIDE_KEYS, WideConfig, dq_config_for
+from sparseflash.backends.triton.hopper.configs import BLOCK, WIDE_KEYS, WideConfig, dq_config_for
 from sparseflash.backends.triton.hopper.descriptors import boxes_of, described_rows, read_as
-from sparseflash.backends.triton.hopper.forward_pass import forward_worklist
-from sparseflash.backends.triton.hopper.plan import ITEM_COUNT, programs_of
 from sparseflash.backends.triton.hopper.rows import begin_kernel
 from sparseflash.backends.triton.hopper.wide_backward import wide_backward_kernel
-from sparseflash.backends.triton.hopper.wide_dq import wide_dq_kernel
+from sparseflash.backends.triton.hopper.wide_pass import WideBackwardLayout
 from sparseflash.backends.triton.launch.examples import like, one_number_of
 from sparseflash.backends.triton.launch.launches import SOME_LENGTHS, SOME_PARTS, launch_of, of_call, strides_of
-from sparseflash.backends.triton.launcher import BoundLaunch, Launch
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
-from sparseflash.backends.triton.schedule.worklists import TileLists, Worklist
+from sparseflash.backends.triton.schedule.worklists import TileLists
 from sparseflash.scores.change import Scores
 
 
-class WideBackwardLayout(BackwardLayout):
-    """The launches of a backward for wide heads. They have no chains, and so serve plans with any number of them."""
+class HalvedBackwardLayout(WideBackwardLayout):
+    """The launches of a backward for heads so wide that dk and dv of a tile do not fit into registers together."""
 
     keys = WIDE_KEYS
+    computes = ("dk and dv",)
 
     def __init__(
         self, setting: Setting, config: WideConfig, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor,
@@ -78,7 +74,7 @@ class WideBackwardLayout(BackwardLayout):
             "D": config.dims[0], "D_REST": config.dims[1], "DV": config.v_dim, "PADDED_D": config.padded_dim,
             "DIM": dim, "V_DIM": v_dim, "STAGES": config.stages, "REGISTERS": config.registers,
         }  # fmt: skip
-        self.launch = launch_of(
+        launch = launch_of(
             wide_backward_kernel, constants, numbers,
             {
                 **tiles, "rows_desc": rows, "dk_ptr": dk, "dv_ptr": dv,
@@ -87,61 +83,12 @@ class WideBackwardLayout(BackwardLayout):
             device, described, bound=("start_ptr", "work_ptr", "entry_ptr", "words_ptr"), num_warps=8, num_stages=1,
             registers=config.start_registers,
         )  # fmt: skip
+        self.main = [launch]
         self.of_dq = dq_config_for(dim, v_dim)
         self.finish = self._dq(device, numbers, read, {"rows_ptr": rows, "dq_ptr": dq, **lengths})
         padded = config.padded_dim, config.v_dim
         self.part, self.has_gaps = WIDE_KEYS * sum(padded), sum(config.dims) < config.padded_dim
         self.combine = self._combining(setting, numbers, padded, dk, dv) if merges else None
-
-    def _dq(
-        self, device: torch.device, numbers: Mapping[str, Any], read: Mapping[str, Tensor], examples: Mapping[str, Any]
-    ) -> Launch:
-        """The launch of the kernel for dq."""
-        config = self.of_dq
-        (first, rest), (v_first, v_rest) = config.dims, config.v_dims
-        tiles, described = boxes_of(
-            read, {"q": ROWS, "k": WIDE_KEYS, "v": WIDE_KEYS, "dout": ROWS},
-            {"q": config.dims, "k": config.dims, "v": config.v_dims, "dout": config.v_dims},
-        )  # fmt: skip
-        constants = {
-            "D": first, "D_REST": rest, "DV": v_first, "DV_REST": v_rest, "DIM": read["q"].shape[-1],
-            "STAGES": config.stages, "V_STAGES": config.v_stages, "REGISTERS": config.registers,
-            "LOADER_REGISTERS": config.loader_registers,
-        }  # fmt: skip
-        return launch_of(
-            wide_dq_kernel, constants, numbers, {**tiles, **examples}, device, described,
-            bound=("work_ptr", "index_ptr", "tile_ptr", "words_ptr"), num_warps=4, num_stages=1,
-            registers=config.start_registers,
-        )  # fmt: skip
-
-
-class WideBackward(Backward):
-    """The gradients of q, k and v of wide heads."""
-
-    layout: WideBackwardLayout
-    computes = "dk and dv"
-    warps = 9
-
-    def _bind_finish(self, setting: Setting) -> BoundLaunch:
-        """The launch of the kernel for dq, which has a plan of its own."""
-        self.rows = rows = planned_rows(setting.plan)
-        self._ready.append(rows.ready)
-        return self.layout.finish.bind(
-            len(rows.work), work_ptr=rows.work, index_ptr=rows.index, tile_ptr=rows.tile, words_ptr=rows.words
-        )
-
-    def choices(self) -> list[KernelChoice]:
-        """Describes both kernels for `explain`."""
-        self.rows.ready.wait()
-        counts = self.rows.work[:, ITEM_COUNT.value]
-        block, stages = (BLOCK[0], WIDE_KEYS), self.layout.of_dq.stages
-        return [*super().choices(), described_choice("dq", block, 9, stages, self._finish, counts, 0)]
-
-
-def planned_rows(plan: Plan) -> Worklist:
-    """The work list of the kernel for dq: tiles of queries, none cut."""
-    programs = programs_of(plan.device)
-    return plan.derived(("hopper dq", programs), lambda: forward_worklist(plan, BLOCK, programs, may_cut=False))
 
 
 def planned_wide_backward(plan: Plan, programs: int) -> BackwardPlan:

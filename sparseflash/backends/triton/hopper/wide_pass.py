@@ -1,0 +1,160 @@
+"""Launches the Hopper backward for wide heads, prepared for tensors of one layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparseflash.backends.registration import empty_gradient, empty_lse
+from sparseflash.backends.triton.alignment import can_describe
+from sparseflash.backends.triton.family import KernelChoice, Setting
+from sparseflash.backends.triton.hopper.backward_pass import Backward, BackwardLayout
+from sparseflash.backends.triton.hopper.changed import numbers_of
+from sparseflash.backends.triton.hopper.choices import described_choice
+from sparseflash.backends.triton.hopper.configs import (
+    BLOCK,
+    GROUPS,
+    ROWS,
+    WIDE_KEYS,
+    DkDvConfig,
+    dkdv_configs_for,
+    dq_config_for,
+    padded,
+)
+from sparseflash.backends.triton.hopper.descriptors import boxes_of, described_rows, read_as
+from sparseflash.backends.triton.hopper.forward_pass import forward_worklist
+from sparseflash.backends.triton.hopper.plan import ITEM_COUNT, programs_of
+from sparseflash.backends.triton.hopper.rows import begin_kernel
+from sparseflash.backends.triton.hopper.wide_dkdv import wide_dkdv_kernel
+from sparseflash.backends.triton.hopper.wide_dq import wide_dq_kernel
+from sparseflash.backends.triton.launch.examples import like, one_number_of
+from sparseflash.backends.triton.launch.launches import SOME_LENGTHS, SOME_PARTS, launch_of, of_call, strides_of
+from sparseflash.backends.triton.launcher import BoundLaunch, Launch
+from sparseflash.backends.triton.schedule.plan import Plan
+from sparseflash.backends.triton.schedule.worklists import Worklist
+from sparseflash.scores.change import Scores
+
+
+class WideBackwardLayout(BackwardLayout):
+    """The launches of a backward for wide heads. They have no chains, and so serve plans with any number of them."""
+
+    def __init__(
+        self, setting: Setting, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, scale: float,
+        *, dlse: bool, merges: bool, changes: Scores | None = None, wanted: Sequence[bool] = (),
+    ) -> None:  # fmt: skip
+        """As `BackwardLayout`. The kernels support no score modification except a sink, which lse includes."""
+        device = setting.plan.device
+        (batch, heads, q_len, dim), (kv_heads, k_len), v_dim = q.shape, k.shape[1:3], v.shape[-1]
+        configs, self.of_dq = dkdv_configs_for(dim, v_dim), dq_config_for(dim, v_dim)
+        row_tiles = -(-q_len // BLOCK[0])
+        self.pieces = batch * heads * row_tiles * GROUPS
+        self.as_they_are, self.stages = all(map(can_describe, (q, k, v, dout))), configs[0].q_stages
+        self.rows, self.sums, self.pairs, self.dpairs, self.prepared = ROWS, {}, None, None, []
+        rows = torch.empty(self.pieces * 2, ROWS, device="meta")
+        dq, dk, dv = (empty_gradient(like(x)) for x in (q, k, v))
+        lse, out = empty_lse(like(q)), like(out)
+        self._workspace = {("rows_ptr", "rows_desc"): one_number_of(rows, device)}
+        lengths = of_call(SOME_LENGTHS if setting.lengths else None)
+        self.wants_sink = changes is not None and any(changes.by_kind(wanted).get("sink", ()))
+        numbers: dict[str, Any] = {
+            "counters": 0, **numbers_of(changes, scale), "scale": scale, "heads": heads, "kv_heads": kv_heads,
+            "group": heads // kv_heads, "q_len": q_len, "k_len": k_len, "row_tiles": row_tiles, "lengths_stride": 0,
+            "out_strides": strides_of(out), "dout_strides": strides_of(read_as(dout)), "dq_strides": strides_of(dq),
+            "dk_strides": strides_of(dk), "dv_strides": strides_of(dv),
+        }  # fmt: skip
+        examples: dict[str, Any] = {"out_ptr": out, "dout_ptr": read_as(dout), "lse_ptr": lse}
+        if dlse:
+            examples["dlse_ptr"] = lse
+        examples |= {"rows_ptr": rows, **lengths}
+        self.begin = launch_of(
+            begin_kernel, {"D": v_dim, "PADDED_D": padded(v_dim), "ROWS": ROWS}, numbers, examples, device, {},
+            bound=(), num_warps=4, num_stages=1,
+        ).bind(self.pieces)  # fmt: skip
+        read = {"q": read_as(q), "k": read_as(k), "v": read_as(v), "dout": read_as(dout)}
+        parts = {"parts_ptr": SOME_PARTS} if merges else {}
+        of_keys = {"rows_desc": rows, "dk_ptr": dk, "dv_ptr": dv, **parts, **lengths}
+        self.main = [self._dkdv(config, device, numbers, read, of_keys) for config in configs]
+        self.computes = [" and ".join(["dk"] * each.has_dk + ["dv"] * each.has_dv) for each in configs]
+        self.finish = self._dq(device, numbers, read, {"rows_ptr": rows, "dq_ptr": dq, **lengths})
+        sizes = [padded(sum(dims)) for dims in (configs[0].dims, configs[0].v_dims)]
+        self.part = BLOCK[1] * sum(sizes)
+        self.has_gaps = sum(configs[0].dims + configs[0].v_dims) < sum(sizes)
+        self.combine = self._combining(setting, numbers, (sizes[0], sizes[1]), dk, dv) if merges else None
+
+    def _dkdv(
+        self, config: DkDvConfig, device: torch.device, numbers: Mapping[str, Any], read: Mapping[str, Tensor],
+        examples: Mapping[str, Any],
+    ) -> Launch:  # fmt: skip
+        """The launch of the kernel for dk and dv, or for one of them."""
+        left_out = [*["dk_ptr"] * (not config.has_dk), *["dv_ptr"] * (not config.has_dv)]
+        read = {name: x for name, x in read.items() if name != "v" or config.has_dk}
+        (first, rest), (v_first, v_rest) = config.dims, config.v_dims
+        tiles, described = boxes_of(
+            read, dict.fromkeys(read, ROWS),
+            {"q": config.dims, "k": config.dims, "v": config.v_dims, "dout": config.v_dims},
+        )  # fmt: skip
+        described["rows_desc"] = described_rows(examples["rows_desc"], [2, ROWS])
+        constants = {
+            "D": first, "D_REST": rest, "DV": v_first, "DV_REST": v_rest, "PADDED_D": padded(first + rest),
+            "PADDED_DV": padded(v_first + v_rest), "DIM": read["q"].shape[-1], "V_DIM": read["dout"].shape[-1],
+            "Q_STAGES": config.q_stages, "DOUT_STAGES": config.dout_stages, "EARLY": config.early,
+            "REGISTERS": config.registers, "LOADER_REGISTERS": config.loader_registers,
+        }  # fmt: skip
+        given = {name: x for name, x in {**tiles, **examples}.items() if name not in left_out}
+        return launch_of(
+            wide_dkdv_kernel, constants, numbers, given, device, described,
+            bound=("start_ptr", "work_ptr", "entry_ptr", "words_ptr"), num_warps=4, num_stages=1,
+            registers=config.start_registers,
+        )  # fmt: skip
+
+    def _dq(
+        self, device: torch.device, numbers: Mapping[str, Any], read: Mapping[str, Tensor], examples: Mapping[str, Any]
+    ) -> Launch:
+        """The launch of the kernel for dq."""
+        config = self.of_dq
+        (first, rest), (v_first, v_rest) = config.dims, config.v_dims
+        tiles, described = boxes_of(
+            read, {"q": ROWS, "k": WIDE_KEYS, "v": WIDE_KEYS, "dout": ROWS},
+            {"q": config.dims, "k": config.dims, "v": config.v_dims, "dout": config.v_dims},
+        )  # fmt: skip
+        constants = {
+            "D": first, "D_REST": rest, "DV": v_first, "DV_REST": v_rest, "DIM": read["q"].shape[-1],
+            "STAGES": config.stages, "V_STAGES": config.v_stages, "REGISTERS": config.registers,
+            "LOADER_REGISTERS": config.loader_registers,
+        }  # fmt: skip
+        return launch_of(
+            wide_dq_kernel, constants, numbers, {**tiles, **examples}, device, described,
+            bound=("work_ptr", "index_ptr", "tile_ptr", "words_ptr"), num_warps=4, num_stages=1,
+            registers=config.start_registers,
+        )  # fmt: skip
+
+
+class WideBackward(Backward):
+    """The gradients of q, k and v of wide heads."""
+
+    layout: WideBackwardLayout
+    warps = 9
+
+    def _bind_finish(self, setting: Setting) -> BoundLaunch:
+        """The launch of the kernel for dq, which has a plan of its own."""
+        self.rows = rows = planned_rows(setting.plan)
+        self._ready.append(rows.ready)
+        return self.layout.finish.bind(
+            len(rows.work), work_ptr=rows.work, index_ptr=rows.index, tile_ptr=rows.tile, words_ptr=rows.words
+        )
+
+    def choices(self) -> list[KernelChoice]:
+        """Describes both kernels for `explain`."""
+        self.rows.ready.wait()
+        counts = self.rows.work[:, ITEM_COUNT.value]
+        block, stages = (BLOCK[0], WIDE_KEYS), self.layout.of_dq.stages
+        return [*super().choices(), described_choice("dq", block, 9, stages, self._finish, counts, 0)]
+
+
+def planned_rows(plan: Plan) -> Worklist:
+    """The work list of the kernel for dq: tiles of queries, none cut."""
+    programs = programs_of(plan.device)
+    return plan.derived(("hopper dq", programs), lambda: forward_worklist(plan, BLOCK, programs, may_cut=False))
