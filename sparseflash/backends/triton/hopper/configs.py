@@ -128,22 +128,6 @@ class BackwardConfig(NamedTuple):
         return self._replace(q_stages=2)
 
 
-class WideConfig(NamedTuple):
-    """The tuning parameters of the kernel for dk and dv of wide heads."""
-
-    dims: tuple[int, int]  # channels of queries and keys, in one or two pieces
-    v_dim: int  # of values, a power of 2
-    stages: int  # of queries and dout
-    registers: int = 24  # a thread of the warp that loads
-    start_registers: int = 168
-    rows: int = 64
-
-    @property
-    def padded_dim(self) -> int:
-        """The channels of dk in parts: a power of 2."""
-        return padded(sum(self.dims))
-
-
 class DkDvConfig(NamedTuple):
     """The tuning parameters of the kernel for dk and dv of wide heads, which computes one of them or both."""
 
@@ -296,19 +280,7 @@ WIDEST_BACKWARD = 128  # of the kernel with tiles of 128 keys
 # ptxas of Triton 3.9 needs more registers.
 MOST_CHANNELS = 320
 MOST_CHANNELS_IN_PIECES = 288
-WIDE_KEYS = 64  # of an item of the kernel for wider heads
-
-
-def wide_config_for(head_dim: int, value_dim: int) -> WideConfig | None:
-    """The configuration of the kernel for dk and dv of wide heads; None for others.
-
-    >>> wide_config_for(192, 128)[:3], wide_config_for(128, 128)
-    (((128, 64), 128, 3), None)
-    """
-    if max(head_dim, value_dim) <= WIDEST_BACKWARD:
-        return None
-    dims, v_dim = pieces_of(max(64, head_dim)), max(64, padded(value_dim))
-    return WideConfig(dims, v_dim, stages=2 if sum(dims) + v_dim > 320 else 3)
+WIDE_KEYS = 64  # of a step of the kernel for dq of wider heads
 
 
 def dkdv_configs_for(head_dim: int, value_dim: int) -> list[DkDvConfig]:

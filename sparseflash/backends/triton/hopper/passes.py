@@ -10,16 +10,9 @@ from torch import Tensor
 
 from sparseflash.backends.triton.family import Setting
 from sparseflash.backends.triton.hopper.backward_pass import Backward, BackwardLayout, planned_backward
-from sparseflash.backends.triton.hopper.configs import (
-    WIDEST_BACKWARD,
-    config_for,
-    dkdv_configs_for,
-    tile_for,
-    wide_config_for,
-)
+from sparseflash.backends.triton.hopper.configs import WIDEST_BACKWARD, config_for, tile_for
 from sparseflash.backends.triton.hopper.forward_pass import Forward, ForwardLayout, planned_forward
 from sparseflash.backends.triton.hopper.plan import programs_of
-from sparseflash.backends.triton.hopper.wide_backward_pass import HalvedBackwardLayout, planned_wide_backward
 from sparseflash.backends.triton.hopper.wide_pass import WideBackward, WideBackwardLayout
 from sparseflash.blockmask.cache import BoundedDict
 from sparseflash.scores.change import Scores
@@ -50,16 +43,12 @@ def backward(
     """The backward of a plan for tensors like these. dlse: whether lse has a gradient. wanted: which tensors of the
     score modifications need a gradient.
     """
-    dims = q.shape[-1], v.shape[-1]
-    programs, is_wide = programs_of(setting.plan.device), max(dims) > WIDEST_BACKWARD
-    are_halved = len(dkdv_configs_for(*dims)) > 1
-    plan = (planned_wide_backward if are_halved else planned_backward)(setting.plan, programs)
+    programs, is_wide = programs_of(setting.plan.device), max(q.shape[-1], v.shape[-1]) > WIDEST_BACKWARD
+    plan = planned_backward(setting.plan, programs)
     size = None if is_wide else plan.chains, plan.parts > 0  # the kernels for wide heads have no chains
     layout: BackwardLayout | None = _layouts.get(("backward", dlse, key, size))
     if layout is None:
         make = WideBackwardLayout if is_wide else partial(BackwardLayout, chains=plan.chains)
-        if are_halved:
-            make = partial(HalvedBackwardLayout, config=wide_config_for(*dims))
         made = make(
             setting, q=q, k=k, v=v, out=out, dout=dout, scale=scale, dlse=dlse, merges=size[1], changes=changes,
             wanted=wanted,

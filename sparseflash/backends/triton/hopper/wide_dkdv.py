@@ -33,8 +33,7 @@ from sparseflash.backends.triton.hopper.configs import BLOCK, GROUPS
 from sparseflash.backends.triton.hopper.forward import ROWS, bytes_of, opaque, tiles_of
 from sparseflash.backends.triton.hopper.gluon_api import accumulator, async_load, local_mma_wait
 from sparseflash.backends.triton.hopper.rows import TILE_ROWS
-from sparseflash.backends.triton.hopper.wide_backward import unknown
-from sparseflash.backends.triton.hopper.wide_dq import store_rows
+from sparseflash.backends.triton.hopper.wide_dq import store_rows, unknown
 
 GROUPS = gl.constexpr(GROUPS)
 KEYS = gl.constexpr(BLOCK[1])  # of an item

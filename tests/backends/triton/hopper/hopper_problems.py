@@ -15,11 +15,9 @@ from sparseflash.backends.triton.hopper import (
     forward_pass,
     passes,
     plan,
-    wide_backward_pass,
     wide_pass,
 )
 from sparseflash.backends.triton.hopper import forward as forward_module
-from sparseflash.backends.triton.hopper import wide_backward as wide_backward_module
 from sparseflash.backends.triton.hopper import wide_dkdv as wide_dkdv_module
 from sparseflash.backends.triton.hopper import wide_dq as wide_dq_module
 from sparseflash.backends.triton.hopper.configs import HEAD_DIMS, backward_config_for, config_for
@@ -57,7 +55,7 @@ def as_it_is(source):
 
 def interpreted(
     mask, q, k, v, scale, dout=None, dlse=None, *, lengths=None, programs=3, seed=0, rule=plan.RULE, cut=cuts.RULE,
-    change=as_it_is, change_backward=as_it_is, change_wide=as_it_is, change_dkdv=as_it_is, change_dq=as_it_is,
+    change=as_it_is, change_backward=as_it_is, change_dkdv=as_it_is, change_dq=as_it_is,
     change_others=None, backward=None, changes=None, **config,
 ):  # fmt: skip
     """`(out, lse)` of the kernels, and the gradients if there is a `dout`.
@@ -83,11 +81,6 @@ def interpreted(
         (passes, "config_for", changed_config),
         (forward_pass, "counter", lambda device: counter),
         (backward_pass, "backward_kernel", Interpreted(backward_module, "backward_kernel", seed, change_backward)),
-        (
-            wide_backward_pass,
-            "wide_backward_kernel",
-            Interpreted(wide_backward_module, "wide_backward_kernel", seed, change_wide),
-        ),
         (wide_pass, "wide_dkdv_kernel", Interpreted(wide_dkdv_module, "wide_dkdv_kernel", seed, change_dkdv)),
         (wide_pass, "wide_dq_kernel", Interpreted(wide_dq_module, "wide_dq_kernel", seed, change_dq)),
         (backward_pass, "backward_config_for", changed_backward_config),

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from sparseflash import scores
 from sparseflash.backends.triton.hopper import backward as backward_module
 from sparseflash.backends.triton.hopper import backward_plan, cuts
-from sparseflash.backends.triton.hopper import wide_backward as wide_backward_module
 from sparseflash.backends.triton.hopper import wide_dkdv as wide_dkdv_module
 from sparseflash.backends.triton.hopper import wide_dq as wide_dq_module
 from sparseflash.backends.triton.launcher import Launch
@@ -162,7 +161,6 @@ def right():
 
 # With few stages no wait is implied by another.
 WIDE = partial(run, some_problem(dim=256, v_dim=256), gradients=True, programs=4)
-DKDV = partial(run, some_problem(dim=192, v_dim=128), gradients=True, programs=4)
 
 
 @pytest.fixture(scope="module")
@@ -173,24 +171,13 @@ def right_of_wide():
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        *(("change_wide", line) for line in synchronising_lines(wide_backward_module)),
+        *(("change_dkdv", line) for line in synchronising_lines(wide_dkdv_module)),
         *(("change_dq", line) for line in synchronising_lines(wide_dq_module)),
     ],
 )
 def test_the_interpreter_notices_a_missing_one_of_the_kernels_for_wide_heads(change, line, right_of_wide):
     changed = partial(WIDE, **{change: without(line)})
     assert_noticed([(changed, right_of_wide)], [{"seed": seed} for seed in range(20)])
-
-
-@pytest.fixture(scope="module")
-def right_of_dkdv():
-    return DKDV()
-
-
-@pytest.mark.parametrize("line", synchronising_lines(wide_dkdv_module))
-def test_or_of_the_kernel_for_dk_and_dv(line, right_of_dkdv):
-    # Of two kinds: D = 144 leaves registers to multiply dP before the exponentials.
-    assert_noticed([(partial(DKDV, change_dkdv=without(line)), right_of_dkdv)], [{"seed": seed} for seed in range(20)])
 
 
 @pytest.mark.parametrize("line", synchronising_lines(backward_module))
