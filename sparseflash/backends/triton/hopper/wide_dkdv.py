@@ -215,9 +215,12 @@ def consumer(
         if count > 0:
             mbarrier.wait(kv_full.index(C), turn & 1)
             turn += 1
+            if EARLY:
+                mbarrier.wait(q_full.index(step % Q_STAGES), (step // Q_STAGES) & 1)
         for i in range(count * STEPS):
             q_stage, dout_stage = step % Q_STAGES, step % DOUT_STAGES
-            mbarrier.wait(q_full.index(q_stage), (step // Q_STAGES) & 1)
+            if not EARLY:
+                mbarrier.wait(q_full.index(q_stage), (step // Q_STAGES) & 1)
             tile = gl.max(number_s.index(q_stage).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
             is_partial = (tile != 0) | (k_left < ROWS)
             own = unknown(C)
@@ -234,6 +237,8 @@ def consumer(
                 s = masked(s, words_ptr, tile, C * ROWS, i % STEPS * ROWS, k_left, HAS_LENGTHS, BITS)
             p = gl.exp2((s + of_queries(rows_s, q_stage, 0, S)) * qk_scale)
             weights = read_later(p.to(dtype))
+            if dk_ptr is None:
+                async_copy.mbarrier_arrive(q_empty.index(q_stage), increment_count=False)
             if EARLY:
                 # Here this wait splits the code: the exponentials stay before it, and run under dP.
                 if i + 1 < count * STEPS:
@@ -250,6 +255,8 @@ def consumer(
                     dp = plus_product(dp, v_rest_s.index(own), dout_rest_s.index(dout_stage))
             if dk_ptr is not None:
                 dp = local_mma_wait(dp, 0 if not EARLY else PENDING)
+                if not EARLY or dv_ptr is None:
+                    async_copy.mbarrier_arrive(dout_empty.index(dout_stage), increment_count=False)
                 if dv_ptr is not None:
                     p = unpacked(weights)  # P in fp32 would take registers until here
                 ds = (p * (dp + of_queries(rows_s, q_stage, 1, S))).to(dtype)
@@ -262,8 +269,10 @@ def consumer(
                 dv = local_mma_wait(dv, 0)
                 if DV_REST > 0:
                     dv_rest = local_mma_wait(dv_rest, 0)
-            async_copy.mbarrier_arrive(dout_empty.index(dout_stage), increment_count=False)
-            async_copy.mbarrier_arrive(q_empty.index(q_stage), increment_count=False)
+            if dk_ptr is None or (EARLY and dv_ptr is not None):
+                async_copy.mbarrier_arrive(dout_empty.index(dout_stage), increment_count=False)
+            if dk_ptr is not None:
+                async_copy.mbarrier_arrive(q_empty.index(q_stage), increment_count=False)
             step += 1
         if count > 0:
             async_copy.mbarrier_arrive(kv_empty.index(C), increment_count=False)
