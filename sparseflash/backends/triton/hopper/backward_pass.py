@@ -38,6 +38,7 @@ class BackwardLayout:
     """The launches of a backward for tensors of one layout and all plans with the same number of chains."""
 
     keys = BLOCK[1]  # of an item
+    computes: Sequence[str] = ("dk, dv and dq",)  # by each main launch
     has_gaps = False  # whether parts have channels that the kernel does not write
 
     def __init__(
@@ -108,7 +109,7 @@ class BackwardLayout:
             "REGISTERS": config.registers, "CHANGES": self.changed.constant,
         }  # fmt: skip
         described |= self.changed.described
-        self.launch = launch_of(
+        launch = launch_of(
             backward_kernel, constants, numbers | self.changed.numbers,
             {
                 **tiles, "rows_desc": rows, "acc_desc": acc, **written, "counter_ptr": counted,
@@ -117,6 +118,7 @@ class BackwardLayout:
             device, described, bound=("start_ptr", "work_ptr", "entry_ptr", "words_ptr"), num_warps=8, num_stages=1,
             registers=config.start_registers, resident=True,
         )  # fmt: skip
+        self.main = [launch]
         self.part = BLOCK[1] * 2 * config.dim
         padded = config.dim, config.dim
         self.combine = self._combining(setting, numbers, padded, dk, dv) if merges else None
@@ -148,7 +150,6 @@ class BackwardLayout:
 class Backward:
     """The gradients of q, k and v."""
 
-    computes = "dk, dv and dq"  # by the main kernel
     warps = 11
 
     def __init__(self, layout: BackwardLayout, plan: BackwardPlan, setting: Setting) -> None:
@@ -159,13 +160,14 @@ class Backward:
         # Without a live tile the entries are empty, and an empty tensor has no address; the kernel does not read this
         # one.
         entries = plan.entries if len(plan.entries) else torch.empty_like(plan.work[:1])
-        self._launch = layout.launch.bind(
-            plan.programs, start_ptr=plan.start, work_ptr=plan.work, entry_ptr=entries, words_ptr=plan.words
-        )
+        self._main = [
+            each.bind(plan.programs, start_ptr=plan.start, work_ptr=plan.work, entry_ptr=entries, words_ptr=plan.words)
+            for each in layout.main
+        ]
         self._combine: BoundLaunch | None = None
         if layout.combine is not None:
             self._combine = bind_merge(layout.combine, plan.merged, layout.keys)
-        self._kernels = LaunchSequence(layout.begin, self._launch, self._finish, self._combine)
+        self._kernels = LaunchSequence(layout.begin, *self._main, self._finish, self._combine)
 
     def _bind_finish(self, setting: Setting) -> BoundLaunch:
         """The launch that ends dq."""
@@ -240,7 +242,10 @@ class Backward:
         loads = torch.stack([each.sum() for each in counts.tensor_split(self.plan.start[1:-1].tolist())])
         block = self.layout.rows, self.layout.keys
         stages, parts = self.layout.stages, self.plan.parts
-        return [described_choice(self.computes, block, self.warps, stages, self._launch, loads, parts)]
+        return [
+            described_choice(computes, block, self.warps, stages, main, loads, parts)
+            for computes, main in zip(self.layout.computes, self._main, strict=True)
+        ]
 
 
 def planned_backward(plan: Plan, programs: int) -> BackwardPlan:
