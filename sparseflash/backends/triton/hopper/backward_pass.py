@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparseflash.backends.registration import empty_gradient, empty_lse
+from sparseflash.backends.registration import empty_gradients_of, empty_lse
 from sparseflash.backends.saved import Saved
 from sparseflash.backends.triton.alignment import can_describe
 from sparseflash.backends.triton.changes.hopper import HopperRequest
@@ -26,7 +26,7 @@ from sparseflash.backends.triton.hopper.rows import WIDTH, begin_kernel, finish_
 from sparseflash.backends.triton.launch.examples import like, one_number_of
 from sparseflash.backends.triton.launch.launches import SOME_LENGTHS, SOME_PARTS, launch_of, of_call, strides_of
 from sparseflash.backends.triton.launch.merging import bind_merge, merge_launch
-from sparseflash.backends.triton.launcher import BoundLaunch, Launch
+from sparseflash.backends.triton.launcher import BoundLaunch, Launch, LaunchSequence
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.blockmask.transfer import to_device
@@ -38,6 +38,7 @@ class BackwardLayout:
     """The launches of a backward for tensors of one layout and all plans with the same number of chains."""
 
     keys = BLOCK[1]  # of an item
+    computes: Sequence[str] = ("dk, dv and dq",)  # by each main launch
     has_gaps = False  # whether parts have channels that the kernel does not write
 
     def __init__(
@@ -65,7 +66,9 @@ class BackwardLayout:
             torch.empty(x, device="meta")
             for x in ((self.pieces * 2, config.rows), (counters * config.rows, config.dim))
         )
-        dq, dk, dv = (empty_gradient(like(x)) for x in (q, k, v))
+        inputs = [like(x) for x in (q, k, v)]
+        self.empty = empty_gradients_of(*inputs)
+        dq, dk, dv = map(self.empty, inputs)
         lse, out = empty_lse(like(q)), like(out)
         counted = torch.empty(counters, dtype=torch.int32, device="meta")
         self._workspace = {
@@ -106,7 +109,7 @@ class BackwardLayout:
             "REGISTERS": config.registers, "CHANGES": self.changed.constant,
         }  # fmt: skip
         described |= self.changed.described
-        self.launch = launch_of(
+        launch = launch_of(
             backward_kernel, constants, numbers | self.changed.numbers,
             {
                 **tiles, "rows_desc": rows, "acc_desc": acc, **written, "counter_ptr": counted,
@@ -115,6 +118,7 @@ class BackwardLayout:
             device, described, bound=("start_ptr", "work_ptr", "entry_ptr", "words_ptr"), num_warps=8, num_stages=1,
             registers=config.start_registers, resident=True,
         )  # fmt: skip
+        self.main = [launch]
         self.part = BLOCK[1] * 2 * config.dim
         padded = config.dim, config.dim
         self.combine = self._combining(setting, numbers, padded, dk, dv) if merges else None
@@ -146,7 +150,6 @@ class BackwardLayout:
 class Backward:
     """The gradients of q, k and v."""
 
-    computes = "dk, dv and dq"  # by the main kernel
     warps = 11
 
     def __init__(self, layout: BackwardLayout, plan: BackwardPlan, setting: Setting) -> None:
@@ -157,12 +160,14 @@ class Backward:
         # Without a live tile the entries are empty, and an empty tensor has no address; the kernel does not read this
         # one.
         entries = plan.entries if len(plan.entries) else torch.empty_like(plan.work[:1])
-        self._launch = layout.launch.bind(
-            plan.programs, start_ptr=plan.start, work_ptr=plan.work, entry_ptr=entries, words_ptr=plan.words
-        )
+        self._main = [
+            each.bind(plan.programs, start_ptr=plan.start, work_ptr=plan.work, entry_ptr=entries, words_ptr=plan.words)
+            for each in layout.main
+        ]
         self._combine: BoundLaunch | None = None
         if layout.combine is not None:
             self._combine = bind_merge(layout.combine, plan.merged, layout.keys)
+        self._kernels = LaunchSequence(layout.begin, *self._main, self._finish, self._combine)
 
     def _bind_finish(self, setting: Setting) -> BoundLaunch:
         """The launch that ends dq."""
@@ -201,7 +206,8 @@ class Backward:
     ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:  # fmt: skip
         """The gradients, and the -lse and -delta that `begin_kernel` writes."""
         q, k, v, out, lse, _ = saved
-        dq, dk, dv = empty_gradient(q), empty_gradient(k), empty_gradient(v)
+        empty = self.layout.empty
+        dq, dk, dv = empty(q), empty(k), empty(v)
         workspace = self.layout.workspace()
         if not self.layout.as_they_are:
             q, k, v, dout = as_read(q), as_read(k), as_read(v), as_read(dout)
@@ -219,20 +225,15 @@ class Backward:
             given["parts_ptr"] = make(self.plan.parts, self.layout.part, dtype=torch.float32, device=q.device)
         for ready in self._ready:
             ready.wait()
-        self.layout.begin(given)
-        self._launch(given)
-        self._finish(given)
-        if self._combine is not None:
-            self._combine(given)
+        self._kernels(given)
         return (dq, dk, dv), workspace["rows_ptr"]
 
     def launches(self) -> list[BoundLaunch]:
         """All kernels that a call launches."""
-        layout, combine = self.layout, self._combine
-        prepared = list(layout.changed.launches)
-        for kind, bound in zip(layout.changed.all, self._bound):
+        prepared = list(self.layout.changed.launches)
+        for kind, bound in zip(self.layout.changed.all, self._bound):
             prepared += kind.launches_of(bound)
-        return [*prepared, layout.begin, self._launch, self._finish, *([] if combine is None else [combine])]
+        return [*prepared, *self._kernels.launches]
 
     def choices(self) -> list[KernelChoice]:
         """Describes the main kernel for `explain`."""
@@ -241,7 +242,10 @@ class Backward:
         loads = torch.stack([each.sum() for each in counts.tensor_split(self.plan.start[1:-1].tolist())])
         block = self.layout.rows, self.layout.keys
         stages, parts = self.layout.stages, self.plan.parts
-        return [described_choice(self.computes, block, self.warps, stages, self._launch, loads, parts)]
+        return [
+            described_choice(computes, block, self.warps, stages, main, loads, parts)
+            for computes, main in zip(self.layout.computes, self._main, strict=True)
+        ]
 
 
 def planned_backward(plan: Plan, programs: int) -> BackwardPlan:

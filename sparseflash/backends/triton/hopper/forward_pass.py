@@ -23,7 +23,7 @@ from sparseflash.backends.triton.hopper.plan import ITEM_COUNT, forward_plan
 from sparseflash.backends.triton.launch.examples import empty_like, like, one_number_of
 from sparseflash.backends.triton.launch.launches import SOME_LENGTHS, SOME_PARTS, launch_of, of_call, strides_of
 from sparseflash.backends.triton.launch.merging import bind_merge, merge_launch
-from sparseflash.backends.triton.launcher import BoundLaunch, Launch
+from sparseflash.backends.triton.launcher import BoundLaunch, Launch, LaunchSequence
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.backends.triton.schedule.worklists import Worklist
@@ -111,6 +111,7 @@ class Forward:
         self._combine: BoundLaunch | None = None
         if layout.combine is not None and plan.merged is not None:
             self._combine = bind_merge(layout.combine, plan.merged, layout.config.tile[0])
+        self._kernels = LaunchSequence(self._launch, self._combine)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, dropout: Dropout | None,
@@ -134,14 +135,12 @@ class Forward:
             # writes.
             make = torch.empty if layout.config.padded_v_dim == sum(layout.config.v_dims) else torch.zeros
             given["parts_ptr"] = make(self.plan.parts, layout.part, dtype=torch.float32, device=q.device)
-        self._launch(given)
-        if self._combine is not None:
-            self._combine(given)
+        self._kernels(given)
         return out, lse, None
 
     def launches(self) -> list[BoundLaunch]:
         """All kernels that a call launches."""
-        return [*self.layout.changed.launches, self._launch, *([] if self._combine is None else [self._combine])]
+        return [*self.layout.changed.launches, *self._kernels.launches]
 
     def choices(self) -> list[KernelChoice]:
         """Describes the main kernel for `explain`."""
