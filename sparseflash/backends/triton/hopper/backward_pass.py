@@ -53,6 +53,7 @@ class BackwardLayout:
     """The launches of a backward for tensors of one layout and all plans with the same number of chains."""
 
     keys = BLOCK[1]  # of an item
+    learns: bool  # whether a tensor of the score modifications needs a gradient
     has_gaps = False  # whether parts have channels that the kernel does not write
     dpairs: PairGradients | StoredPairGradients | None
 
@@ -63,7 +64,7 @@ class BackwardLayout:
         """merges: whether some items are parts, whose dk and dv are merged. wanted: which tensors of the score
         modifications need a gradient.
         """
-        device, v_dim = setting.plan.device, v.shape[-1]
+        device, v_dim, self.learns = setting.plan.device, v.shape[-1], any(wanted)
         config = backward_config_for(q.shape[-1], v_dim)
         pairs = pairs_of(changes, (config.rows, BLOCK[1]))
         config = config if pairs is None else config.with_pairs()
@@ -223,6 +224,8 @@ class Backward:
         changes: Scores,
     ) -> tuple[tuple[Tensor, Tensor, Tensor], list[Tensor | None]]:  # fmt: skip
         """`(dq, dk, dv)`, and the gradients of the tensors of the score modifications that the layout was made for."""
+        if not self.layout.learns:
+            return self._run(dout, dlse, saved, lengths, changes)[0], [None] * len(changes.tensors())
         of_kind: dict[str, Tensor | None] = {}
         heads, (batch, kv_heads, k_len, _) = saved.q.shape[1], saved.k.shape
         written = {

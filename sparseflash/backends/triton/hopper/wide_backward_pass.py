@@ -45,7 +45,7 @@ class WideBackwardLayout(BackwardLayout):
         device, rows_of_step = setting.plan.device, config.rows
         (batch, heads, q_len, dim), (kv_heads, k_len), v_dim = q.shape, k.shape[1:3], v.shape[-1]
         row_tiles, steps = -(-q_len // BLOCK[0]), BLOCK[0] // rows_of_step
-        self.pieces = batch * heads * row_tiles * steps
+        self.pieces, self.learns = batch * heads * row_tiles * steps, any(wanted)
         self.as_they_are, self.stages = all(map(can_describe, (q, k, v, dout))), config.stages
         self.rows, self.sums, self.pairs, self.dpairs, self.prepared = rows_of_step, {}, None, None, []
         rows = torch.empty(self.pieces * 2, rows_of_step, device="meta")
