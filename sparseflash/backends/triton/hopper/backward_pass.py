@@ -39,6 +39,7 @@ class BackwardLayout:
 
     keys = BLOCK[1]  # of an item
     computes: Sequence[str] = ("dk, dv and dq",)  # by each main launch
+    learns: bool  # whether a tensor of the score modifications needs a gradient
     has_gaps = False  # whether parts have channels that the kernel does not write
 
     def __init__(
@@ -48,7 +49,7 @@ class BackwardLayout:
         """merges: whether some items are parts, whose dk and dv are merged. wanted: which tensors of the score
         modifications need a gradient.
         """
-        device, v_dim = setting.plan.device, v.shape[-1]
+        device, v_dim, self.learns = setting.plan.device, v.shape[-1], any(wanted)
         config = backward_config_for(q.shape[-1], v_dim)
         (batch, heads, q_len, dim), (kv_heads, k_len) = q.shape, k.shape[1:3]
         units = units_on_hopper(changes, scale, backward=True)
@@ -184,6 +185,8 @@ class Backward:
         changes: Scores,
     ) -> tuple[tuple[Tensor, Tensor, Tensor], list[Tensor | None]]:  # fmt: skip
         """`(dq, dk, dv)`, and the gradients of the tensors of the score modifications that the layout was made for."""
+        if not self.layout.learns:
+            return self._run(dout, dlse, saved, lengths, changes)[0], [None] * len(changes.tensors())
         changed = self.layout.changed
         call = HopperCall(self.plan, saved.q, saved.k, saved.lse)
         kinds = list(zip(changed.all, changes.changes, self._bound))

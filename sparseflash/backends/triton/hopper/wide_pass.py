@@ -53,7 +53,7 @@ class WideBackwardLayout(BackwardLayout):
         row_tiles = -(-q_len // BLOCK[0])
         self.pieces = batch * heads * row_tiles * GROUPS
         self.as_they_are, self.stages = all(map(can_describe, (q, k, v, dout))), configs[0].q_stages
-        self.rows = ROWS
+        self.rows, self.learns = ROWS, any(wanted)
         units = units_on_hopper(changes, scale, backward=True)
         self.changed = changed_on_hopper(
             changes, HopperRequest(q.dtype, k_len, device, units, ROWS, WIDE_KEYS, backward=True), wanted

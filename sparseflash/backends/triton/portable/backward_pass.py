@@ -31,6 +31,7 @@ class BackwardLayout(Layout):
         *, dlse: bool, changes: Scores | None = None, wanted: Sequence[bool] = (),
     ) -> None:  # fmt: skip
         super().__init__(setting, q, k, v, scale, dropped, changes, wanted)
+        self.learns = any(wanted)
         if changes is not None and (function := changes.find("function")) is not None:
             if function.kernel is not None and function.kernel_derivative is None:
                 raise ValueError(
@@ -107,6 +108,9 @@ class Backward:
         layout = self._layout
         if layout.changed is None:
             raise RuntimeError("the backward was prepared for scores that nothing changes")
+        if not layout.learns:
+            gradients, _ = self._run(dout, dlse, saved, lengths, dropout, changes)
+            return gradients, [None] * len(changes.tensors())
         call = Call(layout.numbers, self.queries, self.keys, len(saved.q), saved.q.device)
         sums = Sums(layout.changed, changes, call, self._planned)
         gradients, delta = self._run(dout, dlse, saved, lengths, dropout, changes, sums)
