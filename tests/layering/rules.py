@@ -55,6 +55,7 @@ _LIBRARY = {
     "masks/tiling": "blockmask",
     "nn": "attention.py blockmask decode.py masks pattern.py scaled_dot_product.py scores validation.py",
     "scores": "blockmask",
+    "selection": "attention.py blockmask decode.py grouped.py masks masks/tiling nn scores varlen.py",
     "testing": "backends/reference.py blockmask scores validation.py",
     # The ways to compute attention.
     "backends": "blockmask scores",
@@ -93,7 +94,7 @@ _LIBRARY = {
 # What experiments import as any user does, which rows of experiments call PUBLIC.
 _PUBLIC = (
     ". attention.py decode.py grouped.py merge.py nn scaled_dot_product.py varlen.py analysis distributed draw interop "
-    "scores testing masks"
+    "scores selection testing masks"
 )
 
 _EXPERIMENTS = {
