@@ -52,7 +52,7 @@ class BackwardLayout(Layout):
         through_lse = {"dlse_ptr": self.lse} if dlse else {}
         self.means: KernelLayout | None = None
         if self.keep:
-            found = {"own_rows": (self.rows, self.rows), "inverse_ptr": self.rows}
+            found: dict[str, Any] = {"own_rows": (self.rows, self.rows), "inverse_ptr": self.rows}
             self.means = KernelLayout(
                 "dq", setting, self.numbers, tiles,
                 {"dout_ptr": dout, "out_ptr": self.out, **found, "own_inverse_ptr": self.rows}, strides,

@@ -89,12 +89,12 @@ class KernelLayout:
 
     def __init__(
         self, kernel: Kernel, setting: Setting, numbers: Numbers, tiles: Mapping[str, Tensor],
-        varying: Mapping[str, Tensor], strides: Mapping[str, Tensor], *, row_stride: int | None = None,
+        varying: Mapping[str, Any], strides: Mapping[str, Tensor], *, row_stride: int | None = None,
         means: bool = False, changed: Changed | None = None, sink: Mapping[str, Tensor] | None = None,
     ) -> None:  # fmt: skip
         """All tensors are examples on the meta device, by the names of the kernel's arguments.
 
-        tiles: tensors that are loaded by tiles; q, k and v first. varying: the other tensors of a call. strides:
+        tiles: tensors that are loaded by tiles; q, k and v first. varying: the other tensors of a call, or tuples. strides:
         tensors whose strides are arguments. row_stride: the stride between heads of lse2 and delta. means: dq_kernel
         with DELTA. changed: the score modifications. sink: the argument `sink_ptr`, for a kernel that completes sums of
         exponentials.
