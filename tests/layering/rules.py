@@ -15,8 +15,8 @@ _GROUPS = {
     "sparseflash/backends/triton:choosing": "alignment family overrides",
     "sparseflash/backends/triton/hopper:device": "configs descriptors gluon_api record rows scores",
     # Whole functions of other libraries, above `attention`; the rest of `interop` is below it.
-    "sparseflash/interop:functions": "alibi fastvideo flash_attn flash_attn_cache flex_attention megatron natten "
-    "paged sglang tokens_first torchtitan vllm xformers",
+    "sparseflash/interop:functions": "alibi fastvideo flash_attn flash_attn_cache flash_attn_packed flex_attention "
+    "megatron natten natten_layers paged sglang tokens_first torchtitan vllm xformers",
     "experiments/benchmarks:timing": "fresh_process interpreter timing",
 }
 
@@ -55,6 +55,7 @@ _LIBRARY = {
     "masks/tiling": "blockmask",
     "nn": "attention.py blockmask decode.py masks pattern.py scaled_dot_product.py scores validation.py",
     "scores": "blockmask",
+    "selection": "attention.py blockmask decode.py grouped.py masks masks/tiling nn scores varlen.py",
     "testing": "backends/reference.py blockmask scores validation.py",
     # The ways to compute attention.
     "backends": "blockmask scores",
@@ -93,7 +94,7 @@ _LIBRARY = {
 # What experiments import as any user does, which rows of experiments call PUBLIC.
 _PUBLIC = (
     ". attention.py decode.py grouped.py merge.py nn scaled_dot_product.py varlen.py analysis distributed draw interop "
-    "scores testing masks"
+    "scores selection testing masks"
 )
 
 _EXPERIMENTS = {
