@@ -94,10 +94,10 @@ class KernelLayout:
     ) -> None:  # fmt: skip
         """All tensors are examples on the meta device, by the names of the kernel's arguments.
 
-        tiles: tensors that are loaded by tiles; q, k and v first. varying: the other tensors of a call, or tuples. strides:
-        tensors whose strides are arguments. row_stride: the stride between heads of lse2 and delta. means: dq_kernel
-        with DELTA. changed: the score modifications. sink: the argument `sink_ptr`, for a kernel that completes sums of
-        exponentials.
+        tiles: tensors that are loaded by tiles; q, k and v first. varying: the other tensors of a call, or tuples of
+        them. strides: tensors whose strides are arguments. row_stride: the stride between heads of lse2 and delta.
+        means: dq_kernel with DELTA. changed: the score modifications. sink: the argument `sink_ptr`, for a kernel that
+        completes sums of exponentials.
         """
         self.kernel, self.numbers = kernel, numbers
         self._architecture, self.lengths, self.dropout = setting.architecture, setting.lengths, setting.dropout
