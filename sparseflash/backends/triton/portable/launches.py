@@ -163,7 +163,7 @@ class KernelLayout:
             "heads": numbers.heads, "kv_heads": numbers.kv_heads, "group": numbers.heads // numbers.kv_heads,
             "q_len": numbers.q_len, "k_len": numbers.k_len, "col_tiles": count, "row_tiles": count,
             "row_stride": self._row_stride, "lengths_stride": 0,
-            "strides": tuple(strides_of(self._strides[name]) for name in STRIDES[self.kernel]),
+            "strides": tuple([strides_of(self._strides[name]) for name in STRIDES[self.kernel]]),
         }  # fmt: skip
         examples: dict[str, Any] = {**self._tiles, **self._varying}
         if split:
