@@ -75,6 +75,7 @@ _MODULES = (
     "masks",
     "nn",
     "scores",
+    "selected_tokens",
     "selection",
     "testing",
     "varlen",
