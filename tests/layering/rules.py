@@ -54,7 +54,8 @@ _LIBRARY = {
     "masks/tiling": "blockmask",
     "nn": "attention.py blockmask decode.py masks pattern.py scaled_dot_product.py scores validation.py",
     "scores": "blockmask",
-    "selection": "attention.py blockmask decode.py grouped.py masks masks/tiling nn scores varlen.py",
+    "selection": "attention.py blockmask decode.py grouped.py masks masks/tiling nn scores selected_tokens.py "
+    "varlen.py",
     "testing": "backends/reference.py blockmask scores validation.py",
     # The ways to compute attention.
     "backends": "blockmask scores",
