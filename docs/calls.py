@@ -78,10 +78,6 @@ REFUSED = {
     **{("selected", kind): _SELECTED.format("scores") for kind in SCORES},
     ("selected", "dropout"): _SELECTED.format("dropout_p"),
     **{("selected", kind): _SELECTED.format("mask") for kind in ("mask", "mask by head", "mask by batch")},
-    ("selected", "lengths"): (
-        "lengths must not be given to selected_attention: -1 in index is no block, so give tokens past the length no "
-        "others, and no query a block of such tokens."
-    ),
     **{("tokens", kind): _TOKENS.format("scores") for kind in SCORES},
     ("tokens", "dropout"): _TOKENS.format("dropout_p"),
     **{("tokens", kind): _TOKENS.format("mask") for kind in ("mask", "mask by head", "mask by batch")},
