@@ -44,6 +44,7 @@ class BlockSelection(IndexedLayer):
         first: blocks at the beginning of the sequence that are always chosen.
         teach: the loss is over `"visible"` keys, as while the indexer warms up, or over `"chosen"` ones.
         taught: the loss is a mean over this many random queries; None: all. Their scores of all keys dominate the time.
+        qk_norm: normalise the features of queries and keys, with learned weights, before they are rotated.
         head_dim, bias, rotary, scale, backend: as for `nn.SparseSelfAttention`. `rotary` also rotates the indexer's
             queries and keys.
 
@@ -53,12 +54,13 @@ class BlockSelection(IndexedLayer):
     def __init__(
         self, embed_dim: int, num_heads: int, kv_heads: int | None = None, *, block: int = 128, chosen: int = 16,
         index_dim: int = 128, first: int = 0, teach: Teach = "visible", taught: int | None = None,
-        head_dim: int | None = None, bias: bool = False, rotary: Rotary | None = None, scale: float | None = None,
-        backend: Backend | None = None, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        head_dim: int | None = None, bias: bool = False, qk_norm: bool = False, rotary: Rotary | None = None,
+        scale: float | None = None, backend: Backend | None = None, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
-            embed_dim, num_heads, kv_heads, head_dim=head_dim, bias=bias, rotary=rotary, scale=scale, backend=backend,
-            device=device, dtype=dtype,
+            embed_dim, num_heads, kv_heads, head_dim=head_dim, bias=bias, qk_norm=qk_norm, rotary=rotary, scale=scale,
+            backend=backend, device=device, dtype=dtype,
         )  # fmt: skip
         self.block = self.aligned = checked_power(block, "block")
         check_at_least_one(chosen=chosen)
@@ -66,8 +68,8 @@ class BlockSelection(IndexedLayer):
             raise ValueError(f"chosen must be at least first + 1, {first} and the query's own block; got {chosen}.")
         self.chosen, self.first = chosen, first
         self.make_indexer(self.kv_heads, index_dim, teach, taught, device, dtype)
-        self.norm_q = nn.RMSNorm(index_dim, device=device, dtype=dtype)
-        self.norm_k = nn.RMSNorm(index_dim, device=device, dtype=dtype)
+        self.index_norm_q = nn.RMSNorm(index_dim, device=device, dtype=dtype)
+        self.index_norm_k = nn.RMSNorm(index_dim, device=device, dtype=dtype)
 
     def kept(self, capacity: int) -> dict[str, tuple[int, int, int]]:
         return {"index_k": (1, capacity, self.index_dim)}
@@ -76,15 +78,15 @@ class BlockSelection(IndexedLayer):
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, frame: Frame, cache: SelectionCache | None
     ) -> Tensor:  # fmt: skip
         """See `SelectionLayer.mix`."""
-        index_q = self.index_queries(x, frame, self.norm_q)
+        index_q = self.index_queries(x, frame, self.index_norm_q)
         new = torch.arange(frame.start, frame.k_len, device=x.device)
-        index_k = self.rotated(self.norm_k(self.index_k(x.detach())).unsqueeze(1), frame, new)
+        index_k = self.rotated(self.index_norm_k(self.index_k(x.detach())).unsqueeze(1), frame, new)
         if cache is not None:
             index_k = cache.write("index_k", frame.start, index_k)[:, :, : frame.k_len]
         index = self.choice(index_q, index_k, frame)
         if self.teaches:
             self.loss = self.distillation(q, k, index_q, index_k, index, frame)
-        return over_chosen(q, k, v, index, frame, span=self.block, scale=self.scale, backend=self.backend)
+        return over_chosen(q, k, v, index, frame, self.how, span=self.block)
 
     def choice(self, index_q: Tensor, index_k: Tensor, frame: Frame) -> Tensor:
         """The chosen blocks of each query, `[B, Hkv, N, chosen]`."""

@@ -18,8 +18,8 @@ class SelectionCache(KVCache):
     >>> cache.more["index_k"].shape
     torch.Size([2, 1, 100, 8])
 
-    `new_cache` of a layer makes one that fits. more: `(heads, rows, features)` of each tensor. `truncate` forgets tokens
-    of all of them, because rows past the tokens are not read, and are written again.
+    `new_cache` of a layer makes one that fits. more: `(heads, rows, features)` of each tensor. `truncate` forgets
+    tokens of all of them, because rows past the tokens are not read, and are written again.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ Teach = Literal["visible", "chosen"]
 
 
 class IndexedLayer(SelectionLayer):
-    """A layer whose small queries and keys score all tokens. In training, `loss` is the indexer's loss of the last call.
+    """A layer whose small queries and keys score all tokens. In training, `loss` is the indexer's loss of a call.
 
     The indexer sees x without its gradient, and the choice has none: the model learns from its own loss, the indexer
     from `loss`. Add it to the model's loss.
@@ -33,10 +33,18 @@ class IndexedLayer(SelectionLayer):
         dtype: torch.dtype | None,
     ) -> None:  # fmt: skip
         """Makes the projections; the argument of `__init__` of the same names."""
-        check_at_least_one(index_heads=index_heads, index_dim=index_dim, **({} if taught is None else {"taught": taught}))
+        check_at_least_one(
+            index_heads=index_heads, index_dim=index_dim, **({} if taught is None else {"taught": taught})
+        )
         if teach not in ("visible", "chosen"):
             raise ValueError(f"teach must be 'visible' or 'chosen'; got {teach!r}.")
-        self.index_heads, self.index_dim, self.teach, self.taught, self.loss = index_heads, index_dim, teach, taught, None
+        self.index_heads, self.index_dim, self.teach, self.taught, self.loss = (
+            index_heads,
+            index_dim,
+            teach,
+            taught,
+            None,
+        )
         self.index_q = nn.Linear(self.embed_dim, index_heads * index_dim, bias=False, device=device, dtype=dtype)
         self.index_k = nn.Linear(self.embed_dim, index_dim, bias=False, device=device, dtype=dtype)
         self.index_rotary = None if self.rotary is None else Rotary(index_dim, base=self.rotary.base)
@@ -44,7 +52,9 @@ class IndexedLayer(SelectionLayer):
     def index_queries(self, x: Tensor, frame: Frame, norm: nn.Module | None = None) -> Tensor:
         """The indexer's queries `[B, Hi, N, d]`, rotated."""
         q = self.index_q(x.detach()).unflatten(2, (self.index_heads, -1)).transpose(1, 2)
-        return self.rotated(q if norm is None else norm(q), frame, torch.arange(frame.start, frame.k_len, device=x.device))
+        return self.rotated(
+            q if norm is None else norm(q), frame, torch.arange(frame.start, frame.k_len, device=x.device)
+        )
 
     def rotated(self, x: Tensor, frame: Frame, places: Tensor) -> Tensor:
         """The indexer's queries or keys `[B, H, n, d]` at these places, rotated."""
@@ -56,9 +66,9 @@ class IndexedLayer(SelectionLayer):
         return self.training and torch.is_grad_enabled()
 
     def attention_weights(self, q: Tensor, k: Tensor, frame: Frame, rows: Tensor, index: Tensor, span: int) -> Tensor:
-        """The weights `[B, Hq, rows, Nk]` of some queries, over visible keys or over their chosen blocks: see `teach`."""
+        """The weights `[B, Hq, rows, Nk]` of some queries, over visible or over chosen keys: see `teach`."""
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
-        scores = q[:, :, rows].unflatten(1, (self.kv_heads, -1)) @ k.unsqueeze(2).mT * scale
+        scores: Tensor = q[:, :, rows].unflatten(1, (self.kv_heads, -1)) @ k.unsqueeze(2).mT * scale
         scores = scores.flatten(1, 2).to(torch.promote_types(q.dtype, torch.float32))
         return scores.masked_fill(~self.support(frame, rows, index, span), -torch.inf).softmax(-1)
 

@@ -12,7 +12,7 @@ from sparseflash.blockmask.arguments import check_at_least_one, checked_device, 
 from sparseflash.nn.heads import REMEDIES, Heads, check_features, check_input, plain_weight
 from sparseflash.nn.rotary import Rotary, Rotation, rotate
 from sparseflash.remedies import refuse, without_others
-from sparseflash.selection.attending import decodes
+from sparseflash.selection.attending import How
 from sparseflash.selection.cache import SelectionCache
 from sparseflash.selection.frame import Frame, packing_of
 
@@ -37,8 +37,8 @@ class SelectionLayer(Heads):
 
     def __init__(
         self, embed_dim: int, num_heads: int, kv_heads: int | None, *, head_dim: int | None, bias: bool,
-        rotary: Rotary | None, scale: float | None, backend: Backend | None, device: torch.device | str | None,
-        dtype: torch.dtype | None,
+        qk_norm: bool, rotary: Rotary | None, scale: float | None, backend: Backend | None,
+        device: torch.device | str | None, dtype: torch.dtype | None,
     ) -> None:  # fmt: skip
         super().__init__(embed_dim, num_heads, None, kv_heads, head_dim, 0.0, scale, backend)
         bias = flag(bias, "bias")
@@ -50,11 +50,20 @@ class SelectionLayer(Heads):
         self.qkv = nn.Linear(embed_dim, features, bias=bias, device=device, dtype=dtype)
         self.out = nn.Linear(self.num_heads * self.head_dim, embed_dim, bias=bias, device=device, dtype=dtype)
         self.rotary = rotary
+        made = [
+            nn.RMSNorm(self.head_dim, device=device, dtype=dtype) if flag(qk_norm, "qk_norm") else None for _ in "qk"
+        ]
+        self.norm_q, self.norm_k = made
 
     @property
     def group(self) -> int:
         """Query heads for each key head."""
         return self.num_heads // self.kv_heads
+
+    @property
+    def how(self) -> How:
+        """The arguments of all attention of the layer."""
+        return How(self.scale, self.backend)
 
     def extra_repr(self) -> str:
         return f"{self.embed_dim}, {self.num_heads} heads of {self.head_dim}, kv_heads={self.kv_heads}"
@@ -72,7 +81,10 @@ class SelectionLayer(Heads):
     def new_cache(
         self, batch: int, capacity: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> SelectionCache:
-        """An empty cache for `batch` sequences of up to `capacity` tokens, by default of the weights' dtype and device."""
+        """An empty cache for `batch` sequences of up to `capacity` tokens.
+
+        device, dtype: by default the weights'.
+        """
         check_at_least_one(batch=batch, capacity=capacity)
         device = checked_device(self.out.weight.device if device is None else device)
         dtype = self.out.weight.dtype if dtype is None else dtype
@@ -110,7 +122,7 @@ class SelectionLayer(Heads):
         if x.shape[1] == 0:
             mixed = x.new_zeros(x.shape[0], 0, self.num_heads * self.head_dim)
         else:
-            lengths = cache.lengths if cache is not None and x.shape[1] == 1 and decodes(self.backend) else None
+            lengths = cache.lengths if cache is not None and x.shape[1] == 1 and self.how.decodes else None
             start = 0 if cache is None else cache.length
             mixed = self._mixed(x, Frame(start, x.shape[1], x.device, packing, lengths), cache)
         out: Tensor = self.out(mixed if packing is None else packing.collect(mixed))
@@ -125,6 +137,8 @@ class SelectionLayer(Heads):
     def _mixed(self, x: Tensor, frame: Frame, cache: SelectionCache | None) -> Tensor:
         pairs = self.pairs * self.kv_heads
         q, k, v = self.split(self.qkv(x), self.num_heads, pairs, pairs)
+        if self.norm_q is not None and self.norm_k is not None:
+            q, k = self.norm_q(q), self.norm_k(k)
         rotation = self.rotation(frame, torch.arange(frame.start, frame.k_len, device=x.device))
         if rotation is not None:
             q = rotate(q, rotation)
@@ -143,9 +157,7 @@ class SelectionLayer(Heads):
 
     def _check_cache(self, cache: object) -> None:
         if not isinstance(cache, SelectionCache):
-            raise TypeError(
-                f"cache must be a SelectionCache, as layer.new_cache makes it; got {type(cache).__name__}."
-            )
+            raise TypeError(f"cache must be a SelectionCache, as layer.new_cache makes it; got {type(cache).__name__}.")
         if self.training or torch.is_grad_enabled():
             raise ValueError(
                 "cache must be used for inference, without gradients: call layer.eval(), and the layer under "

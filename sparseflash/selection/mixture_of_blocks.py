@@ -25,9 +25,9 @@ class MixtureOfBlocks(SelectionLayer):
 
     For a query q of a head at position t, with the blocks I_i of `block` keys:
 
-        s_i   = q . mean(k_j for j in I_i)     -inf for blocks of the future, inf for the query's own       (paper: eq. 6)
-        g_i   = 1 if s_i is among the `chosen` highest, else 0                                                     (eq. 5)
-        out   = softmax(q K[I]^T) V[I],   I = the keys j <= t of all blocks with g_i = 1                     (eq. 2, 3)
+        s_i   = q . mean(k_j for j in I_i)     -inf for blocks of the future, inf for the query's own   (paper: eq. 6)
+        g_i   = 1 if s_i is among the `chosen` highest, else 0                                                 (eq. 5)
+        out   = softmax(q K[I]^T) V[I],   I = the keys j <= t of all blocks with g_i = 1                    (eq. 2, 3)
 
     Args:
         embed_dim, num_heads, kv_heads: features of a token, query heads, and key heads. Each query head chooses for
@@ -35,6 +35,7 @@ class MixtureOfBlocks(SelectionLayer):
         block: keys of a block, a power of two from 16 to 256. The paper has 512 and 4,096; smaller blocks are chosen
             more reliably, see below.
         chosen: blocks of a query, its own included.
+        qk_norm: normalise the features of queries and keys, with learned weights, before they are rotated.
         head_dim, bias, rotary, scale, backend: as for `nn.SparseSelfAttention`.
 
     The choice has no parameters and no gradient, so a model trained with dense attention can be continued with it. A
@@ -46,12 +47,13 @@ class MixtureOfBlocks(SelectionLayer):
 
     def __init__(
         self, embed_dim: int, num_heads: int, kv_heads: int | None = None, *, block: int = 64, chosen: int = 16,
-        head_dim: int | None = None, bias: bool = False, rotary: Rotary | None = None, scale: float | None = None,
-        backend: Backend | None = None, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        head_dim: int | None = None, bias: bool = False, qk_norm: bool = False, rotary: Rotary | None = None,
+        scale: float | None = None, backend: Backend | None = None, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
-            embed_dim, num_heads, kv_heads, head_dim=head_dim, bias=bias, rotary=rotary, scale=scale, backend=backend,
-            device=device, dtype=dtype,
+            embed_dim, num_heads, kv_heads, head_dim=head_dim, bias=bias, qk_norm=qk_norm, rotary=rotary, scale=scale,
+            backend=backend, device=device, dtype=dtype,
         )  # fmt: skip
         self.block = self.aligned = checked_power(block, "block")
         check_at_least_one(chosen=chosen)
@@ -65,7 +67,7 @@ class MixtureOfBlocks(SelectionLayer):
     ) -> Tensor:  # fmt: skip
         """See `SelectionLayer.mix`."""
         index = self.choice(q, k, frame, cache)
-        return over_chosen(q, k, v, index, frame, span=self.block, scale=self.scale, backend=self.backend)
+        return over_chosen(q, k, v, index, frame, self.how, span=self.block)
 
     @torch.no_grad()
     def choice(self, q: Tensor, k: Tensor, frame: Frame, cache: SelectionCache | None = None) -> Tensor:

@@ -46,6 +46,7 @@ class NativeSparseAttention(SelectionLayer):
         compression, stride: l and d. The stride divides both kinds of blocks.
         window: w.
         first, last: blocks that are always chosen, of the beginning and up to the query's own.
+        qk_norm: normalise the features of queries and keys, with learned weights, before they are rotated.
         head_dim, bias, rotary, scale, backend: as for `nn.SparseSelfAttention`.
 
     The choice has no gradient; the compression learns from the compressed branch. There is no auxiliary loss.
@@ -58,12 +59,13 @@ class NativeSparseAttention(SelectionLayer):
     def __init__(
         self, embed_dim: int, num_heads: int, kv_heads: int | None = None, *, block: int = 64, chosen: int = 16,
         compression: int = 32, stride: int = 16, window: int = 512, first: int = 1, last: int = 2,
-        head_dim: int | None = None, bias: bool = False, rotary: Rotary | None = None, scale: float | None = None,
-        backend: Backend | None = None, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        head_dim: int | None = None, bias: bool = False, qk_norm: bool = False, rotary: Rotary | None = None,
+        scale: float | None = None, backend: Backend | None = None, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
-            embed_dim, num_heads, kv_heads, head_dim=head_dim, bias=bias, rotary=rotary, scale=scale, backend=backend,
-            device=device, dtype=dtype,
+            embed_dim, num_heads, kv_heads, head_dim=head_dim, bias=bias, qk_norm=qk_norm, rotary=rotary, scale=scale,
+            backend=backend, device=device, dtype=dtype,
         )  # fmt: skip
         self.block = self.aligned = checked_power(block, "block")
         check_at_least_one(chosen=chosen, compression=compression, stride=stride, window=window, last=last)
@@ -83,7 +85,8 @@ class NativeSparseAttention(SelectionLayer):
                 nn.Linear(features, self.head_dim, device=device, dtype=dtype), nn.GELU(),
                 nn.Linear(self.head_dim, self.head_dim, device=device, dtype=dtype),
             )  # fmt: skip
-            nn.init.zeros_(mlp[2].weight), nn.init.zeros_(mlp[2].bias)
+            for parameter in mlp[2].parameters():
+                nn.init.zeros_(parameter)
             self.compress.append(mlp)
         self.gate = nn.Linear(embed_dim, 3 * num_heads, device=device, dtype=dtype)
 
@@ -97,7 +100,6 @@ class NativeSparseAttention(SelectionLayer):
         """See `SelectionLayer.mix`."""
         k_cmp, k_slc, k_win = k.split(self.kv_heads, 1)
         v_cmp, v_slc, v_win = v.split(self.kv_heads, 1)
-        how = {"scale": self.scale, "backend": self.backend}
         k_blocks, v_blocks = (
             of_blocks(summary, y, frame, cache, name, span=self.compression, step=self.stride)
             for summary, y, name in (
@@ -107,13 +109,14 @@ class NativeSparseAttention(SelectionLayer):
         )
         blocks = ended(frame.k_len, self.compression, self.stride)
         compressed, lse = over_past(
-            q, k_blocks, v_blocks, frame, blocks=blocks, span=self.compression, step=self.stride, **how
+            q, k_blocks, v_blocks, frame, self.how, blocks=blocks, span=self.compression, step=self.stride
         )
         index = self.choice(q, k_blocks[:, :, :blocks], lse, frame)
-        selected = over_chosen(q, k_slc, v_slc, index, frame, span=self.block, **how)
-        near = over_near(q, k_win, v_win, frame, window=self.window, **how)
+        selected = over_chosen(q, k_slc, v_slc, index, frame, self.how, span=self.block)
+        near = over_near(q, k_win, v_win, frame, self.how, window=self.window)
         gates = torch.sigmoid(self.gate(x)).unflatten(2, (3, -1)).permute(2, 0, 3, 1).unsqueeze(-1)  # [3, B, Hq, N, 1]
-        return gates[0] * compressed + gates[1] * selected + gates[2] * near
+        out: Tensor = gates[0] * compressed + gates[1] * selected + gates[2] * near
+        return out
 
     def choice(self, q: Tensor, k_blocks: Tensor, lse: Tensor, frame: Frame) -> Tensor:
         """The chosen blocks of each query, `[B, Hkv, N, n]`, from the weights of the compressed branch."""

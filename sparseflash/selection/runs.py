@@ -30,9 +30,11 @@ def past_blocks(frame: Frame, blocks: int, span: int, step: int) -> BlockMask:
 def _mask(frame: Frame, k_len: int, span: int, step: int) -> BlockMask:
     if frame.packing is None:
         if torch.compiler.is_compiling():
-            return _made_constant(frame.start, frame.q_len, (), k_len, span, step).to(frame.device)
+            made: BlockMask = _made_constant(frame.start, frame.q_len, (), k_len, span, step).to(frame.device)
+            return made
         return _kept(frame.start, frame.q_len, (), k_len, span, step, frame.device)
-    return _of_documents(frame.packing.stops, frame.q_len, k_len, span, step, frame.device)
+    found: BlockMask = _of_documents(frame.packing.stops, frame.q_len, k_len, span, step, frame.device)
+    return found
 
 
 @torch.compiler.disable(reason="the lengths of documents are read on the host")  # type: ignore[untyped-decorator]

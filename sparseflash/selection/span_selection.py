@@ -39,6 +39,7 @@ class SpanSelection(IndexedLayer):
         index_heads, index_dim: the indexer's query heads, and d.
         teach: the loss is over `"visible"` spans or over `"chosen"` ones.
         taught: the loss is a mean over this many random queries; None: all. Their scores of all keys dominate the time.
+        qk_norm: normalise the features of queries and keys, with learned weights, before they are rotated.
         head_dim, bias, rotary, scale, backend: as for `nn.SparseSelfAttention`. `rotary` also rotates the indexer's
             queries, and its keys k_b at the position of their first token.
 
@@ -49,19 +50,20 @@ class SpanSelection(IndexedLayer):
     def __init__(
         self, embed_dim: int, num_heads: int, kv_heads: int | None = None, *, span: int = 4, chosen: int = 512,
         index_heads: int = 4, index_dim: int = 128, teach: Teach = "visible", taught: int | None = None,
-        head_dim: int | None = None, bias: bool = False, rotary: Rotary | None = None, scale: float | None = None,
-        backend: Backend | None = None, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        head_dim: int | None = None, bias: bool = False, qk_norm: bool = False, rotary: Rotary | None = None,
+        scale: float | None = None, backend: Backend | None = None, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__(
-            embed_dim, num_heads, kv_heads, head_dim=head_dim, bias=bias, rotary=rotary, scale=scale, backend=backend,
-            device=device, dtype=dtype,
+            embed_dim, num_heads, kv_heads, head_dim=head_dim, bias=bias, qk_norm=qk_norm, rotary=rotary, scale=scale,
+            backend=backend, device=device, dtype=dtype,
         )  # fmt: skip
         self.span = self.aligned = checked_power(span, "span", least=1)
         check_at_least_one(chosen=chosen)
         self.chosen = chosen
         self.make_indexer(index_heads, index_dim, teach, taught, device, dtype)
-        self.norm_q = nn.RMSNorm(index_dim, device=device, dtype=dtype)
-        self.norm_k = nn.RMSNorm(index_dim, device=device, dtype=dtype)
+        self.index_norm_q = nn.RMSNorm(index_dim, device=device, dtype=dtype)
+        self.index_norm_k = nn.RMSNorm(index_dim, device=device, dtype=dtype)
 
     def kept(self, capacity: int) -> dict[str, tuple[int, int, int]]:
         return {
@@ -73,29 +75,35 @@ class SpanSelection(IndexedLayer):
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, frame: Frame, cache: SelectionCache | None
     ) -> Tensor:  # fmt: skip
         """See `SelectionLayer.mix`."""
-        index_q = self.index_queries(x, frame, self.norm_q)
+        index_q = self.index_queries(x, frame, self.index_norm_q)
         index_k = self.index_k(x.detach()).unsqueeze(1)
         if cache is not None:
             index_k = cache.write("index_k", frame.start, index_k)
         spans = of_blocks(
-            lambda y, places: self.rotated(self.norm_k(y.mean(3)), frame, places), index_k, frame, cache, "spans",
+            lambda y, places: self.rotated(self.index_norm_k(y.mean(3)), frame, places), index_k, frame, cache, "spans",
             span=self.span, step=self.span,
         )[:, :, : ended(frame.k_len, self.span, self.span)]  # fmt: skip
         index = self.choice(index_q, spans, frame)
         if self.teaches:
             self.loss = self.distillation(q, k, index_q, spans, index, frame)
-        return over_chosen(q, k, v, index, frame, span=self.span, scale=self.scale, backend=self.backend)
+        return over_chosen(q, k, v, index, frame, self.how, span=self.span)
 
     def scores(self, index_q: Tensor, spans: Tensor, rows: Tensor | slice) -> Tensor:
         """I, `[B, 1, rows, spans]`."""
         products = (index_q[:, :, rows] @ spans.mT).relu().to(torch.promote_types(index_q.dtype, torch.float32))
-        return products.sum(1, keepdim=True) * self.index_dim**-0.5
+        scores: Tensor = products.sum(1, keepdim=True) * self.index_dim**-0.5
+        return scores
 
     def choice(self, index_q: Tensor, spans: Tensor, frame: Frame) -> Tensor:
         """The chosen spans of each query and the span that it is in, if that has not ended: `[B, 1, N, chosen + 1]`."""
         index = best_blocks(
-            lambda rows: self.scores(index_q, spans, rows), frame, blocks=spans.shape[2], k=self.chosen, span=self.span,
-            whole=True, per_row=index_q.shape[0] * self.index_heads * max(1, spans.shape[2]),
+            lambda rows: self.scores(index_q, spans, rows),
+            frame,
+            blocks=spans.shape[2],
+            k=self.chosen,
+            span=self.span,
+            whole=True,
+            per_row=index_q.shape[0] * self.index_heads * max(1, spans.shape[2]),
         )
         place = frame.places(slice(None))
         tail = (place // self.span).masked_fill((place + 1) % self.span == 0, -1)

@@ -39,6 +39,7 @@ class VideoSparseAttention(Heads):
         cube: frames, rows and columns of a cube; their product is a power of two from 16 to 256. At the ends of a video
             that it does not divide, cubes are smaller.
         chosen: cubes that a cube reads; each query head chooses for itself.
+        qk_norm: normalise the features of queries and keys, with learned weights.
         head_dim, bias, scale, backend: as for `nn.SparseSelfAttention`.
 
     The gates begin as G_c = 0 and G_f = 1, as when a trained model is continued. There is no auxiliary loss; the choice
@@ -49,8 +50,8 @@ class VideoSparseAttention(Heads):
 
     def __init__(
         self, embed_dim: int, num_heads: int, kv_heads: int | None = None, *, cube: Shape = (4, 4, 4), chosen: int = 32,
-        head_dim: int | None = None, bias: bool = False, scale: float | None = None, backend: Backend | None = None,
-        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        head_dim: int | None = None, bias: bool = False, qk_norm: bool = False, scale: float | None = None,
+        backend: Backend | None = None, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__(embed_dim, num_heads, None, kv_heads, head_dim, 0.0, scale, backend)
         self.cube = _checked_shape(cube, "cube")
@@ -63,6 +64,10 @@ class VideoSparseAttention(Heads):
         self.qkv = nn.Linear(embed_dim, features, bias=flag(bias, "bias"), device=device, dtype=dtype)
         self.gate = nn.Linear(embed_dim, 2 * self.num_heads * self.head_dim, device=device, dtype=dtype)
         self.out = nn.Linear(self.num_heads * self.head_dim, embed_dim, bias=bias, device=device, dtype=dtype)
+        made = [
+            nn.RMSNorm(self.head_dim, device=device, dtype=dtype) if flag(qk_norm, "qk_norm") else None for _ in "qk"
+        ]
+        self.norm_q, self.norm_k = made
         with torch.no_grad():
             self.gate.weight.zero_()
             self.gate.bias.view(2, -1).copy_(self.gate.bias.new_tensor([[0.0], [1.0]]).expand(2, -1))
@@ -87,6 +92,8 @@ class VideoSparseAttention(Heads):
         check_features(x, "x", self.embed_dim)
         cubes = self._cubes(shape, x)
         q, k, v = self.split(self.qkv(x), self.num_heads, self.kv_heads, self.kv_heads)
+        if self.norm_q is not None and self.norm_k is not None:
+            q, k = self.norm_q(q), self.norm_k(k)
         if rotation is not None:
             q, k = rotate(q, rotation), rotate(k, rotation)
         q, k, v = (cubes.spread(y) for y in (q, k, v))
@@ -106,7 +113,7 @@ class VideoSparseAttention(Heads):
     without_others(forward)
 
     @torch.no_grad()
-    def choice(self, q_mean: Tensor, k_mean: Tensor, cubes: "Cubes") -> BlockMask:
+    def choice(self, q_mean: Tensor, k_mean: Tensor, cubes: Cubes) -> BlockMask:
         """The best cubes of each cube, of its own video, as a mask of tokens in cube order."""
         products = (q_mean.unflatten(1, (self.kv_heads, -1)) @ k_mean.unsqueeze(2).mT).flatten(1, 2)
         products = products.masked_fill(cubes.video[:, None] != cubes.video, -torch.inf)
@@ -114,9 +121,9 @@ class VideoSparseAttention(Heads):
         index = order.masked_fill(products.gather(-1, order) == -torch.inf, -1)
         return BlockMask.from_block_index(index, block=self.volume, q_len=len(cubes.video) * self.volume)
 
-    def _cubes(self, shape: Shape | Sequence[Shape], x: Tensor) -> "Cubes":
-        shapes = [shape] if len(shape) and not isinstance(shape[0], Sequence) else list(shape)
-        shapes = [_checked_shape(each, "shape") for each in shapes]
+    def _cubes(self, shape: Shape | Sequence[Shape], x: Tensor) -> Cubes:
+        given: list[object] = [shape] if len(shape) and not isinstance(shape[0], Sequence) else list(shape)
+        shapes = [_checked_shape(each, "shape") for each in given]
         tokens = sum(t * h * w for t, h, w in shapes)
         if tokens != x.shape[1] or not shapes:
             raise ValueError(f"shape must have as many tokens as x, {x.shape[1]}; got {shapes}, {tokens} tokens.")
@@ -153,7 +160,10 @@ class Cubes(NamedTuple):
 
 def cubes_of(shapes: Sequence[Shape], cube: Shape, device: torch.device) -> Cubes:
     """The places of videos' tokens in cube order."""
-    volume, places, sizes, counts = cube[0] * cube[1] * cube[2], [], [], []
+    volume = cube[0] * cube[1] * cube[2]
+    places: list[Tensor] = []
+    sizes: list[Tensor] = []
+    counts: list[int] = []
     for shape in shapes:
         at = [torch.arange(side, device="cpu") for side in shape]
         cube_at = [a // c for a, c in zip(at, cube, strict=True)]

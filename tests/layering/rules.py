@@ -15,8 +15,8 @@ _GROUPS = {
     "sparseflash/backends/triton:choosing": "alignment family overrides",
     "sparseflash/backends/triton/hopper:device": "configs descriptors gluon_api record rows scores",
     # Whole functions of other libraries, above `attention`; the rest of `interop` is below it.
-    "sparseflash/interop:functions": "alibi fastvideo flash_attn flash_attn_cache flex_attention natten tokens_first "
-    "xformers",
+    "sparseflash/interop:functions": "alibi fastvideo flash_attn flash_attn_cache flash_attn_packed flex_attention "
+    "megatron natten natten_layers paged sglang tokens_first torchtitan vllm xformers",
     "experiments/benchmarks:timing": "fresh_process interpreter timing",
 }
 
@@ -32,8 +32,7 @@ _LIBRARY = {
     "merge.py": "backends/triton backends/triton:launching scores",
     "pattern.py": "blockmask",
     "scaled_dot_product.py": "attention.py blockmask interop masks scores",
-    "selected_tokens.py": "attention.py backends backends/reference.py backends/triton/selected blockmask "
-    "validation.py",
+    "selected_tokens.py": "attention.py backends/reference.py backends/selected.py blockmask validation.py",
     "validation.py": "blockmask scores",
     "varlen.py": "attention.py blockmask blockmask/ops masks pattern.py scores",
     # Its parts.
@@ -47,20 +46,22 @@ _LIBRARY = {
     "draw": "blockmask",
     "huggingface": "attention.py blockmask decode.py interop scores",
     "interop": "blockmask scores",
-    "interop:functions": "attention.py blockmask blockmask/ops decode.py interop masks masks/tiling pattern.py "
+    "interop:functions": "attention.py blockmask blockmask/ops decode.py interop masks masks/tiling nn pattern.py "
     "scaled_dot_product.py scores varlen.py",
     "masks": "blockmask blockmask/ops masks/fused masks/tiling",
     "masks/block_index.py": "blockmask masks/fused masks/tiling",
-    "masks/fused": "backends/triton:launching blockmask masks/tiling",
+    "masks/fused": "backends/triton:launching backends/triton/device_functions blockmask masks/tiling",
     "masks/tiling": "blockmask",
     "nn": "attention.py blockmask decode.py masks pattern.py scaled_dot_product.py scores validation.py",
     "scores": "blockmask",
+    "selection": "attention.py blockmask decode.py grouped.py masks masks/tiling nn scores varlen.py",
     "testing": "backends/reference.py blockmask scores validation.py",
     # The ways to compute attention.
     "backends": "blockmask scores",
     "backends:blockwise": "backends blockmask scores",
     "backends/cached.py": "backends/reference.py blockmask blockmask/ops scores",
     "backends/reference.py": "blockmask scores",
+    "backends/selected.py": "backends backends/triton/selected",
     "backends/triton": "backends backends/triton:choosing backends/triton:launching backends/triton/hopper "
     "backends/triton/launch backends/triton/portable backends/triton/schedule blockmask scores",
     "backends/triton:choosing": "backends/triton:launching backends/triton/schedule blockmask scores",
@@ -93,7 +94,7 @@ _LIBRARY = {
 # What experiments import as any user does, which rows of experiments call PUBLIC.
 _PUBLIC = (
     ". attention.py decode.py grouped.py merge.py nn scaled_dot_product.py varlen.py analysis distributed draw interop "
-    "scores testing masks"
+    "scores selection testing masks"
 )
 
 _EXPERIMENTS = {
@@ -174,5 +175,6 @@ KERNELS = (
     "masks/fused/index.py",
     "masks/fused/rows.py",
     "masks/fused/runs.py",
+    "masks/fused/select.py",
     "masks/fused/unused.py",
 )

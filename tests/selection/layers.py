@@ -24,7 +24,9 @@ def filled(layer, seed):
     with torch.no_grad():
         for name, parameter in layer.double().named_parameters():
             drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            parameter.copy_(1 + 0.2 * drawn if "norm" in name and "weight" in name else drawn * parameter.shape[-1] ** -0.5)
+            parameter.copy_(
+                1 + 0.2 * drawn if "norm" in name and "weight" in name else drawn * parameter.shape[-1] ** -0.5
+            )
     return layer
 
 
@@ -69,8 +71,9 @@ def layers(draw, kind):
     scale = draw(st.sampled_from([None, 0.7]))
     options = draw(options_of(kind))
     made = getattr(selection, kind)(
-        WIDTH, heads, kv_heads, head_dim=DIM, rotary=rotary, scale=scale, bias=draw(st.booleans()), **options
-    )
+        WIDTH, heads, kv_heads, head_dim=DIM, rotary=rotary, scale=scale, bias=draw(st.booleans()),
+        qk_norm=draw(st.booleans()), **options,
+    )  # fmt: skip
     return filled(made, draw(st.integers(0, 100)))
 
 

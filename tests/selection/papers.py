@@ -5,7 +5,6 @@ keys that each query head chose, bool `[Hq, N, N]`, and the loss or None.
 """
 
 import torch
-from torch.nn import functional as F
 
 
 def rotated(x, position, base=10_000.0):
@@ -24,6 +23,11 @@ def projected(layer, x):
     """q `[Hq, N, D]`, and the keys and values of each branch, `[pairs, Hkv, N, D]`, not rotated."""
     heads = layer.qkv(x).unflatten(1, (-1, layer.head_dim)).transpose(0, 1)
     q, k, v = heads.split([layer.num_heads, layer.pairs * layer.kv_heads, layer.pairs * layer.kv_heads])
+    if layer.norm_q is not None:
+        q, k = (
+            y / (y.square().mean(-1, keepdim=True) + torch.finfo(y.dtype).eps).sqrt() * norm.weight
+            for y, norm in ((q, layer.norm_q), (k, layer.norm_k))
+        )
     return q, k.unflatten(0, (layer.pairs, -1)), v.unflatten(0, (layer.pairs, -1))
 
 
@@ -120,9 +124,9 @@ def mixture(layer, x):
         heads = []
         for h in range(layer.num_heads):
             g, own = h // layer.group, t // block
-            scores = {i: float(q[h, t] @ k[g, i * block : (i + 1) * block].mean(0)) for i in range(own)}
-            live[h, t] = marked(best({**scores, own: torch.inf}, layer.chosen), block, t, n)
-            heads.append(attend(layer, q[h, t], k[g, live[h, t]], v[g, live[h, t]]))
+            scores = {i: (q[h, t] @ k[g, i * block : (i + 1) * block].mean(0)).item() for i in range(own)}
+            live[h, t] = row = marked(best({**scores, own: torch.inf}, layer.chosen), block, t, n)
+            heads.append(attend(layer, q[h, t], k[g, row], v[g, row]))
         outs.append(heads)
     return mixed(layer, outs), live, None
 
@@ -144,8 +148,8 @@ def blocks(layer, x):
     q, (k,), (v,) = projected(layer, x)
     q, k = rotated_rows(layer, q), rotated_rows(layer, k)
     seen = x.detach()
-    index_q = layer.norm_q(layer.index_q(seen).unflatten(1, (layer.kv_heads, -1)))
-    index_k = layer.norm_k(layer.index_k(seen))
+    index_q = layer.index_norm_q(layer.index_q(seen).unflatten(1, (layer.kv_heads, -1)))
+    index_k = layer.index_norm_k(layer.index_k(seen))
     index_q = [[maybe_rotated(layer, row, t) for row in rows] for t, rows in enumerate(index_q)]
     index_k = torch.stack([maybe_rotated(layer, row, t) for t, row in enumerate(index_k)])
     outs, live, loss = [], torch.zeros(layer.num_heads, n, n, dtype=torch.bool), 0.0
@@ -154,7 +158,7 @@ def blocks(layer, x):
         for g in range(layer.kv_heads):
             of_group = range(g * layer.group, (g + 1) * layer.group)
             scores = index_k[: t + 1] @ index_q[t][g] * layer.index_dim**-0.5
-            best_key = {i: float(scores[i * block : (i + 1) * block].max()) for i in range(own + 1)}
+            best_key = {i: scores[i * block : (i + 1) * block].max().item() for i in range(own + 1)}
             forced = {i: torch.inf for i in (*range(min(layer.first, own + 1)), own)}
             row = marked(best(best_key | forced, layer.chosen), block, t, n)
             keys = row.nonzero()[:, 0] if layer.teach == "chosen" else torch.arange(t + 1)
@@ -172,7 +176,9 @@ def tokens(layer, x):
     q, k = rotated_rows(layer, q), rotated_rows(layer, k)
     seen = x.detach()
     index_q = layer.index_q(seen).unflatten(1, (layer.index_heads, -1))
-    index_k = torch.stack([maybe_rotated(layer, row, t) for t, row in enumerate(layer.norm_k(layer.index_k(seen)))])
+    index_k = torch.stack(
+        [maybe_rotated(layer, row, t) for t, row in enumerate(layer.index_norm_k(layer.index_k(seen)))]
+    )
     gain = layer.weights(seen) / (layer.index_heads * layer.index_dim) ** 0.5
     outs, live, loss = [], torch.zeros(layer.num_heads, n, n, dtype=torch.bool), 0.0
     for t in range(n):
@@ -191,14 +197,14 @@ def spans(layer, x):
     q, (k,), (v,) = projected(layer, x)
     q, k = rotated_rows(layer, q), rotated_rows(layer, k)
     seen = x.detach()
-    index_q = layer.norm_q(layer.index_q(seen).unflatten(1, (layer.index_heads, -1)))
+    index_q = layer.index_norm_q(layer.index_q(seen).unflatten(1, (layer.index_heads, -1)))
     index_k = layer.index_k(seen)
     outs, live, loss = [], torch.zeros(layer.num_heads, n, n, dtype=torch.bool), 0.0
     for t in range(n):
         ended = (t + 1) // span
         scores = x.new_zeros(ended)
         if ended:
-            means = torch.stack([layer.norm_k(index_k[b * span : (b + 1) * span].mean(0)) for b in range(ended)])
+            means = torch.stack([layer.index_norm_k(index_k[b * span : (b + 1) * span].mean(0)) for b in range(ended)])
             means = torch.stack([maybe_rotated(layer, row, b * span) for b, row in enumerate(means)])
             rows = torch.stack([maybe_rotated(layer, row, t) for row in index_q[t]])
             scores = (rows @ means.T).relu().sum(0) * layer.index_dim**-0.5
@@ -230,7 +236,10 @@ def video(layer, x, shape):
     group = layer.num_heads // layer.kv_heads
     q_c, k_c, v_c = (torch.stack([y[:, cube].mean(1) for cube in cubes], 1) for y in (q, k, v))
     gates = layer.gate(x).unflatten(1, (2, layer.num_heads, layer.head_dim))
-    out, live = torch.zeros(layer.num_heads, n, layer.head_dim, dtype=x.dtype), torch.zeros(layer.num_heads, n, n).bool()
+    out, live = (
+        torch.zeros(layer.num_heads, n, layer.head_dim, dtype=x.dtype),
+        torch.zeros(layer.num_heads, n, n).bool(),
+    )
     rows = {}
     for h in range(layer.num_heads):
         for number, cube in enumerate(cubes):

@@ -108,21 +108,20 @@ class PreparedCall:
         wanted = [] if changes is None else [is_recorded and x.requires_grad for x in changes.tensors()]
         if (follows or any(wanted)) and self.decision(q, v, changes, wanted, backward=True)[1].family is not None:
             out = empty_out(like(q), like(v))
+            compile_side_by_side(launches, fewest=1)  # beside the plan of the backward, and the kernels that make it
             with suppress(ValueError):  # the backward raises when it is called
-                launches += self.backward_pass(
-                    q, k, v, out, out, dlse=False, changes=changes, wanted=wanted, compiles=False
-                ).launches()  # fmt: skip
+                self.backward_pass(q, k, v, out, out, dlse=False, changes=changes, wanted=wanted)
         self.forward = made
         compile_side_by_side(launches)
         return made
 
     def backward_pass(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, *, dlse: bool, changes: Scores | None = None,
-        wanted: Sequence[bool] = (), compiles: bool = True,
+        wanted: Sequence[bool] = (),
     ) -> BackwardPass:  # fmt: skip
         """The backward for tensors of this layout: hooks for saved tensors may have changed the one of the forward.
 
-        dlse: whether a gradient arrives for lse. compiles: start compiling the kernels here; otherwise the caller does.
+        dlse: whether a gradient arrives for lse.
         """
         key: tuple[Any, ...] = (
             dout.stride(), q.stride(), k.stride(), v.stride(), out.stride(), dlse,
@@ -142,8 +141,7 @@ class PreparedCall:
                 dlse=dlse, **more,
             )  # fmt: skip
             self._backwards.put(key, made)
-            if compiles:
-                compile_side_by_side(made.launches())
+            compile_side_by_side(made.launches())
         return made
 
     def backward(

@@ -1,8 +1,10 @@
 """Launching compiled Triton kernels: the same as Triton's own launch, including hooks, in less time."""
 
 import ast
+import threading
 import weakref
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -429,10 +431,47 @@ def test_kernels_that_are_new_are_compiled_side_by_side():
     assert compile_.call_count == 2 and variants[0].compiling is None
 
 
-def test_one_new_kernel_is_left_to_its_launch():
+def test_one_new_kernel_is_left_to_its_launch_unless_there_is_other_work_meanwhile():
     launch = launch_of(Kernel()).bind(1, work_ptr=torch.ones(1))
     compile_ahead.compile_side_by_side([launch])
     assert launch.launch.variant.compiling is None
+    compile_ahead.compile_side_by_side([launch], fewest=1)
+    launch.launch.variant.compiling.result()
+    assert len(launch.launch.variant.function.warmed) == 1
+
+
+def test_kernels_that_follow_one_another_are_compiled_at_once_before_the_first_starts():
+    kernels, x = [Kernel() for _ in range(3)], torch.ones(2, 16, dtype=torch.float16)
+    launches = [Launch.of_all_arguments(each, GPU, num_warps=4, num_stages=2) for each in kernels]
+    all_begun, arguments = threading.Barrier(3, timeout=60), (x, None, 0.5, x, 8)
+
+    def warmup(kernel, *given, **options):
+        all_begun.wait()
+        return Kernel.warmup(kernel, *given, **options)
+
+    for kernel in kernels:
+        kernel.warmup = partial(warmup, kernel)
+    rehearsals = []
+
+    def rehearse(stand_ins):
+        rehearsals.append(len(stand_ins))
+        for each in stand_ins:
+            each.start(7, *arguments)
+
+    for _ in range(2):
+        compile_ahead.compile_rehearsed(launches, rehearse)
+        assert not calls or len(calls) == 3
+        for each in launches:
+            each.start(7, *arguments)
+    assert rehearsals == [3] and [len(each.warmed) for each in kernels] == [1, 1, 1]
+    assert [len(calls_of(each)) for each in kernels] == [2, 2, 2]
+
+
+def test_what_a_graph_records_is_not_compiled_meanwhile(monkeypatch):
+    monkeypatch.setattr(streams, "is_capturing", lambda device: True)
+    launch = Launch.of_all_arguments(Kernel(), GPU, num_warps=4, num_stages=2)
+    with pytest.raises(RuntimeError, match="graph"):
+        compile_ahead.compile_rehearsed([launch], lambda stand_ins: pytest.fail("it was rehearsed"))
 
 
 @pytest.mark.gpu

@@ -38,6 +38,8 @@ class BackwardLayout:
     """The launches of a backward for tensors of one layout and all plans with the same number of chains."""
 
     keys = BLOCK[1]  # of an item
+    computes: Sequence[str] = ("dk, dv and dq",)  # by each main launch
+    learns: bool  # whether a tensor of the score modifications needs a gradient
     has_gaps = False  # whether parts have channels that the kernel does not write
 
     def __init__(
@@ -47,7 +49,7 @@ class BackwardLayout:
         """merges: whether some items are parts, whose dk and dv are merged. wanted: which tensors of the score
         modifications need a gradient.
         """
-        device, v_dim = setting.plan.device, v.shape[-1]
+        device, v_dim, self.learns = setting.plan.device, v.shape[-1], any(wanted)
         config = backward_config_for(q.shape[-1], v_dim)
         (batch, heads, q_len, dim), (kv_heads, k_len) = q.shape, k.shape[1:3]
         units = units_on_hopper(changes, scale, backward=True)
@@ -108,7 +110,7 @@ class BackwardLayout:
             "REGISTERS": config.registers, "CHANGES": self.changed.constant,
         }  # fmt: skip
         described |= self.changed.described
-        self.launch = launch_of(
+        launch = launch_of(
             backward_kernel, constants, numbers | self.changed.numbers,
             {
                 **tiles, "rows_desc": rows, "acc_desc": acc, **written, "counter_ptr": counted,
@@ -117,6 +119,7 @@ class BackwardLayout:
             device, described, bound=("start_ptr", "work_ptr", "entry_ptr", "words_ptr"), num_warps=8, num_stages=1,
             registers=config.start_registers, resident=True,
         )  # fmt: skip
+        self.main = [launch]
         self.part = BLOCK[1] * 2 * config.dim
         padded = config.dim, config.dim
         self.combine = self._combining(setting, numbers, padded, dk, dv) if merges else None
@@ -148,7 +151,6 @@ class BackwardLayout:
 class Backward:
     """The gradients of q, k and v."""
 
-    computes = "dk, dv and dq"  # by the main kernel
     warps = 11
 
     def __init__(self, layout: BackwardLayout, plan: BackwardPlan, setting: Setting) -> None:
@@ -159,13 +161,14 @@ class Backward:
         # Without a live tile the entries are empty, and an empty tensor has no address; the kernel does not read this
         # one.
         entries = plan.entries if len(plan.entries) else torch.empty_like(plan.work[:1])
-        self._launch = layout.launch.bind(
-            plan.programs, start_ptr=plan.start, work_ptr=plan.work, entry_ptr=entries, words_ptr=plan.words
-        )
+        self._main = [
+            each.bind(plan.programs, start_ptr=plan.start, work_ptr=plan.work, entry_ptr=entries, words_ptr=plan.words)
+            for each in layout.main
+        ]
         self._combine: BoundLaunch | None = None
         if layout.combine is not None:
             self._combine = bind_merge(layout.combine, plan.merged, layout.keys)
-        self._kernels = LaunchSequence(layout.begin, self._launch, self._finish, self._combine)
+        self._kernels = LaunchSequence(layout.begin, *self._main, self._finish, self._combine)
 
     def _bind_finish(self, setting: Setting) -> BoundLaunch:
         """The launch that ends dq."""
@@ -182,6 +185,8 @@ class Backward:
         changes: Scores,
     ) -> tuple[tuple[Tensor, Tensor, Tensor], list[Tensor | None]]:  # fmt: skip
         """`(dq, dk, dv)`, and the gradients of the tensors of the score modifications that the layout was made for."""
+        if not self.layout.learns:
+            return self._run(dout, dlse, saved, lengths, changes)[0], [None] * len(changes.tensors())
         changed = self.layout.changed
         call = HopperCall(self.plan, saved.q, saved.k, saved.lse)
         kinds = list(zip(changed.all, changes.changes, self._bound))
@@ -240,7 +245,10 @@ class Backward:
         loads = torch.stack([each.sum() for each in counts.tensor_split(self.plan.start[1:-1].tolist())])
         block = self.layout.rows, self.layout.keys
         stages, parts = self.layout.stages, self.plan.parts
-        return [described_choice(self.computes, block, self.warps, stages, self._launch, loads, parts)]
+        return [
+            described_choice(computes, block, self.warps, stages, main, loads, parts)
+            for computes, main in zip(self.layout.computes, self._main, strict=True)
+        ]
 
 
 def planned_backward(plan: Plan, programs: int) -> BackwardPlan:
