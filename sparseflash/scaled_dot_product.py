@@ -47,10 +47,10 @@ def sdpa(
         query, key, value: `[..., Hq, Nq, D]`, `[..., Hkv, Nk, D]` and `[..., Hkv, Nk, Dv]`, of 2 dimensions or more;
             all before the heads are batch dimensions.
         attn_mask: which scores are live. A `BlockMask`; or a bool tensor, True where a score is live, whose
-            dimensions, 2 or more, broadcast to `[..., Hq, Nq, Nk]`; or a floating tensor that is added to the scores. Entries of
-            -inf in a floating tensor are dead; the others are added to live scores and receive gradients. Large
-            negative numbers such as `torch.finfo(dtype).min` are finite: they are added, and save no work. To save it,
-            make them dead: `attn_mask.masked_fill(attn_mask <= torch.finfo(attn_mask.dtype).min, -torch.inf)`.
+            dimensions, 2 or more, broadcast to `[..., Hq, Nq, Nk]`; or a floating tensor that is added to the scores.
+            Entries of -inf in a floating tensor are dead; the others are added to live scores and receive gradients.
+            Large negative numbers such as `torch.finfo(dtype).min` are finite: they are added, and save no work. Make
+            them dead to save it: `attn_mask.masked_fill(attn_mask <= torch.finfo(attn_mask.dtype).min, -torch.inf)`.
         dropout_p, scale: as for `attention`. With the same generator, other weights are dropped than in PyTorch.
         is_causal: query i sees keys 0..i. The diagonal starts at the upper left, as in PyTorch; `masks.causal` aligns
             it at the lower right by default, which differs unless Nq = Nk.

@@ -95,8 +95,8 @@ def dense_tensor(value: Any, name: str) -> Tensor:
         raise TypeError(f"{name} must be a tensor; got {described(value)}.")
     if value.is_nested:
         raise TypeError(
-            f"{name} must be a plain tensor; got a nested one. Use attention_varlen, which takes nested tensors, or pad "
-            "the sequences and use mask.with_lengths(lengths)."
+            f"{name} must be a plain tensor; got a nested one. Use attention_varlen, which takes nested tensors, or "
+            "pad the sequences and use mask.with_lengths(lengths)."
         )
     if value.layout != torch.strided:
         raise TypeError(f"{name} must be a dense tensor; got one with the layout {value.layout}. Call .to_dense().")
