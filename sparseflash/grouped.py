@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from sparseflash.attention import Backend, attention
-from sparseflash.blockmask.arguments import BLOCKS, checked_integers, flag, integer, integer_tensor
+from sparseflash.blockmask.arguments import BLOCKS, flag, integer, integer_tensor
 from sparseflash.remedies import refuse, without_others
-from sparseflash.validation import check_tensors, checked_scale
+from sparseflash.validation import check_tensors, checked_lists, checked_scale
 
 
 @overload
@@ -67,7 +67,9 @@ def selected_attention(
         refuse(others, "selected_attention", _REMEDIES)
     check_tensors(q, k, v)
     (batch, heads, q_len, dim), (_, kv_heads, k_len, _) = q.shape, k.shape
-    index = _checked_index(index, batch, kv_heads, q_len, q.device)
+    index = checked_lists(index, batch, kv_heads, q_len, q.device)
+    if index.shape[3] == 0:  # the lists of a mask need at least one entry
+        index = index.new_full((*index.shape[:3], 1), -1)
     if integer(span, "span", "tokens") not in BLOCKS:
         raise ValueError(f"span must be one of {', '.join(map(str, BLOCKS))}; got {span}.")
     group = heads // kv_heads
@@ -142,18 +144,3 @@ def _packed(cu_seqlens: Any, tokens: int, span: int, causal: bool, device: torch
 
 def _by_heads(x: Tensor, group: int) -> Tensor:
     return x[:, :, :, :group].transpose(2, 3).flatten(1, 2)
-
-
-def _checked_index(index: Tensor, batch: int, kv_heads: int, q_len: int, device: torch.device) -> Tensor:
-    checked_integers(index, "index")
-    shape = (1,) * (4 - index.ndim) + tuple(index.shape)
-    if index.ndim not in (3, 4) or shape[0] not in (1, batch) or shape[1:3] != (kv_heads, q_len):
-        raise ValueError(
-            f"index must have shape [{kv_heads}, {q_len}, K] or [{batch}, {kv_heads}, {q_len}, K]; got "
-            f"{list(index.shape)}."
-        )
-    if index.device != device:
-        raise ValueError(f"index must be on q's device {device}; got {index.device}.")
-    if shape[3] == 0:  # the lists of a mask need at least one entry
-        shape, index = (*shape[:3], 1), index.new_full(shape[:3], -1)
-    return index.detach().reshape(shape).expand(batch, -1, -1, -1)

@@ -226,8 +226,8 @@ def _mask_and_scores(
 ) -> tuple[BlockMask | None, int, int, Scores | None]:  # fmt: skip
     """`(mask, queries, keys, score modifications)` of all sequences together; no mask without a query or a key."""
     with contents_when_faking():
-        q_sums = _running_sums(cu_seqlens_q, "cu_seqlens_q")
-        k_sums = q_sums if cu_seqlens_k is None else _running_sums(cu_seqlens_k, "cu_seqlens_k")
+        q_sums = running_sums(cu_seqlens_q, "cu_seqlens_q")
+        k_sums = q_sums if cu_seqlens_k is None else running_sums(cu_seqlens_k, "cu_seqlens_k")
     if len(q_sums) != len(k_sums):
         raise ValueError(
             f"cu_seqlens_k must be of as many sequences as cu_seqlens_q, {len(q_sums) - 1}; got {len(k_sums) - 1}."
@@ -275,7 +275,7 @@ def _made(q_sums: tuple[int, ...], k_sums: tuple[int, ...], pattern: Pattern | N
     return place(parts, q_sums[-1], k_sums[-1])
 
 
-def _running_sums(values: Any, name: str) -> tuple[int, ...]:
+def running_sums(values: Any, name: str) -> tuple[int, ...]:
     """Running sums as Python integers, checked. A tensor on a GPU is read again only after it was written to."""
     remembered = isinstance(values, Tensor) and values.device.type != "cpu" and not values.is_inference()
     if remembered and (found := _sums.get(id(values))) is not None and found[1] == values._version:

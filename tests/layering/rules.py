@@ -11,9 +11,9 @@ types count, too.
 _GROUPS = {
     "sparseflash/backends:blockwise": "blockwise blockwise_tiles",
     "sparseflash/backends/triton:launching": "architecture availability configs cuda_graphs device direct_start "
-    "launcher",
+    "launcher native python_start",
     "sparseflash/backends/triton:choosing": "alignment family overrides",
-    "sparseflash/backends/triton/hopper:device": "configs gluon_api record scores",
+    "sparseflash/backends/triton/hopper:device": "configs descriptors gluon_api record rows scores",
     # Whole functions of other libraries, above `attention`; the rest of `interop` is below it.
     "sparseflash/interop:functions": "alibi fastvideo flash_attn flash_attn_cache flash_attn_packed flex_attention "
     "megatron natten natten_layers paged sglang tokens_first torchtitan vllm xformers",
@@ -32,6 +32,8 @@ _LIBRARY = {
     "merge.py": "backends/triton backends/triton:launching scores",
     "pattern.py": "blockmask",
     "scaled_dot_product.py": "attention.py blockmask interop masks scores",
+    "selected_tokens.py": "attention.py backends backends/reference.py backends/triton/selected blockmask "
+    "validation.py",
     "validation.py": "blockmask scores",
     "varlen.py": "attention.py blockmask blockmask/ops masks pattern.py scores",
     # Its parts.
@@ -40,7 +42,7 @@ _LIBRARY = {
     "blockmask/mask.py": "blockmask blockmask/methods",
     "blockmask/methods": "blockmask blockmask/ops draw masks/block_index.py",  # when they are called
     "blockmask/ops": "blockmask",
-    "cli": ". analysis attention.py draw explain.py interop masks testing",
+    "cli": ". analysis attention.py backends/triton:launching draw explain.py interop masks testing",
     "distributed": "attention.py blockmask merge.py scores validation.py",
     "draw": "blockmask",
     "huggingface": "attention.py blockmask decode.py interop scores",
@@ -49,10 +51,11 @@ _LIBRARY = {
     "scaled_dot_product.py scores varlen.py",
     "masks": "blockmask blockmask/ops masks/fused masks/tiling",
     "masks/block_index.py": "blockmask masks/fused masks/tiling",
-    "masks/fused": "backends/triton:launching blockmask masks/tiling",
+    "masks/fused": "backends/triton:launching backends/triton/device_functions blockmask masks/tiling",
     "masks/tiling": "blockmask",
     "nn": "attention.py blockmask decode.py masks pattern.py scaled_dot_product.py scores validation.py",
     "scores": "blockmask",
+    "selection": "attention.py blockmask decode.py grouped.py masks masks/tiling nn scores varlen.py",
     "testing": "backends/reference.py blockmask scores validation.py",
     # The ways to compute attention.
     "backends": "blockmask scores",
@@ -65,30 +68,33 @@ _LIBRARY = {
     "backends/triton:launching": "blockmask",
     # What the families of kernels share, and the families, which do not import one another.
     "backends/triton/changes": "backends/triton:choosing backends/triton:launching backends/triton/device_functions "
-    "backends/triton/hopper:device backends/triton/launch backends/triton/portable backends/triton/schedule blockmask "
-    "scores",
+    "backends/triton/hopper:device backends/triton/hopper/learned.py backends/triton/launch backends/triton/portable "
+    "backends/triton/schedule blockmask scores",
     "backends/triton/device_functions": "backends/triton:launching backends/triton/changes backends/triton/schedule "
     "blockmask",
     "backends/triton/launch": "backends/triton:launching backends/triton/device_functions blockmask scores",
     "backends/triton/decode": "backends/cached.py backends/triton:launching backends/triton/changes "
     "backends/triton/device_functions blockmask scores",
     "backends/triton/hopper": "backends backends/triton:choosing backends/triton:launching backends/triton/changes "
-    "backends/triton/device_functions backends/triton/hopper:device backends/triton/launch backends/triton/schedule "
-    "blockmask scores",
-    # What score modifications need for their device functions on Hopper.
-    "backends/triton/hopper:device": "backends/triton/device_functions blockmask",
+    "backends/triton/device_functions backends/triton/hopper:device backends/triton/hopper/learned.py "
+    "backends/triton/launch backends/triton/schedule blockmask scores",
+    # What score modifications need on Hopper: for their device functions, and for the sums of their gradients.
+    "backends/triton/hopper:device": "backends/triton:choosing backends/triton:launching "
+    "backends/triton/device_functions backends/triton/launch blockmask",
+    "backends/triton/hopper/learned.py": "backends/triton/hopper backends/triton/hopper:device backends/triton/launch",
     # Run on its own, not imported: it tries the kernels as a user of the library would.
     "backends/triton/kernel_check.py": "attention.py backends/triton backends/triton/hopper:device blockmask scores "
     "testing",
     "backends/triton/portable": "backends backends/triton:choosing backends/triton:launching backends/triton/changes "
     "backends/triton/device_functions backends/triton/launch backends/triton/schedule blockmask scores",
+    "backends/triton/selected": "backends backends/triton:launching backends/triton/device_functions",
     "backends/triton/schedule": "backends backends/triton:choosing backends/triton:launching blockmask blockmask/ops",
 }
 
 # What experiments import as any user does, which rows of experiments call PUBLIC.
 _PUBLIC = (
     ". attention.py decode.py grouped.py merge.py nn scaled_dot_product.py varlen.py analysis distributed draw interop "
-    "scores testing masks"
+    "scores selection testing masks"
 )
 
 _EXPERIMENTS = {
@@ -98,10 +104,12 @@ _EXPERIMENTS = {
     "training/layers": "PUBLIC",
     "pathfinder": "pathfinder/cnn training",
     "pathfinder/cnn": "pathfinder training",
-    "lra": "lra/data lra/data/listops lra/model lra/table lra/tasks training training/layers PUBLIC",
+    "lra": "measurements.py lra/data lra/data/listops lra/model lra/no_attention lra/table lra/tasks training "
+    "training/layers PUBLIC",
     "lra/data": "lra/tasks training",
     "lra/data/listops": "training",
     "lra/model": "lra lra/tasks training training/layers sparseflash/cli PUBLIC",
+    "lra/no_attention": "measurements.py lra/data lra/tasks pathfinder/cnn training",
     "lra/table": "benchmarks:timing measurements.py lra lra/data lra/model lra/tasks training",
     "lra/tasks": "lra/data lra/data/listops lra/model pathfinder pathfinder/cnn training",
     "pathx": "measurements.py pathfinder pathfinder/cnn pathx/data pathx/masks pathx/model training PUBLIC",
@@ -167,5 +175,6 @@ KERNELS = (
     "masks/fused/index.py",
     "masks/fused/rows.py",
     "masks/fused/runs.py",
+    "masks/fused/select.py",
     "masks/fused/unused.py",
 )
