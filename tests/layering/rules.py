@@ -28,7 +28,7 @@ _LIBRARY = {
     "decode.py": "backends backends/cached.py backends/triton/decode blockmask scores validation.py",
     "explain.py": "attention.py backends backends/triton backends/triton:choosing backends/triton:launching blockmask "
     "scores validation.py",
-    "grouped.py": "attention.py blockmask masks/block_index.py validation.py",
+    "grouped.py": "attention.py blockmask masks/block_index.py merge.py scores validation.py",
     "merge.py": "backends/triton backends/triton:launching scores",
     "pattern.py": "blockmask",
     "scaled_dot_product.py": "attention.py blockmask interop masks scores",
