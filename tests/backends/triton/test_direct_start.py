@@ -1,5 +1,3 @@
-"""Kernels started by the driver: each parameter is where the kernel reads it, whatever a call gives."""
-
 import ctypes
 import struct
 import weakref
@@ -21,7 +19,7 @@ PTX_TYPES = {1: "u8", 2: "u16", 4: "u32", 8: "u64", 128: "b8"}
 
 
 class Driver:
-    """Stands in for the CUDA driver: reads the parameters of a launch as the GPU would, at their addresses."""
+    """Reads the parameters of a launch at their addresses, as a GPU."""
 
     def __init__(self, monkeypatch, parameters):
         self.parameters, self.launches, self.results, self.encoded, self.replaced = parameters, [], [], [], []
@@ -75,7 +73,6 @@ def number(kind, draw):
 
 @st.composite
 def kernels(draw):
-    """(signature, arguments of two calls, numbers of those that calls give)."""
     kinds = st.sampled_from([*CODES, "constexpr"])
     of_tuples = st.sampled_from(["i32", "i64", "fp32", "*bf16", "constexpr"])
     tuples = st.lists(of_tuples, max_size=3).map(tuple)
@@ -126,7 +123,7 @@ def test_what_calls_give_stands_in_tuples_of_tuples_at_most(monkeypatch):
     assert [each.item for each in parameters] == [(0, 0), (0, 1, 0)]
     values = [((1, (2,)),)]
     monkeypatch.setattr(direct_start, "_functions", lambda: (None, None))
-    DirectStart(99, metadata(), parameters, values, [], CPU)  # what no call gives may stand anywhere
+    DirectStart(99, metadata(), parameters, values, [], CPU)
     with pytest.raises(RuntimeError, match="must be tensors, tuples of them, or tuples of those"):
         DirectStart(99, metadata(), parameters, values, [0], CPU)
 
@@ -155,7 +152,7 @@ def test_a_thread_without_a_context_gets_one_and_other_failures_are_told(monkeyp
     chosen = []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     start = DirectStart(99, metadata(), [], [], [], torch.device("cuda", 3))
-    gpu.results = [0, 201]  # the last one first
+    gpu.results = [0, 201]
     start(1, [])
     assert chosen == [torch.device("cuda", 3)] and len(gpu.launches) == 2
 
@@ -202,8 +199,6 @@ def test_parameters_of_other_sizes_than_the_code_declares_are_refused(codes, dat
 
 
 class Utils:
-    """Stands in for Triton's loader of binaries."""
-
     def __init__(self, most_shared=1000, most_threads=1024):
         self.most_shared, self.most_threads, self.loads = most_shared, most_threads, 0
 

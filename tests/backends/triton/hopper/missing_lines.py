@@ -1,4 +1,4 @@
-"""Kernels without one of the lines that order what their warps do: the interpreter must notice each of them."""
+"""Kernels without one of the lines that order their warps: the interpreter must notice each."""
 
 from itertools import product
 from pathlib import Path
@@ -20,7 +20,7 @@ SYNCHRONISES = (
 
 
 def synchronising_lines(module):
-    """The numbers of a kernel file's lines that wait, arrive, fence or take turns."""
+    """Numbers of the lines that wait, arrive, fence or take turns."""
     lines = Path(module.__file__).read_text().splitlines()
     return [i for i, line in enumerate(lines) if line.strip().startswith(SYNCHRONISES)]
 
@@ -36,9 +36,9 @@ def without(line):
 
 
 def assert_noticed(cases, ways):
-    """Asserts that in one of these ways to run it, a kernel hangs, fails, or gives a wrong result in one of the cases.
+    """In one of these ways to run it, a kernel hangs, fails, or gives a wrong result in one of the cases.
 
-    cases: pairs of a function that runs the kernel, and its right result. A line need not be reached in all of them.
+    cases: pairs of a function that runs the kernel, and its right result.
     """
     for way, (run, right) in product(ways, cases):
         try:
