@@ -1,5 +1,3 @@
-"""Choices made of the library's pieces: what they read, that they see no future, and the task that they learn."""
-
 import json
 from dataclasses import replace
 
@@ -38,7 +36,7 @@ def problem(sizes=SIZES, seed=0):
 def test_a_way_may_be_a_pattern_of_the_library_or_of_ones_own(tmp_path):
     (tmp_path / "mine.py").write_text("def rule(q, k):\n    return (q - k).abs() <= 5\n")
     own = attention_of(f"{tmp_path}/mine.py:rule", SIZES).mask
-    assert own == masks.local(128, left=5, right=0, block=16)  # and nothing after the query
+    assert own == masks.local(128, left=5, right=0, block=16)
     assert attention_of("local(n, window=9, causal=True)", SIZES).mask == masks.local(
         128, window=9, causal=True, block=16
     )
@@ -108,7 +106,7 @@ def test_a_query_reads_as_many_blocks_as_it_may_choose(way):
         assert torch.equal(blocks.sum(-1), torch.minimum(own + 1, torch.tensor(3)).expand(blocks.shape[:3]))
         assert blocks[..., torch.arange(sizes.tokens), own].all()
     if way in ("NSA", "shared blocks"):
-        assert torch.equal(blocks[:, ::2], blocks[:, 1::2])  # groups of two share
+        assert torch.equal(blocks[:, ::2], blocks[:, 1::2])
 
 
 @pytest.mark.parametrize("kind", [MoBA, SharedBlocks])
@@ -136,7 +134,7 @@ def test_all_cubes_are_dense_attention_beside_the_coarse_one():
     x, q, k, v = problem(sizes)
     layer = VSA(sizes, (2, 8, 8), (1, 4, 4))
     torch.nn.init.zeros_(layer.gate.weight)
-    layer.gate.bias.data = torch.tensor([-100.0] * 4 + [100.0] * 4)  # the fine stage alone
+    layer.gate.bias.data = torch.tensor([-100.0] * 4 + [100.0] * 4)
     torch.testing.assert_close(layer(x, q, k, v)[0], attention(q, k, v), rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match=r"cube and shape must have 16 and 128 tokens; got \(1, 4, 8\)"):
         VSA(sizes, (2, 8, 8), (1, 4, 8))
@@ -205,7 +203,7 @@ def test_the_command_writes_a_table_numbers_and_a_picture(tmp_path, monkeypatch)
     assert [each["way"] for each in results] == list(WAYS)
     assert (tmp_path / "table.md").read_text() == table(results) + "\n"
     assert (tmp_path / "recall.png").stat().st_size > 5000
-    assert found.output.startswith("| way | accuracy |")  # a row follows as soon as it is known
+    assert found.output.startswith("| way | accuracy |")
     assert CliRunner().invoke(app, ["--preset", "huge", "--out", str(tmp_path)]).exit_code == 2
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     found = CliRunner().invoke(app, ["--preset", "gpu", "--out", str(tmp_path)])

@@ -1,5 +1,3 @@
-"""The table of operations, bytes and time: the model against a count by hand, the counters' parser, the io."""
-
 from dataclasses import replace
 from unittest import mock
 
