@@ -30,10 +30,8 @@ STANDARD, DENSE, BUTTERFLY = "standard", "dense", "butterfly"
 
 @dataclass(frozen=True)
 class Case:
-    """One attention, forward and backward, over q, k, v of shape [batch, heads, length, head_dim]."""
-
-    kind: str  # STANDARD: softmax of the whole matrix by PyTorch's operators; DENSE, BUTTERFLY: sparseflash
-    factors: int | None  # number of butterfly factors
+    kind: str  # STANDARD: PyTorch's operators; DENSE, BUTTERFLY: ours
+    factors: int | None
     batch: int
     heads: int
     length: int  # tokens
@@ -43,18 +41,15 @@ class Case:
 
     @property
     def way(self) -> str:
-        """The implementation, in names of measurements."""
         if self.factors is None:
             return self.kind
         return f"{self.kind}-{self.factors}-factor{'s' * (self.factors != 1)}"
 
     @property
     def shape(self) -> str:
-        """The shape in names of measurements."""
         return f"{self.batch}x{self.length}-heads{self.heads}-d{self.head_dim}"
 
     def mask(self) -> BlockMask:
-        """The live scores, on the CPU."""
         if self.kind == BUTTERFLY:
             return masks.butterfly(self.length, factors=self.factors, block=self.block)
         return BlockMask.dense(self.length, block=self.block)
@@ -67,7 +62,6 @@ class Case:
 
 
 def of_words(words: list[str]) -> Case:
-    """The inverse of `Case.words`."""
     kind, factors, *shape, dtype = words
     batch, heads, length, head_dim, block = map(int, shape)
     return Case(
@@ -76,7 +70,7 @@ def of_words(words: list[str]) -> Case:
 
 
 def every_density(case: Case) -> list[Case]:
-    """The case with standard attention, ours dense, and ours under butterflies of 0, 1, ... factors."""
+    """Standard attention, ours dense, and ours under butterflies of 0, 1, ... factors."""
     most = (-(-case.length // case.block) - 1).bit_length()
     first = [replace(case, kind=kind, factors=None) for kind in (STANDARD, DENSE)]
     return first + [replace(case, kind=BUTTERFLY, factors=factors) for factors in range(most, -1, -1)]
@@ -84,14 +78,11 @@ def every_density(case: Case) -> list[Case]:
 
 @dataclass(frozen=True)
 class Calls:
-    """`forward()` returns out; `both()` returns out and the gradients of q, k and v."""
-
     forward: Callable[[], Tensor]
     both: Callable[[], tuple[Tensor, ...]]
 
 
 def calls_of(case: Case, device: torch.device, seed: int = 0) -> Calls:
-    """The case on random inputs, which are the same for all cases of one shape."""
     generator = torch.Generator(device).manual_seed(seed)
     shape = (case.batch, case.heads, case.length, case.head_dim)
     q, k, v, dout = (torch.randn(shape, generator=generator, device=device).to(case.dtype) for _ in range(4))
@@ -115,7 +106,7 @@ def calls_of(case: Case, device: torch.device, seed: int = 0) -> Calls:
 
 
 def largest_difference(case: Case, device: torch.device) -> float:
-    """The difference between standard attention and ours dense, in out and gradients, relative to the largest value."""
+    """Between standard attention and ours dense, relative to the largest value."""
     standard, ours = (calls_of(replace(case, kind=kind, factors=None), device).both() for kind in (STANDARD, DENSE))
     return max(((a - b).abs().max() / a.abs().max()).item() for a, b in zip(standard, ours, strict=True))
 
@@ -125,7 +116,7 @@ _FP32 = 4  # bytes
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of a forward and of a backward: FLOPs as the implementation performs them, bytes without any cache."""
+    """FLOPs as the implementation performs them, bytes without any cache."""
 
     forward_flops: int
     backward_flops: int
@@ -134,12 +125,10 @@ class Cost:
 
     @property
     def flops(self) -> int:
-        """Forward and backward together."""
         return self.forward_flops + self.backward_flops
 
     @property
     def bytes(self) -> int:
-        """Forward and backward together."""
         return self.forward_bytes + self.backward_bytes
 
 
@@ -177,32 +166,29 @@ def cost(case: Case, held: int = 64) -> Cost:
 
 
 def live_scores(mask: BlockMask) -> int:
-    """Scores in the live tiles of one head."""
     return len(mask.indices) * mask.block_q * mask.block_k
 
 
 ROOT = Path(__file__).resolve().parents[2]
 _READ, _WRITTEN = "dram__bytes_read.sum", "dram__bytes_write.sum"
-# Sectors of 32 bytes that multiprocessors request from the L2 cache: the count that a model without a cache predicts.
+# Sectors of 32 bytes requested from the L2 cache.
 _FROM_L2, _TO_L2 = "lts__t_sectors_op_read.sum", "lts__t_sectors_op_write.sum"
 _SECTOR = 32
 SECONDS = 120.0
 
 
 class NoCountersError(RuntimeError):
-    """Raised with the reason if counters are not available."""
+    """Raised if counters are not available."""
 
 
 @dataclass(frozen=True)
 class Counted:
-    """Bytes read and written by all kernels of a call."""
-
     hbm: float
     l2: float
 
 
 def counted(case: Case, passes: str) -> Counted:
-    """`passes`: "forward" or "both". Raises NoCountersError with the reason if `ncu` cannot count."""
+    """Raises NoCountersError if `ncu` cannot count."""
     tool = shutil.which("ncu")
     if tool is None:
         raise NoCountersError("ncu is not installed")
@@ -226,7 +212,7 @@ def counted(case: Case, passes: str) -> Counted:
 
 
 def parse(text: str) -> Counted:
-    """Sums over all kernels of ncu's raw page, which has a line of names, one of units, and one for each kernel."""
+    """Sums over the kernels of ncu's raw page: a line of names, one of units, and one a kernel."""
     lines = [line for line in text.splitlines() if line.startswith('"')]
     rows = list(csv.DictReader(lines))
     if len(rows) < 2:
@@ -315,7 +301,6 @@ def _case(batch: int, heads: int, length: int, dim: int, block: int, dtype: str)
 
 
 def run(name: str, shapes: list[Case], counters: bool, device: str, commit: str | None, out: Path) -> None:
-    """Records each shape at every density: first how far ours is from standard attention."""
     bench = Bench.start("io", device, commit, out)
     for shape in shapes:
         path = f"{name}/{shape.shape}"
@@ -329,7 +314,7 @@ def run(name: str, shapes: list[Case], counters: bool, device: str, commit: str 
 
 
 def way_of(case: Case, which: str, device: torch.device) -> Way:
-    """A pass of a case, whose inputs are made when it is first called, with its cost by the model."""
+    """Inputs are made in the first call."""
     made: list[Callable[[], object]] = []
 
     def call() -> None:
@@ -339,12 +324,11 @@ def way_of(case: Case, which: str, device: torch.device) -> Way:
 
     found = cost(case)
     flops = found.flops if which == "both" else found.forward_flops
-    # That standard attention runs out of memory is a result.
+    # Standard attention may run out of memory.
     return Way(call, settings={"flops": flops, "live": case.mask().density}, peer=True)
 
 
 def count(bench: Bench, path: str, case: Case, *, counters: bool) -> None:
-    """GB by the model and, if `counters`, as the GPU counts them: from HBM and from the L2 cache."""
     model = cost(case)
     bench.add(f"{path}/modelled-bytes/forward/{case.way}", model.forward_bytes / 1e9, "GB")
     bench.add(f"{path}/modelled-bytes/both/{case.way}", model.bytes / 1e9, "GB")

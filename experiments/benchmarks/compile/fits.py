@@ -32,31 +32,26 @@ TENSOR_MEMORY = 512  # columns that a program may use on GPUs of compute capabil
 
 @dataclass(frozen=True)
 class Fit:
-    """The memory that one kernel of a case asks for."""
-
     arch: int
     case: str
     kernel: str
     config: str  # the tiles, warps and stages that were chosen
-    stages: int  # the number that the kernel was compiled with
+    stages: int  # compiled with
     shared: int  # bytes
     tensor_memory: int  # columns
 
     @property
     def fits(self) -> bool:
-        """Whether the GPU has that much memory."""
         return (
             self.shared <= architecture_of(divmod(self.arch, 10)).shared_memory and self.tensor_memory <= TENSOR_MEMORY
         )
 
     @property
     def has_fewer_stages(self) -> bool:
-        """Whether it was compiled with fewer stages because the chosen number does not fit."""
         return self.stages < int(self.config.split("x")[3].rstrip("q"))
 
 
 def read(path: Path) -> list[Fit]:
-    """The rows of a file; empty if the file does not exist."""
     if not path.exists():
         return []
     with path.open() as file:
@@ -66,13 +61,11 @@ def read(path: Path) -> list[Fit]:
 
 
 def write(path: Path, fits: Sequence[Fit]) -> None:
-    """Writes a file, sorted by case and kernel."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_csv(path, [asdict(fit) for fit in sorted(fits, key=lambda fit: (fit.arch, fit.case, fit.kernel))])
 
 
 def fits_of(case: Case) -> list[Fit]:
-    """Compiles the portable kernels of a case."""
     found = []
     with override(**case.overrides()), compiling_for(case.arch), _allocating_only():
         for kernel, config, launch in _launches(case):
@@ -84,7 +77,6 @@ def fits_of(case: Case) -> list[Fit]:
 
 
 def _launches(case: Case) -> Iterator[tuple[str, str, BoundLaunch]]:
-    """The name, the configuration and the launch of each kernel of a forward and a backward."""
     n, (dim, value_dim) = case.tokens, case.dims
     q, k, v, out = (torch.empty(1, HEADS, n, d, dtype=case.dtype) for d in (dim, dim, value_dim, value_dim))
     mask = case.mask()
@@ -112,12 +104,12 @@ def _launches(case: Case) -> Iterator[tuple[str, str, BoundLaunch]]:
 
 
 class _Allocated(Exception):
-    """Raised to end a compilation early."""
+    """Ends a compilation early."""
 
 
 @contextmanager
 def _allocating_only() -> Iterator[None]:
-    """Inside the context, Triton stops after it has allocated shared memory, which saves half of the time."""
+    """Inside, Triton stops after it has allocated shared memory, in half of the time."""
 
     def stop(*module: Any) -> Any:
         raise _Allocated
@@ -148,7 +140,7 @@ def _allocating_only() -> Iterator[None]:
         mock.patch.object(nvidia.passes.ttgpuir, "add_to_llvmir", lambda *given: None),
         mock.patch.object(llvm, "to_module", stop),
     ):
-        knobs.compilation.disable_line_info = True  # which is attached to LLVM's instructions
+        knobs.compilation.disable_line_info = True  # attached to LLVM's instructions
         yield
 
 

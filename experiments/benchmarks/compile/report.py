@@ -30,8 +30,6 @@ TOKENS = 1024
 
 @dataclass(frozen=True)
 class Report:
-    """One compiled kernel."""
-
     arch: int  # 90 for compute capability 9.0
     kernel: str
     arithmetic: str
@@ -41,18 +39,18 @@ class Report:
     descriptors: bool
     lengths: bool
     dropout: bool
-    positions: bool  # dropout reads the positions of queries and keys in the whole sequence
-    split: bool  # for a mask whose rows and columns are cut into chunks
-    gathered: bool  # tiles are gathered from the blocks of the mask
-    scores: str  # the kinds of score modifications
-    stages: int  # pipeline stages; fewer than in the configuration if that many do not fit in shared memory
+    positions: bool  # dropout by positions in the whole sequence
+    split: bool  # rows and columns are cut into chunks
+    gathered: bool  # from the mask's blocks
+    scores: str  # kinds
+    stages: int  # fewer than configured if those do not fit
     registers: int  # per thread
-    spilled: int  # bytes that a thread writes to memory for lack of registers
-    shared: int  # bytes of shared memory per program
-    wgmma: int  # the number of Hopper's asynchronous matrix instructions in the code
+    spilled: int  # bytes a thread
+    shared: int  # bytes a program
+    wgmma: int  # asynchronous matrix instructions
     serialised: bool  # ptxas could not keep them asynchronous
-    direct: bool  # launches may bypass Triton's own launcher, with this version of Triton
-    two_layouts: bool  # one shared memory address is read in two layouts, which ptxas 12.8 miscompiles
+    direct: bool  # launches may bypass Triton's launcher
+    two_layouts: bool  # one address in two layouts, which ptxas 12.8 miscompiles
 
 
 def compile_all(
@@ -114,7 +112,6 @@ def launched(
 
 
 def _gathered(tilings: Sequence[Tiling]) -> Tiling:
-    """The gathered tiling with the largest tiles."""
     found = [tiling for tiling in tilings if tiling.gathered]
     if not found:
         raise ValueError(f"blocks of {tilings[0].streamed} tokens are too large to be gathered")
@@ -125,7 +122,7 @@ def launch_all(
     arch: int, arithmetic: str, dim: int, value_dim: int, block: int, *, lengths: bool, dropout: bool,
     positions: bool = False, changes: Scores | None = None,
 ) -> list[BoundLaunch]:  # fmt: skip
-    """Launches a forward and a backward, with a gradient of lse, and returns their launches."""
+    """A forward and a backward, with a gradient of lse."""
     dtype = torch.float32 if arithmetic in ("tf32", "float32") else getattr(torch, arithmetic)
     q, k, v, dout = (torch.empty(1, 2, TOKENS, d, dtype=dtype) for d in (dim, dim, value_dim, value_dim))
     mask = masks.causal(TOKENS, block=block)
@@ -158,7 +155,7 @@ def _report(name: str, kernel: Any, asked: dict[str, Any]) -> Report:
     said, _ = said_by_ptxas(kernel)
     return Report(
         kernel=name.removesuffix("_kernel"),
-        descriptors="cp.async.bulk.tensor" in ptx,  # the launcher's choice; it may decline descriptors
+        descriptors="cp.async.bulk.tensor" in ptx,  # the launcher may decline them
         stages=kernel.metadata.num_stages,
         registers=said.registers,
         spilled=said.spilled,
@@ -174,7 +171,7 @@ def _report(name: str, kernel: Any, asked: dict[str, Any]) -> Report:
 def has_two_layouts(ptx: str) -> bool:
     """Whether one address holds, at different times, tiles that matrix instructions read in different layouts.
 
-    A descriptor holds the address in 14 bits and the layout in the upper half of its 64; the compiler adds or ors them.
+    A descriptor holds the address in 14 bits and the layout in the upper half of its 64.
 
     >>> one = "or.b64 %rd5, %rd1, 4611686293305294848; add.s64 %rd6, %rd1, 4611686293305294850;"  # 0x40000040...
     >>> has_two_layouts(one), has_two_layouts(one + "add.s64 %rd7, %rd1, -4611685949707911136;")  # 0xc0000010...
