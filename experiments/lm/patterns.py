@@ -7,7 +7,7 @@ local/butterfly              equal groups of heads: the first half with a window
 streaming(n, window=64, sink=4)    a pattern of the library, where n is the number of tokens
 folder/mine.py:rule          a rule rule(q, k) of one's own, or a function of n that returns a mask
 
-Keys after their query are dropped, whatever the pattern.
+Keys after their query are dropped.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def build(name: str, length: int, *, window: int, block: int, heads: int = 1) ->
     >>> build("local", 512, window=128, block=64)
     BlockMask(512 x 512, blocks of 64, 21 tiles: 7 full + 14 partial (2 distinct), density 21.9 %)
 
-    window: of "local", in tokens, the query included; a window longer than the text is dense. heads: those that a rule
-    by head distinguishes. Raises ValueError if the name gives no mask of this length.
+    window: of "local", in tokens, the query included. heads: that a rule distinguishes. Raises ValueError if the name
+    gives no mask of this length.
     """
     named = {
         "dense": lambda: masks.causal(length, block=block),
@@ -47,7 +47,7 @@ def build(name: str, length: int, *, window: int, block: int, heads: int = 1) ->
 
 
 def of_layer(text: str, heads: int, length: int, *, window: int, block: int) -> BlockMask:
-    """The mask of one layer, such as "local|butterfly" or "local/dense"; with one head if all heads are equal."""
+    """Such as "local|butterfly" or "local/dense"; with one head if all are equal."""
     by_head = groups(text, NAMES)
     if heads % len(by_head):
         raise ValueError(
@@ -66,7 +66,7 @@ def of_layer(text: str, heads: int, length: int, *, window: int, block: int) -> 
 
 
 def of_layers(text: str, depth: int, heads: int, length: int, *, window: int, block: int) -> list[BlockMask]:
-    """The masks of all layers. Layers with one pattern share one mask object and its plans.
+    """Layers with one pattern share one mask object and its plans.
 
     >>> first, second, third = of_layers("local,dense", 3, 4, 256, window=64, block=32)
     >>> first is third, second.density > first.density
