@@ -1,3 +1,5 @@
+"""The meta device stands for a GPU: its tensors do not mix with the CPU's."""
+
 import dataclasses
 
 import numpy as np
