@@ -43,6 +43,7 @@ def fused_loss_and_gradient(logits: Tensor, labels: Tensor, factor: float) -> tu
     tokens, vocabulary = logits.shape
     losses = logits.new_empty(tokens, dtype=torch.float32)
     _kernel[tokens,](
-        logits, labels, losses, vocabulary, logits.stride(0), factor, STEP=_STEP, num_warps=_WARPS
+        logits, labels, losses, vocabulary, logits.stride(0), factor, STEP=_STEP, num_warps=_WARPS,
+        enable_fp_fusion=True,
     )  # fmt: skip
     return losses.sum(), logits

@@ -233,9 +233,10 @@ def outcome(command: list[str]) -> tuple[str, bool]:
     except OSError as error:
         return f"the process that checks them could not be started: {error}", False
     lines = said.splitlines()
-    if status == 0 and lines:
+    # Threads that compile ahead may print reports of the assembler behind the verdict.
+    for line in reversed(lines if status == 0 else ()):
         with suppress(ValueError, KeyError, TypeError):
-            found = json.loads(lines[-1])
+            found = json.loads(line)
             return str(found["why"]), bool(found["certain"])
     ended = f"did not end within {_SECONDS} seconds" if status is None else f"ended with status {status}"
     last = [line[:300] for line in errors.splitlines() if line.strip()][-1:]

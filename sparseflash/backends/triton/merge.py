@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sparseflash.backends.triton.launcher import on_device
+from sparseflash.backends.triton.launcher import OPTIONS, on_device
 
 _NUMBERS = 4096  # of each tensor, for a program
 
@@ -23,7 +23,7 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tenso
     out, lse = torch.empty_like(outs[0]), torch.empty_like(lses[0])
     grid, sizes = _grid(out)
     with on_device(out.device):
-        merge_kernel[grid](outs, lses, out, lse, *sizes)
+        merge_kernel[grid](outs, lses, out, lse, *sizes, **OPTIONS)
     return out, lse
 
 
@@ -37,7 +37,7 @@ def merge_backward(
     grid, sizes = _grid(dout)
     with on_device(dout.device):
         merge_backward_kernel[grid](
-            dout, dlse.contiguous(), tuple(outs), lses, tuple(douts), tuple(dlses), *sizes
+            dout, dlse.contiguous(), tuple(outs), lses, tuple(douts), tuple(dlses), *sizes, **OPTIONS
         )  # fmt: skip
     return douts, dlses
 

@@ -21,6 +21,7 @@ from sparseflash.backends.triton.device_functions.fp32_split import (
     products,
     six_products,
 )
+from sparseflash.backends.triton.launcher import OPTIONS
 from sparseflash.backends.triton.portable.choice import wants_pieces
 from sparseflash.backends.triton.prepared_call import setting_of
 from sparseflash.blockmask import streams
@@ -139,7 +140,7 @@ def product(x: Tensor, y: Tensor, mirrored: bool = False, precision: str | None 
             "fp32", in_pieces=True, corrected=architecture_of(capability_of(x.device)).corrects_sums
         )
     pieces = in_pieces(x[None, None], dim), in_pieces(y[None, None], dim)
-    _product_kernel[(1,)](*pieces, out, rows, dim, precision, mirrored)
+    _product_kernel[(1,)](*pieces, out, rows, dim, precision, mirrored, **OPTIONS)
     return out
 
 
@@ -215,7 +216,7 @@ def _whole_product_kernel(
 def whole_product(x: Tensor, y: Tensor, mirrored: bool = False) -> Tensor:
     out = x.new_empty(len(x), len(x))
     precision = precision_of("fp32", in_pieces=False, corrected=architecture_of(capability_of(x.device)).corrects_sums)
-    _whole_product_kernel[(1,)](x, y, out, *x.shape, precision, mirrored)
+    _whole_product_kernel[(1,)](x, y, out, *x.shape, precision, mirrored, **OPTIONS)
     return out
 
 

@@ -227,6 +227,12 @@ def test_a_process_that_is_lost_with_its_kernels_is_a_verdict():
     assert why.startswith("the process that checks them ended with status -6") and certain
 
 
+def test_a_report_of_the_assembler_behind_the_verdict_changes_nothing():
+    says = SAYS + "import json; print(json.dumps({'why': 'wrong', 'certain': True})); "
+    assert ends(says + "print('ptxas info    : Used 168 registers')") == ("wrong", True)
+    assert ends(says + "print('168'); print('[]')") == ("wrong", True)
+
+
 def test_a_process_that_came_to_no_kernel_is_none():
     assert ends("raise SystemExit('no device')") == (
         "the process that checks them ended with status 1: no device",
@@ -235,6 +241,7 @@ def test_a_process_that_came_to_no_kernel_is_none():
     why, certain = gate.outcome(["/no/such/python"])
     assert why.startswith("the process that checks them could not be started: ") and not certain
     assert ends("print('welcome')") == ("the process that checks them ended with status 0", False)
+    assert ends("print('{}')") == ("the process that checks them ended with status 0", False)
 
 
 @pytest.mark.parametrize("name", ["SIGHUP", "SIGINT", "SIGTERM", "SIGKILL"])

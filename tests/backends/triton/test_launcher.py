@@ -1,5 +1,7 @@
+import ast
 import weakref
 from concurrent.futures import Future
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -15,6 +17,23 @@ from sparseflash.backends.triton.launcher import BoundLaunch, Describe, Launch, 
 from sparseflash.blockmask import streams
 
 GPU = torch.device("cuda", 0)
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.parametrize("package", ["sparseflash", "experiments"])
+def test_no_launch_leaves_fused_operations_to_tritons_default(package):
+    """Triton 3.9 warns of its default, and 3.10 changes it, and with it the bits of results."""
+    launches = [
+        call
+        for file in (ROOT / package).rglob("*.py")
+        for call in ast.walk(ast.parse(file.read_text()))
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Subscript)
+        and isinstance(call.func.value, ast.Name) and call.func.value.id.endswith("_kernel")
+    ]  # fmt: skip
+    assert launches
+    for call in launches:
+        named = {each.arg or ast.unparse(each.value) for each in call.keywords}
+        assert named & {"OPTIONS", "enable_fp_fusion"}, ast.unparse(call)
 
 
 class Kernel:
