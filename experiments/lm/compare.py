@@ -27,7 +27,7 @@ from experiments.training.trainer import Pause
 from sparseflash.cli.pattern_text import parts
 
 ENVIRONMENT = "environment.json"
-# Given by a case, or for several processes.
+# Settings given by a case, and settings for several processes.
 NOT_CHOSEN = ("context", "pattern", "attention", "context_parallel")
 
 

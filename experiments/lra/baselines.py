@@ -21,8 +21,9 @@ class Baseline:
 
 
 def baselines(data: Data) -> list[Baseline]:
-    """The majority class; for ListOps the best answer given the root operator; for generated Pathfinder the best
-    answers given the dots and the dashes below them."""
+    """The baselines of the data: the majority class; for ListOps the best answer given the root operator (the first
+    token); for generated Pathfinder the best answers given the dots and the dashes below them.
+    """
     found = [majority(data)]
     if data.task.name == "listops":
         found.append(fit("root operator", groups_of(data.train, True), groups_of(data.test, True), data))

@@ -74,7 +74,7 @@ _LIBRARY = {
     "blockmask scores",
     # What score modifications need for their device functions on Hopper.
     "backends/triton/hopper:device": "backends/triton/device_functions blockmask",
-    # Run as a user would, not imported.
+    # Run on its own, not imported: it tries the kernels as a user of the library would.
     "backends/triton/kernel_check.py": "attention.py backends/triton backends/triton/hopper:device blockmask scores "
     "testing",
     "backends/triton/portable": "backends backends/triton:choosing backends/triton:launching backends/triton/changes "

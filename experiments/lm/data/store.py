@@ -24,8 +24,8 @@ from experiments.training.reading import read_json, reading
 
 ABOUT = "about.json"
 PARTS = ("train", "val")
-VOCABULARY_BYTES = 200 * 2**20  # to learn a vocabulary from
-_TOGETHER = 512
+VOCABULARY_BYTES = 200 * 2**20  # of training texts, to learn a vocabulary from
+_TOGETHER = 512  # files tokenised at once
 
 Progress = Callable[[str], None]
 
@@ -82,8 +82,10 @@ def _part(folder: Path, name: str, dtype: str) -> Part:
 
 
 def tokens_of(data: Path, vocabulary: int, say: Progress) -> Store:
-    """Stored, or made from text files in a hidden subfolder, again if the texts have changed. vocabulary: at most 257
-    means bytes."""
+    """The tokens of a folder: its stored tokens, or tokens made from its text files, in a hidden subfolder.
+
+    vocabulary: the maximum number of tokens; at most 257 means bytes. Tokens are made again if the texts have changed.
+    """
     if (data / ABOUT).is_file():
         return opened(data)
     found = find([data])

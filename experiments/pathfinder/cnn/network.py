@@ -20,7 +20,9 @@ class SmallCNN(nn.Module):
     """
 
     def __init__(self, size: int, width: int = 16, blocks: int = 1) -> None:
-        """width: channels of the first stage, doubled at the next two. blocks: in each stage."""
+        """width: channels of the first stage, doubled at the next two. blocks: blocks of two convolutions in each
+        stage.
+        """
         super().__init__()
         layers: list[nn.Module] = [*normed(1, width, kernel=3, stride=1), nn.ReLU()]
         channels = width

@@ -123,7 +123,7 @@ def test_what_calls_give_stands_in_tuples_of_tuples_at_most(monkeypatch):
     assert [each.item for each in parameters] == [(0, 0), (0, 1, 0)]
     values = [((1, (2,)),)]
     monkeypatch.setattr(direct_start, "_functions", lambda: (None, None))
-    DirectStart(99, metadata(), parameters, values, [], CPU)
+    DirectStart(99, metadata(), parameters, values, [], CPU)  # what no call gives may stand anywhere
     with pytest.raises(RuntimeError, match="must be tensors, tuples of them, or tuples of those"):
         DirectStart(99, metadata(), parameters, values, [0], CPU)
 
@@ -152,7 +152,7 @@ def test_a_thread_without_a_context_gets_one_and_other_failures_are_told(monkeyp
     chosen = []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     start = DirectStart(99, metadata(), [], [], [], torch.device("cuda", 3))
-    gpu.results = [0, 201]
+    gpu.results = [0, 201]  # the last one first
     start(1, [])
     assert chosen == [torch.device("cuda", 3)] and len(gpu.launches) == 2
 

@@ -20,7 +20,7 @@ SYNCHRONISES = (
 
 
 def synchronising_lines(module):
-    """Numbers of the lines that wait, arrive, fence or take turns."""
+    """The numbers of a kernel file's lines that wait, arrive, fence or take turns."""
     lines = Path(module.__file__).read_text().splitlines()
     return [i for i, line in enumerate(lines) if line.strip().startswith(SYNCHRONISES)]
 
