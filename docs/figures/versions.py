@@ -14,8 +14,8 @@ def sentence() -> str:
     first, last = MEASURED[0].triton, MEASURED[-1].triton
     return (
         f"The Hopper kernels were timed under PyTorch {MEASURED[0].torch[0]}, with each Triton from {named((first,))} "
-        f"to {named((last,))} (PyTorch {releases()} install these). Under any other Triton, each Hopper kernel is tested "
-        "once, before its first use."
+        f"to {named((last,))} (PyTorch {releases()} install these). Under any other Triton, each Hopper kernel is "
+        "tested once, before its first use."
     )
 
 
