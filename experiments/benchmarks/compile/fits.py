@@ -10,22 +10,16 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
 from triton import knobs
 from triton._C.libtriton import llvm, nvidia
 
-from experiments.benchmarks.compile.cases import HEADS, Case
+from experiments.benchmarks.compile.cases import Case
+from experiments.benchmarks.compile.report import both_passes, problem_of
 from experiments.benchmarks.compile.without_gpu import compiling_for
 from experiments.training.atomic_files import write_csv
-from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton.architecture import architecture_of
 from sparseflash.backends.triton.launcher import BoundLaunch
 from sparseflash.backends.triton.overrides import override
-from sparseflash.backends.triton.portable.backward_pass import Backward, BackwardLayout
-from sparseflash.backends.triton.portable.forward_pass import Forward, ForwardLayout
-from sparseflash.backends.triton.prepared_call import setting_of
-from sparseflash.dropout import GROUP, Dropout
-from sparseflash.scores.change import Sizes
 
 TENSOR_MEMORY = 512  # columns that a program may use on GPUs of compute capability 10.0
 
@@ -77,24 +71,11 @@ def fits_of(case: Case) -> list[Fit]:
 
 
 def _launches(case: Case) -> Iterator[tuple[str, str, BoundLaunch]]:
-    n, (dim, value_dim) = case.tokens, case.dims
-    q, k, v, out = (torch.empty(1, HEADS, n, d, dtype=case.dtype) for d in (dim, dim, value_dim, value_dim))
     mask = case.mask()
-    dropping = Dropout(torch.tensor([0]), 26) if case.dropout else None
-    if dropping is not None and case.dropout == "positions":
-        queries, groups = (torch.arange(count, dtype=torch.int32) for count in (n, -(-n // GROUP)))
-        dropping = dropping._replace(queries=queries, groups=groups)
-    cut = mask.with_lengths(torch.tensor([100])) if case.lengths else mask
-    problem = Problem.of(cut, scale=dim**-0.5, dropout=dropping)
-    setting = setting_of(q, k, problem, divmod(case.arch, 10))._replace(tf32=case.arithmetic == "tf32")
-    numbers = problem.scale, problem.dropped
-    changes, wanted = case.changes(mask), []
-    if changes is not None:
-        changes = changes.prepared(Sizes(1, HEADS, n, n, q.device, mask))
-        wanted = [case.learned and x.is_floating_point() for x in changes.tensors()]
-    forward = Forward(ForwardLayout(setting, q, k, v, *numbers, changes), setting.plan)
-    layout = BackwardLayout(setting, q, k, v, out, out, *numbers, dlse=True, changes=changes, wanted=wanted)
-    backward = Backward(layout, setting.plan)
+    problem = problem_of(mask, case.dims[0], lengths=case.lengths, dropout=case.dropout)
+    _, forward, backward, _ = both_passes(
+        case.arch, case.arithmetic, case.dims, mask, problem, case.changes(mask), case.learned
+    )
     kernels = {
         "forward": forward.kernel, "dq, for delta": backward.means, "dq": backward.queries, "dk_dv": backward.keys,
     }  # fmt: skip
