@@ -146,10 +146,10 @@ def markdown(lines: list[list[str]]) -> str:
         "curriculum. The columns from labels to images state the help that each system had. `class`: the answer only.",
         "`pixel labels`: the number of markers on each pixel's curve. `kept`: all pixels are tokens. Our rows without",
         "pixel labels come first. Published figures are on the arena's files, with the columns that the papers state.",
-        "* quoted by others, not read in the paper.",
+        "\\* quoted by others, not read in the paper.",
         "",
         "| " + " | ".join(lines[0]) + " |",
         "|" + "---|" * len(lines[0]),
-        *("| " + " | ".join(line) + " |" for line in lines[1:]),
+        *("| " + " | ".join(line).replace("*", r"\*") + " |" for line in lines[1:]),  # two would be emphasis
     ]
     return "\n".join(text) + "\n"
