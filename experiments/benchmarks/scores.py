@@ -195,7 +195,7 @@ class Ways:
 
 
 def seconds_of(name: str, library: str, sizes: Sizes) -> dict[str, float]:
-    """Seconds until the first results, by CASE-PASS/WAY, after those of plain attention."""
+    """Seconds until the first results, by CASE-PASS/WAY; plain attention runs first."""
     found: dict[str, float] = answer_of(measured, name, library, sizes)
     return found
 

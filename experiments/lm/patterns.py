@@ -5,7 +5,7 @@ local|butterfly              the union of two patterns
 local,local,dense            alternating layers: two with a window, one dense, and so on
 local/butterfly              equal groups of heads: the first half with a window, the others with a butterfly
 streaming(n, window=64, sink=4)    a pattern of the library, where n is the number of tokens
-folder/mine.py:rule          a rule rule(q, k) of one's own, or a function of n that returns a mask
+folder/mine.py:rule          any rule(q, k), or a function of n that returns a mask
 
 Keys after their query are dropped.
 """

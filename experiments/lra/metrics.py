@@ -64,7 +64,7 @@ def validation_accuracy(run: Run) -> float | None:
 
 
 def plateau_left_at(trained: list[Record], guessing: float) -> int | None:
-    """The first step from which the loss, averaged over ten log lines, stays below 97 % of guessing by class
+    """The first step after which the loss, averaged over ten log lines, stays below 97 % of guessing by class
     frequencies; None if never.
 
     Many Pathfinder runs stay at guessing, some forever (Long Range Arena, issue 37).

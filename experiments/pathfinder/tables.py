@@ -50,7 +50,7 @@ class Tables(NamedTuple):
 
 @lru_cache(maxsize=16)
 def tables(parameters: Parameters, margin: int) -> Tables:
-    """Raises ValueError for parameters with which no target snake can begin."""
+    """Raises ValueError if no target snake can begin with these parameters."""
     turns = circle(parameters.dash_length + margin)
     headings = all_headings(turns)
     _, drawn = dashes(parameters, margin)

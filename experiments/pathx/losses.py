@@ -48,7 +48,7 @@ def pixel_loss(logits: Tensor, batch: Batch, asked: Tensor) -> Tensor:
 
 
 def forward(model: nn.Module, batch: Batch, config: Config) -> tuple[Tensor, Tensor | None]:
-    """[I, 2], and those of pixel classes or None, in fp32 or fp64."""
+    """Logits of images [I, 2], and of the pixels' classes or None, in fp32 or fp64."""
     with autocast(batch.ids.device, config.precision):
         logits, pixel_logits = model(batch)
     if logits.dtype == torch.bfloat16:

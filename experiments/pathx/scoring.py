@@ -38,7 +38,7 @@ def standard_error(accuracy: float, count: int) -> float:
     >>> round(standard_error(0.9, 100), 3), round(standard_error(1.0, 8), 3)
     (0.03, 0.125)
 
-    At least that of one wrong image.
+    With no wrong image, the error for one.
     """
     return math.sqrt(max(accuracy * (1 - accuracy), 1 / count) / count)
 

@@ -38,7 +38,7 @@ def measured(
     """Steps for about this many seconds after two to warm up. Times are in ms per step.
 
     profiled: also kernels, as `costs`. In the result, masks_ms completes the masks on the device, part of step_ms but
-    for CUDA graphs; tiles is live tiles over those of dense masks.
+    for CUDA graphs; tiles is the share of live tiles.
     """
     stage = Stage(size=case.size, contour=case.contour, tokens=tokens, lr=1e-3, steps=1, background=case.background)
     config = replace(config, curriculum=(replace(stage, layers=case.layers),), layers=case.layers)
@@ -103,7 +103,7 @@ def measured(
 
 
 def tile_share(packed: Packed, config: Config, layers: tuple[Any, ...]) -> float:
-    """Live tiles over those of dense masks, mean over layers."""
+    """The share of live tiles, mean over layers."""
     blocks = (packed.blocks < packed.ids.size // packed.block).sum(1)
     if packed.tiles:
         return float(sum(len(packed.tiles[each.name].indices) for each in layers) / len(layers) / (blocks**2).sum())

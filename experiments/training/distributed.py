@@ -85,7 +85,7 @@ class Ranks:
         return received.item()
 
     def on_first(self, function: Callable[[], T]) -> T:
-        """All processes return the first one's result, or raise its exception."""
+        """All processes return the result of the first, or raise its exception."""
         if self.count == 1:
             return function()
         sent: list[Any] = [None, None]

@@ -1,7 +1,7 @@
 """Types of values in Triton's interpreter, each derived once.
 
 The interpreter spends most of its time on the type of each value. Here equal types are one object, compared by `is`,
-with what is known of it:
+which keeps:
 
     element type._blocks    {shape: block type}
     block type._sizes       the shape, as plain numbers; a scalar type has none

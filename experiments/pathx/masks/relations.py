@@ -8,12 +8,12 @@ The score of pixels (y, x) and (y', x') is live, with dy = |y - y'| and dx = |x 
     axial:R         dy <= R or dx <= R                       R = 0: masks.axial
     butterfly:C     y // C ~ y' // C and x // C ~ x' // C    masks.butterfly_2d, a ~ b: equal, or differ in one bit
     factor:C:S      the same with a ~ b: equal, or differ only in bit S: one factor of the butterfly
-    mine.py:rule    rule(y, x, y', x'), a function of one's own on integer tensors; package.module:rule, too
+    mine.py:rule    rule(y, x, y', x'), any function on integer tensors; package.module:rule, too
     tiles:R         blocks of tokens whose boxes come within R pixels see each other whole: near:R, rounded up
 
 All but the last depend only on pixels, so dropping the background equals masking it. `tiles:R` depends on how tokens
-fill blocks, never on other images, and has no partial tiles. A rule of one's own computes all tiles: it shows what a
-mask is worth, not how fast it is.
+fill blocks, never on other images, and has no partial tiles. A rule from a file computes all tiles: it shows a
+mask's accuracy, not its speed.
 
 "@rows" puts the layer's tokens in row-major order (also "@columns", "@hilbert").
 
@@ -113,7 +113,7 @@ def parse(text: str) -> Relation:
 
 @cache
 def own(text: str) -> Callable[..., Any]:
-    """By file or module and name. Raises ValueError if there is none."""
+    """By file or module and name. Raises ValueError if it is missing."""
     from sparseflash.cli.expression import needed
     from sparseflash.cli.pattern_text import function_of
 

@@ -157,7 +157,7 @@ def functions_of_a_repeat(call):
 
     before = sys.getprofile()
     with (
-        override(),  # empties the caches, of what is prepared here, too
+        override(),  # also empties the caches that are filled here
         mock.patch.object(Variant, "can_start_directly", lambda self: found.append("asked") or True),
         mock.patch.object(Variant, "direct_start", lambda self, *given: started),
     ):

@@ -5,7 +5,7 @@ import torch
 
 
 class Block:
-    """A tensor in registers. Operators are those of PyTorch, on blocks and on plain numbers."""
+    """A tensor in registers. Operators are PyTorch's, on blocks and on plain numbers."""
 
     def __init__(self, value):
         self.value = value
