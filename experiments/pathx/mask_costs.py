@@ -21,8 +21,8 @@ def in_base_order(batch: Batch, layer: int) -> BlockMask:
 def costs(batch: Batch, layers: Sequence[Relation]) -> list[dict[str, Any]]:
     """batch: of one packed image.
 
-    For each layer density (live scores), tiles (computed scores), reached (pairs where one token influences
-    the other after this layer) and layers_alone (layers with only this mask after which every token reaches every other, or
+    For each layer density (live scores), tiles (computed scores), reached (pairs where one token influences the other
+    after this layer) and layers_alone (layers with only this mask after which every token reaches every other, or
     None).
     """
     if batch.images != 1:
