@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -13,7 +13,7 @@ import typer
 from torch import Tensor
 
 from experiments.benchmarks.fresh_process import answer_of
-from experiments.benchmarks.harness import Bench, Commit, Device, Out, Rounds, Way, chosen
+from experiments.benchmarks.harness import Bench, Commit, Device, Out, Rounds, Way, chosen, passes
 from experiments.benchmarks.interpreter import run_kernels_on
 from experiments.benchmarks.timing import first_call
 from experiments.measurements import ratio
@@ -115,18 +115,6 @@ def _function(leaf: Leaf, heads: int, mask: BlockMask) -> Case:
     return Case("function", (gains,), lambda: made, lambda s, b, h, q, k: near(s, b, h, q, k, gains))
 
 
-def with_backward(run: Callable[[], Tensor], leaves: Sequence[Tensor], dout: Tensor) -> None:
-    torch.autograd.grad(run(), leaves, dout)
-
-
-def calls(run: Callable[[], Tensor], leaves: Sequence[Tensor], dout: Tensor) -> dict[str, Callable[[], object]]:
-    def forward() -> Tensor:
-        with torch.no_grad():
-            return run()
-
-    return {"forward": forward, "both": partial(with_backward, run, leaves, dout)}
-
-
 OURS, FLEX = "sparseflash", "flex"
 PLAIN = "plain"
 BACKENDS = {"auto": None, "triton": "triton", "hopper": "hopper"}
@@ -207,7 +195,7 @@ def measured(name: str, library: str, sizes: Sizes) -> dict[str, float]:
     seconds = {}
     changed = ways.changed(case, library)
     for label, way in ((PLAIN, ways.plain(library)), (name, changed)) if changed is not None else ():
-        for what, call in calls(way.run, way.wanted, ways.dout).items():
+        for what, call in passes(way.run, way.wanted, ways.dout).items():
             seconds[f"{label}-{what}/{library}"], _ = first_call(call, ways.place)
     return seconds
 
@@ -266,7 +254,7 @@ def _times(bench: Bench, names: list[str], libraries: tuple[str, ...], ways: Way
         timed = {
             f"{what}/{ways.ours if library == OURS else library}": Way(call, settings=settings, peer=library == FLEX)
             for library, way in group.items()
-            for what, call in calls(way.run, way.wanted, ways.dout).items()
+            for what, call in passes(way.run, way.wanted, ways.dout).items()
         }
         bench.time(f"{ways.dim}/{name}", timed)
 

@@ -14,7 +14,7 @@ import typer
 from torch import Tensor
 from torch.nn import functional as F
 
-from experiments.benchmarks.harness import Bench, Commit, Device, Out, Unavailable, Way
+from experiments.benchmarks.harness import Bench, Commit, Device, Out, Unavailable, Way, passes
 from experiments.benchmarks.speed.peers import flashattention4, flashinfer
 from experiments.benchmarks.speed.peers.flexattention import compiled, small_tiles
 from experiments.benchmarks.speed.peers.runner import planned
@@ -128,14 +128,12 @@ def ways_of(case: Case, device: torch.device) -> dict[str, Way]:
     def add(
         what: str, name: str, forward: Callable[[], Tensor], live: int, *, same: bool = True, peer: bool = False
     ) -> None:
-        backward = partial(lambda forward: torch.autograd.grad(forward(), wanted, dout), forward)
-        # FLOPs of the two (forward) or seven products of live scores.
-        for which, call, flops in (("forward", torch.no_grad()(forward), 4.0), ("both", backward, 14.0)):
+        products = {"forward": 2, "both": 7}  # of live scores
+        for which, call in passes(forward, wanted, dout).items():
             if which == "forward" or not name.startswith(FORWARD_ONLY):
+                settings = {"flops": 2.0 * products[which] * case.dim * live}
                 like = f"chosen/{which}/sparseflash" if same else None
-                found[f"{what}/{which}/{name}"] = Way(
-                    call, settings={"flops": flops * case.dim * live}, like=like, peer=peer
-                )
+                found[f"{what}/{which}/{name}"] = Way(call, settings=settings, like=like, peer=peer)
 
     live = live_scores(case, index)
     add("chosen", "sparseflash", chosen, live, same=False)

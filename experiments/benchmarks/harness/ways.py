@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +38,13 @@ class Way:
     like: str | None = None
     recorded: bool = False
     peer: bool = False
+
+
+def passes(
+    run: Callable[[], Tensor], wanted: Sequence[Tensor], dout: Tensor
+) -> dict[str, Callable[[], Tensor | tuple[Tensor, ...]]]:
+    """A forward without gradients, and a forward and the backward to `wanted`."""
+    return {"forward": torch.no_grad()(run), "both": lambda: torch.autograd.grad(run(), wanted, dout)}
 
 
 def difference(result: Tensor, ours: Tensor) -> float:
