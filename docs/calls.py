@@ -73,10 +73,6 @@ REFUSED = {
     **{("selected", kind): _SELECTED.format("scores") for kind in SCORES},
     ("selected", "dropout"): _SELECTED.format("dropout_p"),
     **{("selected", kind): _SELECTED.format("mask") for kind in ("mask", "mask by head", "mask by batch")},
-    ("selected", "lengths"): (
-        "lengths must not be given to selected_attention: -1 in index is no block, so give tokens past the length no "
-        "others, and no query a block of such tokens."
-    ),
     ("layer", "return_lse"): (
         "return_lse must not be given to SparseSelfAttention: a layer returns features of tokens. Use attention with "
         "its projections."

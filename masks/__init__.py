@@ -13,7 +13,7 @@ BlockMask(4096 x 4096, blocks of 128, 222 tiles: 192 full + 30 partial (2 distin
 | random | `bigbird`, `deepspeed_bigbird`, `random_blocks`, `expander` |
 | images, videos | `neighborhood`, `sliding_tiles`, `swin`, `axial`, `dilated_grid`; orders of tokens: `order` |
 | chosen from data | `top_k_blocks`, `mass_blocks`, `top_k_keys`, `selected_keys`; scores of blocks: `pooled_scores`, \
-`antidiagonal_scores` |
+`antidiagonal_scores`; lists of the best blocks: `select_blocks` |
 | several masks in one | `per_head`, `per_batch` |
 
 Lengths are given by position, everything else by name. Lengths are in tokens.
@@ -56,6 +56,7 @@ from sparseflash.masks.other_names import no_pattern as _no_pattern
 from sparseflash.masks.pooled_scores import pooled_scores as pooled_scores
 from sparseflash.masks.prefix_lm import prefix_lm as prefix_lm
 from sparseflash.masks.random_blocks import random_blocks as random_blocks
+from sparseflash.masks.select_blocks import select_blocks as select_blocks
 from sparseflash.masks.sliding_tiles import sliding_tiles as sliding_tiles
 from sparseflash.masks.sparse_transformer import fixed as fixed
 from sparseflash.masks.sparse_transformer import strided as strided
@@ -96,6 +97,7 @@ __all__ = [
     "pooled_scores",
     "prefix_lm",
     "random_blocks",
+    "select_blocks",
     "selected_keys",
     "sliding_tiles",
     "streaming",

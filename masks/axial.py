@@ -12,7 +12,7 @@ from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import Block, Integers, block_pair
 from sparseflash.masks.tiling.grid import block_shapes, checked_order, coordinates, cut, grid_shape, strides
 from sparseflash.masks.tiling.kinds import by_kind
-from sparseflash.masks.tiling.listing import entries, incidence
+from sparseflash.masks.tiling.listing import incidence, sharing
 from sparseflash.masks.tiling.signatures import pattern
 
 
@@ -64,17 +64,23 @@ def axial(shape: Sequence[int], *, order: Integers | None = None, block: Block =
     key_shapes, key_shape, key_corners = block_shapes(places, block_k)
     lines = _lines(places, sides)
     of_queries, of_keys = (incidence(cut(lines, b).flatten(1), len(sides) * count) for b in (block_q, block_k))
-    rows, cols = entries(of_queries @ of_keys.T)
+    rows, cols = sharing(of_queries, of_keys)
     # The distance of two blocks on an axis matters only if they share a coordinate there.
     (first_q, last_q), (first_k, last_k) = (cut(places, b).aminmax(dim=1) for b in (block_q, block_k))
-    common = (first_q[rows] <= last_k[cols]) & (first_k[cols] <= last_q[rows])
     apart = 3 * torch.tensor(sides, dtype=torch.int32, device="cpu")
-    offset = torch.where(common, key_corners[cols] - query_corners[rows], apart)
-    codes = [query_shape[rows], key_shape[cols], *offset.unbind(1)]
+    offset = []  # by axis, because indexing with one number at a time is faster
+    for axis in range(len(sides)):
+        ends = (first_q, last_k, first_k, last_q, key_corners, query_corners)
+        low_q, high_k, low_k, high_q, key, query = (
+            x[:, axis].contiguous().index_select(0, of) for x, of in zip(ends, (rows, cols, cols, rows, cols, rows))
+        )
+        offset.append(torch.where((low_q <= high_k) & (low_k <= high_q), key - query, apart[axis]))
+    codes = [query_shape.index_select(0, rows), key_shape.index_select(0, cols), *offset]
 
     def live(some: Tensor) -> Tensor:
         queries = query_shapes.index_select(0, query_shape[rows[some]])
-        keys = key_shapes.index_select(0, key_shape[cols[some]]) + offset[some, None]
+        keys = key_shapes.index_select(0, key_shape[cols[some]])
+        keys = keys + torch.stack([x[some] for x in offset], 1)[:, None]
         # Coordinates of one axis side by side, because comparing every second number is slower.
         queries, keys = (x.movedim(-1, 0).contiguous() for x in (queries, keys))
         equal = queries[0, :, :, None] == keys[0, :, None, :]  # on all axes so far

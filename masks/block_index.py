@@ -52,20 +52,24 @@ def _checked_counts(counts: Tensor, index: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def mask_of_queries(index: Tensor, rows: int, block_k: int, k_len: int, causal: bool) -> BlockMask:
+def mask_of_queries(
+    index: Tensor, rows: int, block_k: int, k_len: int, causal: bool, stop: Tensor | None = None
+) -> BlockMask:
     """The mask of lists `[B, H, Nq, K]`, one for each query, in which a query is a block of `rows` rows.
 
     So a block row has the heads of a group for one query, which share the list: see `sparseflash.grouped`. Row r
-    belongs to query `r // rows`; if causal, it sees no key after its own, and the last query is at the last key.
+    belongs to query `r // rows`; if causal, it sees no key after its own, and the last query is at the last key. With
+    `stop`, int64 `[Nq]`, query p sees keys before `stop[p]` only, whatever `causal` says.
     """
     (batch, heads, q_len, choices), device = index.shape, index.device
     cols = -(-k_len // block_k)
     col, first = _sorted_once(index, None, cols)
     kind = torch.zeros_like(col)  # t > 0: the first t keys of a block are live
-    if causal:
-        position = torch.arange(k_len - q_len, k_len, device=device)[:, None]
-        first &= col * block_k <= position
-        live = position + 1 - col * block_k
+    if causal and stop is None:
+        stop = torch.arange(k_len - q_len, k_len, device=device) + 1
+    if stop is not None:
+        live = stop[:, None] - col * block_k
+        first &= live > 0
         kind = torch.where(live < block_k, live, 0)
     elif k_len % block_k:
         kind = torch.where(col == cols - 1, k_len % block_k, 0)

@@ -56,7 +56,7 @@ def pooled_scores(
     lengths = check_queries_and_keys(q, k, lengths)
     (batch, heads, _, dim), kv_heads = q.shape, k.shape[1]
     with torch.autocast(q.device.type, enabled=False):
-        q_mean, k_mean = _means(q, block_q, lengths), _means(k, block_k, lengths)
+        q_mean, k_mean = means_of_blocks(q, block_q, lengths), means_of_blocks(k, block_k, lengths)
         q_mean = q_mean.reshape(batch, kv_heads, -1, dim)  # the query heads of a group, one after another
         scores = (q_mean * checked_factor(scale, dim)) @ k_mean.transpose(-1, -2)
     scores = scores.view(batch, heads, -1, k_mean.shape[2])
@@ -66,7 +66,7 @@ def pooled_scores(
     return scores
 
 
-def _means(x: Tensor, block: int, lengths: Tensor | None) -> Tensor:
+def means_of_blocks(x: Tensor, block: int, lengths: Tensor | None) -> Tensor:
     """The mean of each block of tokens: `[B, H, N, D]` to `[B, H, ceil(N / block), D]`; 0 for a block
     without tokens.
     """

@@ -18,6 +18,7 @@ torch.Size([1, 2, 300, 16])
 | `attention_varlen`, `varlen` | packed sequences of different lengths |
 | `decode`, `grouped` | generation with a cache; a list of key blocks for each query |
 | `nn`, `huggingface`, `distributed` | layers; models of Transformers; tokens spread over several GPUs |
+| `selection` | layers that choose their keys: NSA, MoBA, MSA, DSA, QSA, VSA |
 | `analysis`, `draw` | cost, reach and mistakes of a mask; pictures |
 | `interop` | masks to and from other libraries |
 | `testing` | whether an attention is exact |
@@ -74,6 +75,8 @@ _MODULES = (
     "masks",
     "nn",
     "scores",
+    "selected_tokens",
+    "selection",
     "testing",
     "varlen",
 )  # imported on first access

@@ -36,7 +36,8 @@ class Explanation:
     backend blockwise: the default for tensors on cpu
 
     `capability` is the compute capability of the GPU that the kernels were chosen for. `versions` is a note on the
-    Hopper kernels if they were not measured with the installed Triton; otherwise None.
+    Hopper kernels if they were not measured with the installed Triton; otherwise None. `launcher` says what starts the
+    kernels on this machine: compiled C, or Python and why, which takes the host longer at every call.
     """
 
     backend: str
@@ -46,6 +47,7 @@ class Explanation:
     backward: Chosen | None = None
     kernels: tuple[KernelChoice, ...] = ()
     versions: str | None = None
+    launcher: str | None = None
 
     def __str__(self) -> str:
         lines = [f"backend {self.backend}: {self.why}"]
@@ -53,6 +55,8 @@ class Explanation:
             lines.append(f"compute capability {self.capability[0]}.{self.capability[1]}")
         if self.versions is not None:
             lines.append(self.versions)
+        if self.launcher is not None and self.launcher.startswith("Python"):
+            lines.append(f"kernels are started by {self.launcher}")
         for name, chosen in (("forward", self.forward), ("backward", self.backward)):
             if chosen is not None:
                 lines.append(f"{name}: {chosen.family or 'no'} kernels")
@@ -132,7 +136,7 @@ def explain(
     changes = prepared_scores(scores, q, k, mask, any_device=capability is not None)
     if name not in KERNELS:
         return Explanation(name, why)
-    from sparseflash.backends.triton import api
+    from sparseflash.backends.triton import api, native
     from sparseflash.backends.triton import device as gpu
 
     if capability is None:
@@ -153,4 +157,4 @@ def explain(
     forward, backward = (
         Chosen(None if each.family is None else each.family.name, tuple(each.refusals.items())) for each in decisions
     )
-    return Explanation(name, why, capability, forward, backward, tuple(kernels), versions)
+    return Explanation(name, why, capability, forward, backward, tuple(kernels), versions, native.served_by())

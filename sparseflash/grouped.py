@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from sparseflash.attention import Backend, attention
-from sparseflash.blockmask.arguments import BLOCKS, checked_integers, flag, integer
+from sparseflash.blockmask.arguments import BLOCKS, flag, integer, integer_tensor
 from sparseflash.remedies import refuse, without_others
-from sparseflash.validation import check_tensors, checked_scale
+from sparseflash.validation import check_tensors, checked_lists, checked_scale
 
 
 @overload
 def selected_attention(
-    q: Tensor, k: Tensor, v: Tensor, index: Tensor, *, span: int = 64, causal: bool = True,
+    q: Tensor, k: Tensor, v: Tensor, index: Tensor, *, span: int = 64, causal: bool = True, cu_seqlens: Any = None,
     scale: float | None = None, return_lse: Literal[False] = False, backend: Backend | None = None,
 ) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def selected_attention(
-    q: Tensor, k: Tensor, v: Tensor, index: Tensor, *, span: int = 64, causal: bool = True,
+    q: Tensor, k: Tensor, v: Tensor, index: Tensor, *, span: int = 64, causal: bool = True, cu_seqlens: Any = None,
     scale: float | None = None, return_lse: Literal[True], backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 def selected_attention(
-    q: Tensor, k: Tensor, v: Tensor, index: Tensor, *, span: int = 64, causal: bool = True,
+    q: Tensor, k: Tensor, v: Tensor, index: Tensor, *, span: int = 64, causal: bool = True, cu_seqlens: Any = None,
     scale: float | None = None, return_lse: bool = False, backend: Backend | None = None, **others: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Exact attention in which every query has a list of blocks of keys, shared by the heads of its group (NSA).
@@ -48,6 +48,9 @@ def selected_attention(
         index: integers `[Hkv, Nq, K]` or `[B, Hkv, Nq, K]`, in any order, with or without repetitions. A number of no
             block, such as -1, is ignored; K may be 0.
         span: tokens of a block, a power of two from 16 to 256.
+        cu_seqlens: the running sums of the lengths of sequences that lie one behind the other, from 0 to `Nq = Nk`,
+            integers `[S + 1]`. Positions and blocks are then those within a sequence: each begins with block 0, and a
+            query sees keys of its own sequence only. Sequences may begin anywhere.
 
     The query heads of a group are put side by side, `[B, Hkv, Nq * group, D]`. So a tile of the kernels holds one query
     of a whole group, and reads only the blocks that this query has chosen. The live scores are the same as under
@@ -55,7 +58,8 @@ def selected_attention(
     Groups of fewer than 16 heads are padded with zeros to 16. The host does not wait for the device. Gradients are
     deterministic.
 
-    Raises ValueError if the shapes do not fit together or `span` is not a block size.
+    Raises ValueError if the shapes do not fit together, `span` is not a block size, or `cu_seqlens` on the CPU are no
+    running sums (on a GPU they are not read).
 
     Source: the selected branch of NSA (Yuan et al., 2025, section 3.4).
     """
@@ -63,7 +67,9 @@ def selected_attention(
         refuse(others, "selected_attention", _REMEDIES)
     check_tensors(q, k, v)
     (batch, heads, q_len, dim), (_, kv_heads, k_len, _) = q.shape, k.shape
-    index = _checked_index(index, batch, kv_heads, q_len, q.device)
+    index = checked_lists(index, batch, kv_heads, q_len, q.device)
+    if index.shape[3] == 0:  # the lists of a mask need at least one entry
+        index = index.new_full((*index.shape[:3], 1), -1)
     if integer(span, "span", "tokens") not in BLOCKS:
         raise ValueError(f"span must be one of {', '.join(map(str, BLOCKS))}; got {span}.")
     group = heads // kv_heads
@@ -73,8 +79,17 @@ def selected_attention(
     from sparseflash.masks.block_index import mask_of_queries  # imported late: masks are not part of the core
 
     causal = flag(causal, "causal")
+    stop = None
+    if cu_seqlens is not None:
+        if q_len != k_len:
+            raise ValueError(f"q and k must have the same tokens with cu_seqlens; got {q_len} and {k_len}.")
+        of = _packed(cu_seqlens, k_len, span, causal, q.device)
+        index = torch.where(index < 0, -1, index.long() + of.first[:, None])
+        # Blocks of keys begin with their sequences. What lies between the sequences is dead.
+        k, v = (x.new_zeros(*x.shape[:2], of.room, x.shape[3]).index_copy(2, of.places, x) for x in (k, v))
+        k_len, stop = of.room, of.stop
     # A mask has at least one query and one key; `attention` gives zeros without either, and needs no mask.
-    mask = mask_of_queries(index, rows, span, k_len, causal) if q_len and k_len else None
+    mask = mask_of_queries(index, rows, span, k_len, causal, stop) if q_len and k_len else None
     packed = torch.nn.functional.pad(
         q.unflatten(1, (kv_heads, group)).transpose(2, 3), (0, 0, 0, rows - group)
     )  # [B, Hkv, Nq, rows, D]
@@ -89,29 +104,43 @@ _BY_MASK = (
     "its tiles hold one query of all heads of a group. Use attention with the mask of the same blocks, "
     "masks.selected_keys(index, span=span, group=group)"
 )
-_PADDED = "-1 in index is no block, so give tokens past the length no others, and no query a block of such tokens"
 _REMEDIES = {
     **dict.fromkeys(("scores", "dropout_p", "seed", "mask"), _BY_MASK),
-    "cu_seqlens": "number the blocks of all packed tokens, with sequences that begin at multiples of span",
-    "lengths": _PADDED,
+    "lengths": "pack the sequences one behind the other, and pass cu_seqlens, their running sums",
 }
 without_others(selected_attention)
 
 
+class _Packing(NamedTuple):
+    """Where packed tokens are if each sequence begins with a new block of keys."""
+
+    places: Tensor  # int64 [N]: of each token
+    first: Tensor  # int64 [N]: the first block of its sequence
+    stop: Tensor  # int64 [N]: the end of what it may see
+    room: int  # tokens of all blocks, and of some that no query sees, so that the host need not know the lengths
+
+
+def _packed(cu_seqlens: Any, tokens: int, span: int, causal: bool, device: torch.device) -> _Packing:
+    sums = integer_tensor(cu_seqlens, "cu_seqlens", torch.device("cpu"))
+    if sums.ndim != 1:
+        raise ValueError(f"cu_seqlens must have one dimension; got {list(sums.shape)}.")
+    if sums.device.type == "cpu" and not torch.compiler.is_compiling():
+        shown = sums.tolist()
+        if len(shown) < 2 or shown[0] != 0 or shown[-1] != tokens or shown != sorted(shown):
+            raise ValueError(
+                f"cu_seqlens must be running sums from 0 to the number of tokens, {tokens}, that do not decrease; got "
+                f"{shown if len(shown) <= 8 else [*shown[:8], '...']}."
+            )
+    sums = sums.to(device)
+    token = torch.arange(tokens, device=device)
+    own = torch.searchsorted(sums, token, right=True) - 1
+    lengths = torch.cat([sums.diff(), tokens - sums[-1:]])  # the last: of tokens past all sequences
+    blocks = torch.div(lengths + span - 1, span, rounding_mode="floor")
+    first = (blocks.cumsum(0) - blocks)[own]
+    at = token - sums[own]
+    stop = first * span + (at + 1 if causal else lengths[own])
+    return _Packing(first * span + at, first, stop, (tokens // span + len(lengths)) * span)
+
+
 def _by_heads(x: Tensor, group: int) -> Tensor:
     return x[:, :, :, :group].transpose(2, 3).flatten(1, 2)
-
-
-def _checked_index(index: Tensor, batch: int, kv_heads: int, q_len: int, device: torch.device) -> Tensor:
-    checked_integers(index, "index")
-    shape = (1,) * (4 - index.ndim) + tuple(index.shape)
-    if index.ndim not in (3, 4) or shape[0] not in (1, batch) or shape[1:3] != (kv_heads, q_len):
-        raise ValueError(
-            f"index must have shape [{kv_heads}, {q_len}, K] or [{batch}, {kv_heads}, {q_len}, K]; got "
-            f"{list(index.shape)}."
-        )
-    if index.device != device:
-        raise ValueError(f"index must be on q's device {device}; got {index.device}.")
-    if shape[3] == 0:  # the lists of a mask need at least one entry
-        shape, index = (*shape[:3], 1), index.new_full(shape[:3], -1)
-    return index.detach().reshape(shape).expand(batch, -1, -1, -1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.blockmask.arguments import MADE_FROM, alternatives, described
+from sparseflash.blockmask.arguments import MADE_FROM, alternatives, checked_integers, described
 from sparseflash.scores.change import Scores, Sizes, scores_of
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -161,3 +161,17 @@ def checked_scale(scale: float | Tensor | None, head_dim: int) -> float:
     if not -math.inf < scale < math.inf:  # not math.isfinite, which torch.compile cannot trace for a varying number
         raise ValueError(f"scale must be finite; got {scale}.")
     return scale
+
+
+def checked_lists(index: object, batch: int, kv_heads: int, q_len: int, device: torch.device) -> Tensor:
+    """A list for each query and key head, as `[B, Hkv, Nq, K]`."""
+    index = checked_integers(index, "index")
+    shape = (1,) * (4 - index.ndim) + tuple(index.shape)
+    if index.ndim not in (3, 4) or shape[0] not in (1, batch) or shape[1:3] != (kv_heads, q_len):
+        raise ValueError(
+            f"index must have shape [{kv_heads}, {q_len}, K] or [{batch}, {kv_heads}, {q_len}, K]; got "
+            f"{list(index.shape)}."
+        )
+    if index.device != device:
+        raise ValueError(f"index must be on q's device {device}; got {index.device}.")
+    return index.detach().reshape(shape).expand(batch, -1, -1, -1)

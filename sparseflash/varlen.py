@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any, Literal, overload
 
 import torch
@@ -15,6 +15,7 @@ from sparseflash.blockmask.arguments import Block, block_pair, checked_device, i
 from sparseflash.blockmask.cache import BoundedDict, once
 from sparseflash.blockmask.compiling import contents_when_faking
 from sparseflash.blockmask.ops.place import place
+from sparseflash.captured import Captured
 from sparseflash.masks.causal import causal
 from sparseflash.masks.dense import dense
 from sparseflash.masks.documents import documents
@@ -23,7 +24,9 @@ from sparseflash.remedies import refuse, without_others
 from sparseflash.scores.change import Change, Scores, scores_of
 from sparseflash.scores.packed import packed
 
-_masks = BoundedDict(32)  # by lengths, pattern, block and device
+_masks = BoundedDict(32)  # by lengths, pattern, its version, block and device
+_versions = BoundedDict(32)  # of patterns: what they captured when their masks were made, and a number for it
+_numbers = count()
 _sums = BoundedDict(32)  # the running sums of tensors on GPUs, by id: every layer passes the same tensor
 
 
@@ -112,10 +115,10 @@ def attention_varlen(
         TypeError, ValueError: the arguments do not fit together.
 
     One mask is made for the packed tokens, from the masks of the distinct lengths, without any N x N matrix. It is
-    cached by lengths and `pattern`, so pass the same function object at every call, not a new lambda. The lengths are
-    read on the host: pass `cu_seqlens` on the CPU, or else the first call with a tensor on a GPU waits for it, and in
-    compiled code it breaks the graph. In `torch.export` (`strict=False`) and under `FakeTensorMode` the mask is a
-    constant, so the lengths must be a list or a tensor from outside.
+    cached by lengths, `pattern` and the numbers and tensors that this captures, so pass the same function object at
+    every call, not a new lambda. The lengths are read on the host: pass `cu_seqlens` on the CPU, or else the first call
+    with a tensor on a GPU waits for it, and in compiled code it breaks the graph. In `torch.export` (`strict=False`)
+    and under `FakeTensorMode` the mask is a constant, so the lengths must be a list or a tensor from outside.
     """
     if others:
         refuse(others, "attention_varlen", _REMEDIES)
@@ -223,24 +226,34 @@ def _mask_and_scores(
 ) -> tuple[BlockMask | None, int, int, Scores | None]:  # fmt: skip
     """`(mask, queries, keys, score modifications)` of all sequences together; no mask without a query or a key."""
     with contents_when_faking():
-        q_sums = _running_sums(cu_seqlens_q, "cu_seqlens_q")
-        k_sums = q_sums if cu_seqlens_k is None else _running_sums(cu_seqlens_k, "cu_seqlens_k")
+        q_sums = running_sums(cu_seqlens_q, "cu_seqlens_q")
+        k_sums = q_sums if cu_seqlens_k is None else running_sums(cu_seqlens_k, "cu_seqlens_k")
     if len(q_sums) != len(k_sums):
         raise ValueError(
             f"cu_seqlens_k must be of as many sequences as cu_seqlens_q, {len(q_sums) - 1}; got {len(k_sums) - 1}."
         )
     check_pattern(pattern)
     q_len, k_len = q_sums[-1], k_sums[-1]
-    key = q_sums, k_sums, pattern, block_pair(block), checked_device(device)
+    version = _version(pattern)
+    key = q_sums, k_sums, pattern, version, block_pair(block), checked_device(device)
 
     def make() -> BlockMask:
         with contents_when_faking():
             made = _made(q_sums, k_sums, pattern, block)
+        _versions[pattern] = Captured(pattern), version  # as the pattern has left it, which may count its calls
         return made.to(device)
 
     mask = once(_masks, key, make) if q_len and k_len else None
     changes = None if scores is None else packed(scores_of(scores), q_sums, k_sums, checked_device(device))
     return mask, q_len, k_len, changes
+
+
+def _version(pattern: Pattern | None) -> int:
+    """A new number whenever what a pattern captures has changed."""
+    known = _versions.get(pattern)
+    if known is not None and known[0].is_still(Captured(pattern)):
+        return int(known[1])
+    return next(_numbers)
 
 
 def _made(q_sums: tuple[int, ...], k_sums: tuple[int, ...], pattern: Pattern | None, block: Block) -> BlockMask:
@@ -262,7 +275,7 @@ def _made(q_sums: tuple[int, ...], k_sums: tuple[int, ...], pattern: Pattern | N
     return place(parts, q_sums[-1], k_sums[-1])
 
 
-def _running_sums(values: Any, name: str) -> tuple[int, ...]:
+def running_sums(values: Any, name: str) -> tuple[int, ...]:
     """Running sums as Python integers, checked. A tensor on a GPU is read again only after it was written to."""
     remembered = isinstance(values, Tensor) and values.device.type != "cpu" and not values.is_inference()
     if remembered and (found := _sums.get(id(values))) is not None and found[1] == values._version:

@@ -156,19 +156,16 @@ def by_attention(p):
 
 
 def by_varlen(p):
-    lengths = p.lengths()
-    sums = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    packed, whole, sums = packing(p)
     more = {"mask": p.mask()} if p.feature == "mask by batch" else {"pattern": p.pattern}
     mask = varlen.varlen_mask(sums, pattern=p.pattern, device=p.device)
-    places = torch.cat([TOKENS * b + torch.arange(n) for b, n in enumerate(lengths)]).to(p.device)
 
     def run(q, k, v, *learned):
-        packed = [torch.cat([each[:, :n].transpose(0, 1) for each, n in zip(x, lengths)]) for x in (q, k, v)]
-        found = attention_varlen(*packed, sums, **more, **p.options, **p.scored(learned, mask, packed=True))
+        tokens_first = [x[0].transpose(0, 1) for x in packed(q, k, v)]
+        found = attention_varlen(*tokens_first, sums, **more, **p.options, **p.scored(learned, mask, packed=True))
         out, lse = found if isinstance(found, tuple) else (found, None)
-        whole = out.new_zeros(BATCH * TOKENS, *out.shape[1:]).index_copy(0, places, out)
-        whole = whole.unflatten(0, (BATCH, TOKENS)).transpose(1, 2)
-        return whole if lse is None else (whole, lse.unflatten(1, (BATCH, TOKENS)).transpose(0, 1))
+        out = whole(out.transpose(0, 1)[None])
+        return out if lse is None else (out, whole(lse[None]))
 
     return run
 
@@ -194,9 +191,29 @@ def by_cache(p):
 def by_selected(p):
     more = p.options | ({"scores": scores.softcap(1.0)} if p.feature in SCORES else {})
     more |= {"mask": p.mask()} if p.feature.startswith("mask") else {}
-    more |= {"lengths": p.lengths()} if p.feature == "lengths" else {}
     index = torch.tensor([0, 1], device=p.device).expand(BATCH, p.kv_heads, TOKENS, 2)
-    return lambda q, k, v, *_: selected_attention(q, k, v, index, span=16, **more)
+    if p.feature != "lengths":
+        return lambda q, k, v, *_: selected_attention(q, k, v, index, span=16, **more)
+    packed, whole, sums = packing(p)
+    index = index[:1, :, :1].expand(1, -1, sums[-1], 2)
+    return lambda *x: whole(selected_attention(*packed(*x), index, span=16, cu_seqlens=sums))
+
+
+def packing(p):
+    """Functions from padded sequences to packed ones, `[1, H, total, D]`, and back; and the running sums."""
+    lengths = p.lengths()
+    sums = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    places = torch.cat([TOKENS * b + torch.arange(n) for b, n in enumerate(lengths)]).to(p.device)
+
+    def packed(*tensors):
+        return [torch.cat([each[:, :n] for each, n in zip(x, lengths)], 1)[None] for x in tensors]
+
+    def whole(x):
+        """`[1, H, total, ...]` as `[B, H, N, ...]`."""
+        found = x.new_zeros(x.shape[1], BATCH * TOKENS, *x.shape[3:]).index_copy(1, places, x[0])
+        return found.unflatten(1, (BATCH, TOKENS)).transpose(0, 1)
+
+    return packed, whole, sums
 
 
 def by_layer(p):

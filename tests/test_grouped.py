@@ -48,6 +48,47 @@ def test_attention_over_the_lists_of_queries_is_exact_with_its_gradients(
     testing.assert_exact(selected, q, k, v, mask)
 
 
+@pytest.mark.parametrize("backend", ["blockwise", "triton"])
+@given(
+    st.lists(st.integers(0, 30), min_size=1, max_size=4), st.sampled_from([(1, 2, 2), (2, 1, 16)]), st.integers(1, 4),
+    st.booleans(), st.booleans(), SEEDS,
+)  # fmt: skip
+@example([16, 16], (1, 2, 2), 2, True, False, 0)
+@example([0, 30, 0], (1, 2, 2), 2, False, True, 0)
+def test_packed_sequences_choose_among_their_own_blocks(backend, lengths, heads, choices, causal, on_device, seed):
+    (batch, kv_heads, group), g = heads, generator(seed)
+    tokens = sum(lengths)
+    if not tokens:
+        return
+    index = torch.randint(-1, 4, (batch, kv_heads, tokens, choices), generator=g)  # also past a sequence's own blocks
+    live = torch.zeros(batch, kv_heads * group, tokens, tokens, dtype=torch.bool)
+    sums = torch.tensor([0, *lengths]).cumsum(0)
+    for start, stop in zip(sums[:-1].tolist(), sums[1:].tolist()):
+        at = slice(start, stop)
+        live[:, :, at, at] = live_of(index[:, :, at], group, 16, stop - start, causal)
+    shapes = [(batch, kv_heads * group, tokens, 16), *[(batch, kv_heads, tokens, 16)] * 2]
+    q, k, v = (torch.randn(shape, generator=g) for shape in shapes)
+
+    def selected(q, k, v):
+        more = {"cu_seqlens": sums.int() if on_device else sums.tolist(), "backend": backend, "return_lse": True}
+        return selected_attention(q, k, v, index.int(), span=16, causal=causal, **more)
+
+    testing.assert_exact(selected, q, k, v, BlockMask.from_dense(live, block=16))
+
+
+def test_packed_sequences_compile():
+    g = generator(0)
+    q, k, v = (torch.randn(1, heads, 50, 16, generator=g) for heads in (4, 2, 2))
+    index, sums = torch.randint(-1, 3, (2, 50, 2), generator=g), torch.tensor([0, 13, 50])
+
+    def run(q, sums):
+        return selected_attention(q, k, v, index, span=16, cu_seqlens=sums)
+
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    for each in (sums, torch.tensor([0, 40, 50])):
+        torch.testing.assert_close(compiled(q, each), run(q, each))
+
+
 @pytest.mark.parametrize("group", [255, 256])
 def test_a_group_has_up_to_256_heads(group):
     g = generator(0)
@@ -99,6 +140,19 @@ INDEX = torch.zeros(2, 10, 3, dtype=torch.int32)
         ({"span": 64.0}, TypeError, r"span must be an integer number of tokens; got 64\.0"),
         ({"span": 48}, ValueError, r"span must be one of 16, 32, 64, 128, 256; got 48"),
         ({"causal": 1}, TypeError, r"causal must be True or False; got 1"),
+        (
+            {"cu_seqlens": [0, 9]},
+            ValueError,
+            r"cu_seqlens must be running sums from 0 to the number of tokens, 10, that",
+        ),
+        ({"cu_seqlens": [0, 6, 4, 10]}, ValueError, r"that do not decrease; got \[0, 6, 4, 10\]"),
+        ({"cu_seqlens": torch.zeros(2, 2).long()}, ValueError, r"cu_seqlens must have one dimension; got \[2, 2\]"),
+        ({"cu_seqlens": [0.5]}, TypeError, r"cu_seqlens must be a list of integers; got torch\.float32"),
+        (
+            {"cu_seqlens": [0, 9], "k": K[:, :, :9], "v": K[:, :, :9]},
+            ValueError,
+            r"q and k must have the same tokens with",
+        ),
         ({"q": torch.zeros(2, 514, 10, 16)}, ValueError, r"groups must be of at most 256 query heads; got 257"),
     ],
 )

@@ -45,7 +45,11 @@ def test_examples_that_cannot_run_here_import_what_there_is(page):
     for source in filter(cannot_run_here, examples(page)):
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, ast.ImportFrom) and node.module.partition(".")[0] == "sparseflash":
-                module = import_module(node.module)
+                try:
+                    module = import_module(node.module)
+                except ModuleNotFoundError as error:  # of a library that the module needs
+                    assert not error.name.startswith("sparseflash"), error
+                    continue
                 assert [each.name for each in node.names if not hasattr(module, each.name)] == []
 
 

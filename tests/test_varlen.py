@@ -514,3 +514,24 @@ def test_changes_of_scores_that_do_not_fit_packed_sequences_are_refused(changes,
     q = torch.zeros(12, 2, 16)
     with pytest.raises(error, match="^" + re.escape(message)):
         attention_varlen(q, q, q, [0, 5, 12], scores=changes)
+
+
+def test_a_pattern_may_change_what_it_captures():
+    q, k, v = torch.randn(3, 100, 2, 16, generator=torch.Generator().manual_seed(0))
+    window, document = 8, torch.arange(100) // 20
+
+    def near(i, j):
+        return (i - j).abs() < window
+
+    def alike(i, j):
+        return document[i] == document[j]
+
+    def one_row(rule):
+        return attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), BlockMask.from_function(rule, 100))[0]
+
+    for _ in range(2):
+        for rule in (near, alike):
+            out = attention_varlen(q, k, v, [0, 100], pattern=rule)
+            torch.testing.assert_close(out.transpose(0, 1), one_row(rule))
+        window = 3
+        document.copy_(torch.arange(100) // 9)

@@ -7,16 +7,18 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from experiments.lm import bench, bench_plot, bench_report, compare, compare_report, records, session, show
+from experiments.lm import bench, bench_plot, bench_report, compare, compare_report, records, session, show, tested
 from experiments.lm.cases import DEFAULT, parsed
 from experiments.lm.config import DEFAULTS, HELP, Config, configure, resumed
+from experiments.lm.data.books import novels
 from experiments.lm.data.files import VALIDATION_SHARE, find
-from experiments.lm.data.store import check_replaceable, make
+from experiments.lm.data.store import Store, check_replaceable, make, make_parts, opened_or_unpacked
+from experiments.lm.data.store import pack as pack_store
 from experiments.lm.presets import PRESETS
 from experiments.lm.sample import continued, opened
 from experiments.lm.train import saved_run
 from experiments.measurements import current_run, run_of
-from experiments.training import tensorboard
+from experiments.training import series, tensorboard
 from experiments.training.cli_errors import short_errors
 from experiments.training.distributed import SINGLE, find_device, process_group, require_single_process
 from experiments.training.environment import command_line, environment
@@ -77,6 +79,17 @@ def corpus(
     validation: Annotated[
         float, typer.Option(help="The share of files or packages to validate on.")
     ] = VALIDATION_SHARE,
+    books: Annotated[
+        Path | None,
+        typer.Option(
+            help="Instead of --from: an archive of whole novels, or a folder of archives books*.tar.xz, with files "
+            "books/{train,test}/AUTHOR___TITLE.txt. A tenth of the authors in train validates, those in test test."
+        ),
+    ] = None,
+    pack: Annotated[
+        Path | None,
+        typer.Option(help="Also write the tokens as one compressed file, which --data takes on another machine."),
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder for the tokens, which is replaced.")] = Path("data/lm"),
 ) -> None:
     """Make a corpus from text on this machine: find files, drop copies, split, tokenise.
@@ -90,16 +103,32 @@ def corpus(
         if not 0 < validation < 1:
             raise ValueError(f"--validation must be between 0 and 1; got {validation:g}")
         check_replaceable(out)
+        most = None if megabytes is None else round(megabytes * 2**20)
+        if books is not None:
+            parts = novels(books, most)
+            authors = {name: sorted({novel.book.author for novel in part}) for name, part in parts.items()}
+            facts = {"authors": authors, "novels": {name: [each.name for each in part] for name, part in parts.items()}}
+            store = make_parts(parts, out, vocabulary, say, facts)
+            if pack is not None:
+                write_packed(store, pack)
+            return
         excluded = [*(exclude or ()), *(() if source else session.INSTALLED)]
         found = find(source or [session.standard_library()], suffix or (), excluded, packages)
-        if megabytes is not None:
-            found = found.limited(round(megabytes * 2**20))
+        if most is not None:
+            found = found.limited(most)
         console.print(
             f"{found.files:,} files in {len(found.documents):,} documents; left out: {found.duplicates:,} copies, "
             f"{found.skipped:,} that are no text, too short or too long",
             soft_wrap=True, highlight=False,
         )  # fmt: skip
-        make(found, out, vocabulary, say, validation)
+        store = make(found, out, vocabulary, say, validation)
+        if pack is not None:
+            write_packed(store, pack)
+
+
+def write_packed(store: Store, path: Path) -> None:
+    pack_store(store, path)
+    say(f"{path}: {path.stat().st_size / 2**20:.1f} MiB")
 
 
 @app.command()
@@ -218,6 +247,27 @@ def default_name(preset: str | None, config: Config) -> str:
     return f"{preset or 'default'}-{compare.slug(config.pattern)}-{config.context}"
 
 
+@app.command("test")
+def test_command(
+    run: Annotated[Path, typer.Argument(help="Folder of a finished run.")],
+    data: Annotated[Path, typer.Option(help="Tokens with a part for testing, as `corpus --books` makes.")],
+    tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens for the loss.")] = 2_097_152,
+    examples: Annotated[int, typer.Option(min=0, help="Places of the probe at each distance; 0: no probe.")] = 16,
+    device: Device = "auto",
+) -> None:
+    """Test a finished run on the texts of other authors: loss, by position, and whether the far context is used.
+
+    The probe repeats a passage, and looks for names, that were read 512 to 49,152 tokens before, and compares the loss
+    with that of the same tokens after a context without the first occurrence.
+    """
+    with short_errors():
+        require_single_process("test")
+        place = find_device(device)
+        store = opened_or_unpacked(data)
+        path = tested.write(run, tested.test(run, store, place, tokens=tokens, examples=examples, say=say))
+    say(f"Written to {path}")
+
+
 @app.command("compare")
 @settings_as_options(Config, *(name for name in DEFAULTS if name not in compare.NOT_CHOSEN))
 def compare_command(
@@ -230,6 +280,17 @@ def compare_command(
     chosen: dict[str, Any],
     out: Annotated[Path, typer.Option(help="Folder of the runs and of their table.")] = RUNS / "compare",
     pause_after: PauseAfter = None,
+    lrs: Annotated[
+        str | None,
+        typer.Option(
+            help="Peak learning rates, with commas between them: each case with each.", show_default="preset's"
+        ),
+    ] = None,
+    lr_from: Annotated[
+        Path | None,
+        typer.Option(help="Folder of a complete comparison: the learning rate with the lowest loss of each case."),
+    ] = None,
+    seeds: Annotated[str, typer.Option(help="Seeds, with commas between them.")] = "0",
     commit: Annotated[str | None, typer.Option(help="The commit to note.", show_default="git's")] = None,
     record: Record = None,
 ) -> None:
@@ -240,7 +301,14 @@ def compare_command(
     """
     with short_errors():
         require_single_process("compare")
-        configs = {compare.name_of(each): compare.config_of(each, chosen) for text in case for each in parsed(text)}
+        cases = [each for text in case for each in parsed(text)]
+        rates = compare.rates_of(lrs)
+        if (rates != []) + (lr_from is not None) + ("lr" in chosen) > 1:
+            raise ValueError("--lr, --lrs and --lr-from name learning rates: give one of them")
+        if len(rates) > 1 and record is not None:
+            raise ValueError("--record keeps one run of each case and seed: choose a rate, by --lr-from say")
+        tuned = None if lr_from is None else compare.tuned_in(lr_from, cases)
+        configs = compare.configs_of(cases, chosen, rates, series.parsed(seeds), tuned)
         first = next(iter(configs.values()))
         if any(config.steps is None and config.minutes is None for config in configs.values()):
             raise ValueError("the runs must have an end: give --minutes or --steps")

@@ -9,7 +9,7 @@ The same command resumes a paused comparison.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,13 @@ from experiments.lm.train import saved_run
 from experiments.training import run_folder
 from experiments.training.atomic_files import write_json
 from experiments.training.distributed import SINGLE
+from experiments.training.reading import read_json
 from experiments.training.trainer import Pause
 from sparseflash.cli.pattern_text import parts
 
 ENVIRONMENT = "environment.json"
-# Settings given by a case, and settings for several processes.
-NOT_CHOSEN = ("context", "pattern", "attention", "context_parallel")
+# Settings given by a case or by a list, and settings for several processes.
+NOT_CHOSEN = ("context", "pattern", "attention", "seed", "context_parallel")
 
 
 def slug(pattern: str) -> str:
@@ -45,6 +46,57 @@ def config_of(case: Case, chosen: Mapping[str, Any]) -> Config:
     """Its preset, changed by `chosen`."""
     of_case = {"context": case.context, "pattern": case.pattern, "attention": case.attention}
     return configure(case.preset, {**chosen, **of_case})
+
+
+def configs_of(
+    cases: Iterable[Case],
+    chosen: Mapping[str, Any],
+    rates: Sequence[float] = (),
+    seeds: Sequence[int] = (0,),
+    tuned: Mapping[Case, float] | None = None,
+) -> dict[str, Config]:
+    """The settings of every run, by name: each case with each learning rate and each seed.
+
+    rates: peaks of the learning rate; none: the preset's. tuned: instead of them, the peak of each case. Raises
+    ValueError for a case that was not tuned.
+    """
+    found = {}
+    for case in cases:
+        if tuned is not None and case not in tuned:
+            raise ValueError(f"--lr-from must have runs of every case; it has none of {name_of(case)}")
+        for rate in [tuned[case]] if tuned is not None else rates or [None]:
+            for seed in seeds:
+                name = name_of(case) + (f"-lr{rate:g}" if len(rates) > 1 else "")
+                name += f"-seed{seed}" if len(seeds) > 1 else ""
+                of_run = {"seed": seed} if rate is None else {"seed": seed, "lr": rate}
+                found[name] = config_of(case, {**chosen, **of_run})
+    return found
+
+
+def rates_of(text: str | None) -> list[float]:
+    """Learning rates from the command line.
+
+    >>> rates_of("3e-4,6e-4"), rates_of(None)
+    ([0.0003, 0.0006], [])
+    """
+    try:
+        rates = [float(word) for word in text.split(",")] if text is not None else []
+    except ValueError:
+        rates = [0.0]
+    if not all(0 < rate < 1 for rate in rates) or len(set(rates)) < len(rates):
+        raise ValueError(f"--lrs must be different numbers above 0 and below 1, 3e-4,6e-4 say; got {text!r}")
+    return rates
+
+
+def tuned_in(folder: Path, cases: Iterable[Case]) -> dict[Case, float]:
+    """The learning rate with the lowest validation loss of each case, in a complete comparison."""
+    runs = read_json(folder / "compare.json", "the result of a comparison", "runs")["runs"]
+    found = {}
+    for case in cases:
+        own = [run for run in runs if (run["context"], run["pattern"], run["attention"]) == case[1:4]]
+        if own:
+            found[case] = float(min(own, key=lambda run: run["val_loss"])["lr"])
+    return found
 
 
 def train_all(

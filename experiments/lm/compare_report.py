@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 from experiments.lm import show
@@ -103,6 +104,7 @@ def markdown(records: Sequence[Mapping[str, Any]], corpus: Mapping[str, Any]) ->
         "Losses are in nats on held-out text. Minutes are of training, without compilation and validation.",
         "",
         *_table(["run", "tokens/s", "minutes", "tokens", "epochs", "loss", *minutes, *tokens], results),
+        *_of_cases(records),
         *(["", "Empty: a run had not been validated before; a smaller --validate-every tells."] if unknown else []),
         "",
         "Loss of the complete runs by position in the context:",
@@ -115,6 +117,26 @@ def markdown(records: Sequence[Mapping[str, Any]], corpus: Mapping[str, Any]) ->
         "",
         *(f"{command}\n" for command in dict.fromkeys(f"    {each['command']}" for each in records)),
     ])  # fmt: skip
+
+
+def _of_cases(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A table of all losses of each case by learning rate, where there are several of either; else nothing."""
+    cases: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for each in records:
+        cases.setdefault((each["context"], each["pattern"], each["attention"], each["lr"]), []).append(each)
+    if len(cases) == len(records) == len({case[:3] for case in cases}):
+        return []
+    lines = []
+    for (context, pattern, attention, rate), runs in cases.items():
+        losses = [run["val_loss"] for run in runs]
+        spread = f" ± {stdev(losses):.4f}" if len(losses) > 1 else ""
+        of_seeds = " ".join(f"{loss:.4f}" for loss in losses)
+        case = f"{context:,}, {_cell(pattern)}, {attention}"
+        lines.append(
+            [case, f"{rate:g}", " ".join(str(run["seed"]) for run in runs), of_seeds, f"{fmean(losses):.4f}{spread}"]
+        )
+    titles = ["case", "learning rate", "seeds", "loss of each", "mean"]
+    return ["", "By case and learning rate:", "", *_table(titles, lines)]
 
 
 def _at_position(record: Mapping[str, Any], begin: int, end: int) -> float | None:

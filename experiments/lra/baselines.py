@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.lra.data.examples import Examples
+from experiments.lra.no_attention.results import stored as no_attention
 from experiments.lra.tasks.task import Data
 
 
@@ -22,12 +23,13 @@ class Baseline:
 
 def baselines(data: Data) -> list[Baseline]:
     """The baselines of the data: the majority class; for ListOps the best answer given the root operator (the first
-    token); for generated Pathfinder the best answers given the dots and the dashes below them.
+    token); for generated Pathfinder the best answers given the dots and the dashes below them. Then models without
+    attention, if their accuracies on these splits are stored.
     """
     found = [majority(data)]
     if data.task.name == "listops":
         found.append(fit("root operator", groups_of(data.train, True), groups_of(data.test, True), data))
-    return found + [Baseline(rule, accuracy, None) for rule, accuracy in data.shortcuts()]
+    return found + [Baseline(rule, accuracy, None) for rule, accuracy in [*data.shortcuts(), *no_attention(data)]]
 
 
 def majority(data: Data) -> Baseline:

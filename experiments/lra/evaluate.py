@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from experiments.lra import weights
 from experiments.lra.baselines import baselines
 from experiments.lra.config import Config, from_saved
-from experiments.lra.data.batches import check_images, evaluation_batches
+from experiments.lra.data.batches import check_images, evaluation_batches, evaluation_order
 from experiments.lra.data.examples import Examples
 from experiments.lra.data.fingerprint import fingerprint
 from experiments.lra.losses import forward
@@ -112,7 +112,7 @@ def evaluate(
 def answers(
     model: Classifier, examples: Examples, config: Config, device: torch.device, progress: Callable[[int], None]
 ) -> tuple[Tensor, float]:
-    """Whether each example is answered correctly, bool [n] on the CPU; and the loss."""
+    """Whether each example is answered correctly, in the order of the examples, bool [n] on the CPU; and the loss."""
     check_images(examples, config.shape)
     model.eval()
     right, loss, tested = [], torch.zeros((), dtype=torch.float64, device=device), 0
@@ -123,7 +123,9 @@ def answers(
             loss += F.cross_entropy(logits, batch.labels, reduction="sum")
             right.append(logits.argmax(-1) == batch.labels)
             progress(tested := tested + len(batch.labels))
-    return torch.cat(right).cpu(), float(loss) / len(examples)
+    in_order = torch.empty(len(examples), dtype=torch.bool)
+    in_order[torch.from_numpy(evaluation_order(examples, config.shape, len(examples)))] = torch.cat(right).cpu()
+    return in_order, float(loss) / len(examples)
 
 
 def by_kind(kinds: Kinds, right: Tensor) -> dict[str, Any]:

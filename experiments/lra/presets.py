@@ -78,6 +78,7 @@ _MODERN_TASKS: dict[str, Settings] = {
     "listops": {"positions": "nested", "pool": "mean+max", "qk_norm": True, "dropout": 0.0},
     "text": {"batch": 32, "dropout": 0.2, "attention_dropout": 0.1},
     "retrieval": {"batch": 16},
+    "books-matching": {"batch": 16},
     "image": {"batch": 64, "dropout": 0.2, "pool": "mean", "augment": "mirror"},
     # With two-dimensional relative positions and dropped background the loss falls at once; with learned positions and
     # all pixels it stays at guessing for a long time, or forever. Augmentation reduces overfitting, but slows learning
@@ -86,6 +87,23 @@ _MODERN_TASKS: dict[str, Settings] = {
     "pathfinder64": {**_PATHS, "batch": 64, "steps": 50000, "max_tokens": 2048},
     "pathfinder128": {**_PATHS, "batch": 32, "steps": 100000, "max_tokens": 6144},
     "pathfinder256": {**_PATHS, "batch": 16, "steps": 100000, "max_tokens": 10240},
+}
+
+# Models of these sizes by the arena's own rules: its inputs, splits and lengths, and no help but relative positions.
+# The number of parameters does not depend on the mask. Runs end by the minutes or the steps that their command names.
+_RULES: Settings = {
+    **_MODERN, "positions": "rotary", "pool": "mean", "qk_norm": True, "dropout": 0.1, "warmup": 200,
+    "steps": 1_000_000, "compiled": True, **_validated(2000, 2000),
+}  # fmt: skip
+_SQUARE: Settings = {**_RULES, "positions": "rotary2d", "block": 64, "window": 256}
+_RULES_TASKS: dict[str, Settings] = {
+    "listops": {**_RULES, "pool": "mean+max", "dropout": 0.0},
+    "text": {**_RULES, "batch": 32},
+    "retrieval": {**_RULES, "batch": 16},
+    "books-matching": {**_RULES, "batch": 16},
+    "image": {**_SQUARE, "batch": 64},
+    "pathfinder32": {**_SQUARE, "width": 128, "mlp": 256, "heads": 2, "batch": 128},
+    "pathfinder128": {**_SQUARE, "width": 128, "mlp": 256, "heads": 2, "batch": 16, "block": 128, "window": 1024},
 }
 
 # Short expressions, a small model, and a head that reads the first token, the root operator: half a minute on two CPU
@@ -102,6 +120,7 @@ PRESETS: dict[str, dict[str, Settings]] = {
     "flash": {"pathfinder32": _FLASH, "pathfinder64": _FLASH, "pathfinder128": _FLASH, "pathfinder256": _FLASH},
     "nystromformer": {task: {**_NYSTROMFORMER, **settings} for task, settings in _NYSTROMFORMER_TASKS.items()},
     "modern": {task: {**_MODERN, **settings} for task, settings in _MODERN_TASKS.items()},
+    "rules": _RULES_TASKS,
     "demo": {"listops": _DEMO},
 }
 

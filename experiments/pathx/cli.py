@@ -11,13 +11,14 @@ from rich.console import Console
 
 from experiments.measurements import Run, add_seed, current_run
 from experiments.pathfinder.parameters import FOLDS, LRA, SIZES
+from experiments.pathfinder.strokes import ORIGINAL, STYLES
 from experiments.pathfinder.testset import IMAGES, test_set
 from experiments.pathx import rendering_table, throughput, weights
 from experiments.pathx import table as tables
 from experiments.pathx.analyse import analyse as write_analysis
 from experiments.pathx.config import Config, Stage, resumed, stretched
 from experiments.pathx.curricula import CURRICULA, PRESETS, curriculum, preset_of
-from experiments.pathx.data.batches import pack_released
+from experiments.pathx.data.batches import pack_released, pack_strokes
 from experiments.pathx.data.released import SPLITS, folder_of_fold, samples_of
 from experiments.pathx.data.released import title as released_title
 from experiments.pathx.data.stream import Stream
@@ -175,6 +176,9 @@ def evaluate(
         Path | None, typer.Option(help="Test on images of the arena's release in this folder.", show_default="none")
     ] = None,
     split: Annotated[str, typer.Option(help=f"Images of a release: {', '.join(SPLITS)}.")] = "test",
+    strokes: Annotated[
+        str, typer.Option(help=f"Strokes of the test images: {ORIGINAL}, {', '.join(STYLES)}.")
+    ] = ORIGINAL,
     record: Record = None,
     out: Annotated[Path | None, typer.Option(help="JSON file to write, too.", show_default="none")] = None,
 ) -> None:
@@ -208,7 +212,14 @@ def evaluate(
             if out is not None:
                 write_json(out, found)
             return
-        if release is not None:
+        if strokes != ORIGINAL:
+            if keep or release is not None:
+                raise ValueError("--strokes draws images of its own: leave out --store and --release")
+            with Stream(workers) as stream, counting_bar(console, "Testing", images) as progress:
+                evaluation = Evaluation(model, config, stage, stream, place)
+                scores = evaluation.scores(pack_strokes, strokes, images=images, progress=progress)
+            found = evaluation.result(scores, None, f"{strokes} strokes, {stage.size} pixels, {stage.contour} dashes")
+        elif release is not None:
             if keep or record is not None:
                 raise ValueError("--store and --record keep results of test sets; write one of a release with --out")
             fold = folder_of_fold(release, stage.size, stage.contour)
@@ -227,13 +238,15 @@ def evaluate(
         if keep:
             store(file, stage, found)
         if record is not None:
-            measured = measurements_of(found, weights.beside(file)["cost"], trained_as(stage, config, about))
+            task, supervision, layers = trained_as(stage, config, about)
+            task += "" if strokes == ORIGINAL else f"-{strokes}-strokes"
+            measured = measurements_of(found, weights.beside(file)["cost"], (task, supervision, layers))
             add_seed(record, run_of_test(place, config), measured)
         if out is not None:
             write_json(out, found)
-        compares = sha256 is None and release is None
+        compares = sha256 is None and release is None and strokes == ORIGINAL
         stored = weights.beside(file)["results"].get(key_of(stage)) if compares else None
-        others = baselines(stage)
+        others = baselines(stage) if strokes == ORIGINAL else ""
     print_evaluated(console, found, others)
     if stored is not None and not keep:
         same = agrees(found, stored)

@@ -7,6 +7,7 @@ from typing import Any
 
 from experiments.pathfinder.parameters import LONGEST, SHORTEST, SIZES
 from experiments.pathfinder.seeds import MOST_IMAGES, training_seed
+from experiments.pathfinder.strokes import ORIGINAL, TRAINING
 from experiments.pathx.data.packing import BACKGROUNDS
 from experiments.pathx.masks.relations import Relation, parse_layers
 from experiments.training import run_folder
@@ -89,6 +90,11 @@ class Config(RunSettings):
     release: str | None = setting(
         None, "Folder of the arena's release, whose training images are used instead of fresh ones.", "fresh images"
     )
+    strokes: str = setting(
+        ORIGINAL,
+        f"Strokes of the training images, with commas between them: {', '.join(TRAINING)}; see "
+        "experiments/pathfinder/strokes.py.",
+    )
     floor: int = setting(32, "Grey levels below it are background, which a stage may drop.")
     registers: int = setting(0, "Global tokens of every image.")
     auxiliary: float = setting(
@@ -121,6 +127,11 @@ class Config(RunSettings):
     checkpoint_minutes: float = setting(2.0, "Maximum minutes between checkpoints. Each stage also ends with one.")
     advance_images: int = setting(4000, "Number of latest images for a stage's accuracy.")
 
+    @property
+    def styles(self) -> tuple[str, ...]:
+        """The strokes of training images, drawn for each."""
+        return tuple(self.strokes.split(","))
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_at_least(self, 1, ("validate_every", "validation_images", "advance_images"))
@@ -131,6 +142,10 @@ class Config(RunSettings):
         check_one_of("model", self.model, MODELS)
         check_one_of("intensity", self.intensity, INTENSITIES)
         check_one_of("positions", self.positions, POSITIONS)
+        for style in self.styles:
+            check_one_of("strokes", style, TRAINING)
+        if self.release is not None and self.styles != (ORIGINAL,):
+            raise ValueError(f"strokes={self.strokes} are drawn, and a release's images are not: leave one of them out")
         if self.release is not None and self.auxiliary and not self.hidden:
             raise ValueError(
                 f"auxiliary must be 0 with a release, whose images have no pixel labels; got {self.auxiliary}"
@@ -175,6 +190,11 @@ class Config(RunSettings):
         if stage.background == "keep":
             return stage.size**2 + (self.block if self.registers else 0)
         return most_tokens(stage.size)
+
+
+def distinct_drawings(stages: tuple[Stage, ...]) -> int:
+    """The number of drawings of all stages with fixed images together."""
+    return sum((stage.images or 0) * len(set(stage.contours)) for stage in stages)
 
 
 def most_tokens(size: int) -> int:

@@ -68,6 +68,20 @@ CURRICULA: dict[str, tuple[Stage, ...]] = {
         _stage(128, 9, also=(12, 6), minutes=10.0, until=0.95, images=160_000),
         _stage(128, 14, minutes=12.0, schedule="cosine", images=160_000),
     ),
+    # 160,000 drawings in all stages together, as many as the arena's training set has. With --no-renderings it is one
+    # fixed set in one rendering.
+    "fixed-160000": (
+        _stage(64, 3, minutes=6.0, until=0.95, warmup=500, images=8_000),
+        _stage(64, 4, minutes=6.0, until=0.95, images=8_000),
+        _stage(64, 6, minutes=10.0, until=0.95, images=16_000),
+        _stage(128, 4, minutes=6.0, until=0.95, images=8_000),
+        _stage(128, 6, minutes=10.0, until=0.95, images=16_000),
+        _stage(128, 9, minutes=10.0, until=0.95, images=24_000),
+        _stage(128, 14, minutes=12.0, schedule="cosine", images=80_000),
+    ),
+    # The same number of drawings, all of Path-X: no shorter paths first.
+    "hard-160000": (_stage(128, 14, minutes=20.0, schedule="cosine", warmup=500, images=160_000),),
+    # From the weights of a model for Path-X.
     "path256-label-free": (
         _stage(256, 6, also=(9,), minutes=5.0, until=0.95),
         _stage(256, 14, also=(9,), minutes=12.0, schedule="cosine"),

@@ -16,7 +16,7 @@ from experiments.pathfinder.testset import IMAGES, title
 from experiments.pathfinder.vectors import Vectors
 from experiments.pathfinder.vectors import load as load_vectors
 from experiments.pathx import weights
-from experiments.pathx.config import Config, Stage
+from experiments.pathx.config import Config, Stage, distinct_drawings
 from experiments.pathx.data.batches import Recipe, batches_of, pack_vectors, recipe_of
 from experiments.pathx.data.packing import Packed
 from experiments.pathx.data.stream import Stream
@@ -94,6 +94,7 @@ class Evaluation:
             "positions": config.positions if config.model == "attention" else None,
             "training_images": training_images(config),
             "renderings": "drawn" if config.renderings else "one",
+            "strokes": config.strokes,
             "accuracy": scores.accuracy,
             "error": standard_error(scores.accuracy, count),
             "loss": scores.loss,
@@ -133,10 +134,13 @@ def accuracy_of(name: str, found: dict[str, Any]) -> Measurement:
 
 
 def training_images(config: Config) -> str:
+    """The training images of a curriculum, in words."""
     if config.release is not None:
         return "a release's"
-    count = config.curriculum[-1].images
-    return "fresh" if count is None else f"{count:,} of each length"
+    fixed = tuple(stage for stage in config.curriculum if stage.images is not None)
+    if not fixed:
+        return "fresh"
+    return ("fresh, then " if len(fixed) < len(config.curriculum) else "") + f"{distinct_drawings(fixed):,} drawings"
 
 
 def baselines(stage: Stage) -> str:

@@ -1,4 +1,4 @@
-"""Models that choose their attention blocks at every step: NSA, MoBA, shared groups, VSA.
+"""The layers of `sparseflash.selection`, which choose their keys at every step, trained and compared.
 
     python -m experiments.selection --preset cpu --out runs/selection
 

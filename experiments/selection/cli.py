@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from experiments.measurements import add_seed, current_run
-from experiments.selection.model import WAYS, attention_of
+from experiments.selection.layers import LAYERS, layer_of
 from experiments.selection.report import measurements_of, save_plot, table
 from experiments.selection.train import PRESETS, train
 from experiments.training.atomic_files import write_json, write_text
@@ -27,7 +27,7 @@ def compare(
     way: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"Models to train, by default all: {', '.join(WAYS)}; or a pattern of the library or of your own, "
+            help=f"Models to train, by default all: {', '.join(LAYERS)}; or a pattern of the library or of your own, "
             "without keys after their query: 'streaming(n, window=64, sink=4)' for n tokens, mine.py:rule."
         ),
     ] = None,
@@ -43,13 +43,13 @@ def compare(
         if preset not in PRESETS:
             raise ValueError(f"preset must be one of {', '.join(PRESETS)}; got {preset!r}.")
         for each in way or ():
-            attention_of(each, PRESETS[preset].sizes)  # raises an error, if any, before anything is trained
+            layer_of(each, PRESETS[preset].sizes)  # raises an error, if any, before anything is trained
         place = find_device(device or ("cuda" if preset == "gpu" else "cpu"))
         out.mkdir(parents=True, exist_ok=True)
         results: list[dict[str, Any]] = []
         print(table(results), flush=True)
         made = {"device": device_name(place), **versions(), "preset": preset, "seed": seed}
-        for each in way or list(WAYS):
+        for each in way or list(LAYERS):
             results.append(train(each, PRESETS[preset], place, seed, _report))
             print(table(results[-1:]).splitlines()[-1], flush=True)
             # After each model, so that Ctrl-C or an error loses only the current one.

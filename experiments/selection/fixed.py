@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from experiments.selection.sizes import Sizes
 from sparseflash import BlockMask, attention, masks
 from sparseflash.cli.pattern_text import mask_of_pattern
+from sparseflash.selection.layer import SelectionLayer
 
 
-class Fixed(nn.Module):
-    def __init__(self, sizes: Sizes, pattern: Callable[[Sizes], BlockMask]) -> None:
-        super().__init__()
-        self.mask = pattern(sizes)
+class Fixed(SelectionLayer):
+    """A layer with the parameters of those that choose, and a mask."""
 
-    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, BlockMask]:
-        """x `[B, N, width]`, q `[B, Hq, N, D]`, k and v `[B, Hkv, N, D]`."""
-        self.mask = self.mask.to(q.device)
-        return attention(q, k, v, self.mask), self.mask
+    def __init__(self, mask: BlockMask, *sizes: int, **options: Any) -> None:
+        super().__init__(
+            *sizes, bias=False, rotary=None, scale=None, backend=None, device=None, dtype=None, **options
+        )  # fmt: skip
+        self.of_all = mask
+
+    def mix(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+        self.of_all = self.of_all.to(q.device)
+        return attention(q, k, v, self.of_all)
 
 
 def dense(sizes: Sizes) -> BlockMask:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Sizes:
     """tokens: of a sequence; block: tokens chosen together; chosen: blocks for each query; tile: block size of the
-    masks.
+    masks; index_dim: features of an indexer; taught: queries of a sequence that teach an indexer at a step.
     """
 
     tokens: int
@@ -19,8 +19,5 @@ class Sizes:
     block: int = 16
     chosen: int = 4
     tile: int = 64
-
-    @property
-    def group(self) -> int:
-        """Query heads for each key head."""
-        return self.heads // self.kv_heads
+    index_dim: int = 32
+    taught: int = 2048

@@ -7,9 +7,10 @@ very long rows and code that torch.compile traces (which fuses the operations it
 - `rows`: chooses the blocks of a row of scores by rank or by mass, and makes the arrays of the mask.
 - `runs`: finds the tiles that hold a chosen run of keys, and makes their bits.
 - `index`: sorts the lists of chosen blocks, and makes the arrays of the mask.
+- `select`: the best blocks of each list, from queries and keys.
 
-May import `tiling`, `sparseflash.blockmask`, and of the Triton backend `device` and `launcher`. For the families that
-choose.
+May import `tiling`, `sparseflash.blockmask`, and of the Triton backend `device`, `launcher` and `device_functions`. For
+the families that choose.
 """
 
 from __future__ import annotations

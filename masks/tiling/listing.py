@@ -59,6 +59,37 @@ def incidence(labels: Tensor, count: int) -> sparse.csr_array:
     return sparse.coo_array((there.numpy(), ids), (len(labels), count)).tocsr()
 
 
+def sharing(of_queries: sparse.csr_array, of_keys: sparse.csr_array) -> tuple[Tensor, Tensor]:
+    """`(rows, cols)` of the blocks of queries and of keys that have a label in common, sorted.
+
+    >>> first, second = (incidence(torch.tensor(labels), 4) for labels in ([[0, 1], [2, 3]], [[0, 1], [3, 3]]))
+    >>> sharing(first, second)
+    (tensor([0, 1]), tensor([0, 1]))
+
+    `of_queries`, `of_keys`: from `incidence`. Labels of the same blocks count once: a block of pixels has all of its
+    columns in common with the blocks below it, and each would be found again and again.
+    """
+    from scipy import sparse
+
+    blocks = sparse.vstack([of_queries, of_keys], format="csc")
+    blocks.sum_duplicates()
+    starts, of_label = blocks.indptr[:-1], np.diff(blocks.indptr)
+    mixed = (blocks.indices.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+    sums = np.concatenate([np.zeros(1, np.uint64), mixed.cumsum()])
+    label = np.flatnonzero(of_label)
+    digest = sums[blocks.indptr[label + 1]] - sums[blocks.indptr[label]] + of_label[label].astype(np.uint64)
+    _, first, number = np.unique(digest, return_index=True, return_inverse=True)
+    # Two labels with one digest are almost surely equal; those that are not are kept.
+    other = label[first][number]
+    entry = np.repeat(starts[other] - starts[label], of_label[label]) + np.flatnonzero(np.ones(len(mixed), np.bool_))
+    differs = np.ones(len(mixed), np.bool_)
+    is_as_long = np.repeat(of_label[other] == of_label[label], of_label[label])
+    differs[is_as_long] = blocks.indices[entry[is_as_long]] != blocks.indices[is_as_long]
+    kept = (label == other) | np.logical_or.reduceat(differs, starts[label])
+    return entries(of_queries[:, label[kept]] @ of_keys[:, label[kept]].T)
+
+
 def entries(matrix: sparse.csr_array) -> tuple[Tensor, Tensor]:
     """`(rows, cols)` of the entries of a sparse matrix, sorted."""
     matrix.sort_indices()

@@ -6,6 +6,7 @@ are listed, never scanned; bits are made a word at a time, for the tiles that th
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,31 +55,37 @@ def spans(
 
     # Three groups: tiles of runs; tiles of marked keys outside of these; tiles of marked queries outside of both.
     i, j = between(first, last)
-    end = ((j + 1) * block_k).clamp(max=k_len)
-    full = (start.amax(1)[i] <= j * block_k) & (stop.amin(1)[i] >= end)
-    listed, kinds = [(i, j)], [torch.where(full, 0, -1)]
+    least, most = start.amax(1), stop.amin(1)  # the run that all queries of a block row see
+    first_full = (least + (block_k - 1)).div(block_k, rounding_mode="floor")
+    last_full = torch.where(most == k_len, col_blocks, most.div(block_k, rounding_mode="floor")) - 1
+    # All tiles of a run between these are full, and tiles can number millions: only the others are looked at.
+    before = torch.where(first_full <= last_full, first_full - 1, last).minimum(last)
+    after = torch.where(first_full <= last_full, last_full + 1, last + 1)
+    place = (last - first + 1).clamp(min=0).cumsum(0) - (last + 1)  # of the tile (i, j) in the list: place[i] + j
+    cut = [place[r] + c for r, c in (between(first, before), between(after, last))]
+    kind = torch.zeros_like(i)
+    kind[torch.cat(cut)] = -1
+    listed = [(i, j, kind)]
     reach = (limit.amax(1) - 1).div(block_k, rounding_mode="floor")
-    marked = has_cols.nonzero()[:, 0]
-    i, at = between(torch.zeros_like(reach), torch.searchsorted(marked, reach, right=True) - 1)
-    j = marked[at]
-    outside = (j < first[i]) | (j > last[i])
-    i, j, at = i[outside], j[outside], at[outside]
-    repeats = ~has_rows[i] & (whole[i] >= ((j + 1) * block_k).clamp(max=k_len))
-    listed.append((i, j))
-    kinds.append(torch.where(repeats, at + 1, -1))
-    busy = has_rows.nonzero()[:, 0]
-    at, j = between(torch.zeros_like(busy), reach[busy])
-    i = busy[at]
-    outside = ((j < first[i]) | (j > last[i])) & ~has_cols[j]
-    i, j, at = i[outside], j[outside], at[outside]
-    repeats = whole[i] >= ((j + 1) * block_k).clamp(max=k_len)
-    listed.append((i, j))
-    kinds.append(torch.where(repeats, at + 1 + len(marked), -1))
+    marked, busy = has_cols.nonzero()[:, 0], has_rows.nonzero()[:, 0]
+    if len(marked):
+        i, at = between(torch.zeros_like(reach), torch.searchsorted(marked, reach, right=True) - 1)
+        j = marked[at]
+        outside = (j < first[i]) | (j > last[i])
+        i, j, at = i[outside], j[outside], at[outside]
+        repeats = ~has_rows[i] & (whole[i] >= ((j + 1) * block_k).clamp(max=k_len))
+        listed.append((i, j, torch.where(repeats, at + 1, -1)))
+    if len(busy):
+        at, j = between(torch.zeros_like(busy), reach[busy])
+        i = busy[at]
+        outside = ((j < first[i]) | (j > last[i])) & ~has_cols[j]
+        i, j, at = i[outside], j[outside], at[outside]
+        repeats = whole[i] >= ((j + 1) * block_k).clamp(max=k_len)
+        listed.append((i, j, torch.where(repeats, at + 1 + len(marked), -1)))
 
     # Kind 0 is full. The next kinds are for a marked block column and a marked block row, and recur along it. The rest
     # is evaluated tile by tile.
-    i, j = (torch.cat(column) for column in zip(*listed, strict=True))
-    kind = torch.cat(kinds)
+    i, j, kind = (column[0] if len(column) == 1 else torch.cat(column) for column in zip(*listed, strict=True))
     full_word = bitmask.full_word(block_k)
     of_key = bitmask.pack(cols)  # [Mk, W]
     words_per_row = of_key.shape[1]
@@ -89,7 +96,7 @@ def spans(
     # In a window or a chunk, the runs of many block rows have the same position relative to the tiles: block rows of
     # equal profile hold the same bits at the same distance, so bits are made once for each combination.
     offset = len(marked) + len(busy)
-    own = (kind < 0).nonzero()[:, 0]
+    own = torch.from_numpy(np.flatnonzero(kind.numpy() < 0))
     r, c = i[own], j[own]
     nearest = torch.arange(row_blocks, device="cpu") * block_q // block_k
     ends = [start, stop] if no_limit else [start, stop, limit]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -64,15 +65,25 @@ class _Direct(torch.autograd.Function):
         return None, *run.backward(dout, dlse, Saved(q, k, v, out, lse, kept), seed, *tensors)
 
 
-def call_directly(run: Differentiable, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+# `_Direct.apply` without its Python, which looks for wrappers that transforms of `torch.func` have left behind.
+_apply: Callable[..., tuple[Tensor, Tensor]] = super(torch.autograd.Function, _Direct).apply
+
+
+def call_directly(
+    run: Differentiable, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor, have_memory: bool = False
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`(out, lse)` of a plain call, with a graph for the backward if any input requires a gradient.
 
-    tensors: the tensors of the score modifications.
+    tensors: the tensors of the score modifications. have_memory: whether all tensors surely have memory of their own,
+    as no wrapper of `torch.func` has.
     """
     if torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or any([x.requires_grad for x in tensors])
     ):
-        return differentiably(run, q, k, v, *tensors)
+        if not have_memory:
+            return differentiably(run, q, k, v, *tensors)
+        out, lse = _apply(run, q, k, v, *tensors)
+        return out, lse
     out, lse, _ = run.forward(*as_recorded(q, k, v), *tensors)
     return out, lse
 

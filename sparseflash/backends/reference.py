@@ -26,13 +26,21 @@ def attention(
     A query without a live key has `out = 0` and `lse = -inf`, and passes on no gradient. `lse` is fp32 for inputs of
     lower precision, as in the other backends. changes: the score modifications, prepared for these sizes.
     """
+    return attention_to_live(q, k, v, None if mask is None else mask.to_dense(), scale, dropout, changes)
+
+
+def attention_to_live(
+    q: Tensor, k: Tensor, v: Tensor, live: Tensor | None, scale: float, dropout: Dropout | None = None,
+    changes: Scores | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`attention` with the live scores as bools, `[B or 1, Hq or 1, Nq, Nk]`."""
     wide = _lse_dtype(q)
     if wide == q.dtype:
-        return plain_attention(q, k, v, mask, scale, dropout, changes)
+        return attention_of_live(q, k, v, live, scale, dropout, changes)
     kind = q.device.type
     has_autocast = kind != "meta" and torch.is_autocast_enabled(kind)  # autocast would round the matrix products
     with torch.autocast(kind, enabled=False) if has_autocast else nullcontext():
-        out, lse = plain_attention(q.to(wide), k.to(wide), v.to(wide), mask, scale, dropout, changes)
+        out, lse = attention_of_live(q.to(wide), k.to(wide), v.to(wide), live, scale, dropout, changes)
     return out.to(q.dtype), lse
 
 
@@ -49,7 +57,7 @@ def attention_of_live(
     q: Tensor, k: Tensor, v: Tensor, live: Tensor | None, scale: float, dropout: Dropout | None = None,
     changes: Scores | None = None, at: Place | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`attention` with the live scores as bools, `[B or 1, Hq or 1, Nq, Nk]`.
+    """`attention_to_live` with every step in the inputs' own dtype.
 
     at: the positions of the scores, if these are only a part of the problem that `changes` were prepared for.
     """

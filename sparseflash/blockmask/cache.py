@@ -47,12 +47,13 @@ class BoundedDict(dict[Any, Any]):
     def __init__(self, most: int) -> None:
         super().__init__()
         self.most = most
-        with _listing:
-            _dicts.add(self)
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if len(self) >= self.most and key not in self:
             self.clear()
+        if not self:  # listed once it holds something: Dynamo, which traces what makes a dict, cannot take the lock
+            with _listing:
+                _dicts.add(self)
         super().__setitem__(key, value)
 
     def put(self, key: Any, value: T) -> T:

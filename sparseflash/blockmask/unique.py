@@ -79,6 +79,8 @@ def number_combinations(codes: Sequence[Tensor]) -> tuple[Tensor, int]:
         if len(code) == 0:
             break
         least, span = _span(code)
+        if span == 1 and count:
+            continue
         # No overflow: there are at most E < 2^31 numbers, and the span of a realistic code is below 2^32.
         found, number = distinct(number * span + (code - least))
         count = len(found)

@@ -6,7 +6,7 @@ output.py their common parts, expression.py and sources.py evaluate the MASK arg
 its own.
 
 It may import everything that a user may: `sparseflash`, `attention`, `analysis`, `draw`, `explain`, `interop`,
-`testing` and `masks`.
+`testing` and `masks`. Of the Triton backend it may import `native`, to say what starts kernels here.
 """
 
 

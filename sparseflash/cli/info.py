@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from sparseflash import __version__, attention, explain, masks
+from sparseflash.backends.triton import native
 from sparseflash.cli.output import threads
 
 _PACKAGES = ("torch", "triton", "numpy", "scipy", "transformers", "matplotlib")
@@ -21,7 +22,7 @@ _SHAPE = (1, 1, 4096, 64)  # of the call that the kernels are asked about
 
 def gathered() -> dict[str, Any]:
     """All of it, as JSON values."""
-    return {"versions": versions(), "devices": devices(), "caches": caches()}
+    return {"versions": versions(), "devices": devices(), "launcher": native.served_by(), "caches": caches()}
 
 
 def versions() -> dict[str, str | None]:
@@ -120,6 +121,7 @@ def lines(found: dict[str, Any]) -> list[tuple[str, str]]:
             before = why
         if device.get("versions"):
             said.append(("  versions", device["versions"]))
+    said.append(("kernels started by", found["launcher"]))
     for cache in found["caches"]:
         said.append((cache["name"], f"{cache['bytes'] / 2**20:.1f} MiB in {cache['files']} files, {cache['folder']}"))
     return said

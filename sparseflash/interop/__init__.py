@@ -33,10 +33,17 @@ libraries is needed:
 |---|---|
 | `interop.flash_attn` | `flash_attn_func`, `flash_attn_varlen_func` |
 | `interop.flash_attn_cache` | `flash_attn_with_kvcache` |
+| `interop.flash_attn_packed` | `flash_attn_qkvpacked_func`, `flash_attn_kvpacked_func`, both also `varlen` |
 | `interop.flex_attention` | `flex_attention`, `create_block_mask` |
 | `interop.natten` | `na1d`, `na2d`, `na3d` |
+| `interop.natten_layers` | `NeighborhoodAttention1D`, `...2D`, `...3D` |
 | `interop.xformers` | `memory_efficient_attention`, with xformers' classes of `attn_bias` |
 | `interop.fastvideo` | `block_sparse_attn_from_indices` |
+| `interop.vllm` | `flash_attn_varlen_func`, over block tables |
+| `interop.sglang` | `flash_attn_with_kvcache`, over page tables; `decode_attention`, over pools of tokens |
+
+These need the library: `interop.torchtitan` (`SparseAttention`, an inner attention) and `interop.megatron`
+(`SparseDotProductAttention`, a core attention).
 """
 
 # It may import `blockmask` and `scores` alone, so that `attention` and layers may use it. Modules with whole functions
@@ -94,7 +101,10 @@ __all__ = [
     "to_torch_sparse",
 ]
 
-_FUNCTIONS_OF = ("fastvideo", "flash_attn", "flash_attn_cache", "flex_attention", "natten", "xformers")
+_FUNCTIONS_OF = (
+    "fastvideo", "flash_attn", "flash_attn_cache", "flash_attn_packed", "flex_attention", "megatron", "natten",
+    "natten_layers", "sglang", "torchtitan", "vllm", "xformers",
+)  # fmt: skip
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -1,11 +1,18 @@
 """FlexAttention's functions, with its arguments: change the import, and keep the calls.
 
-Not compiled: `torch.compile(flex_attention)` is not needed, and is not faster.
+Not compiled: `torch.compile(flex_attention)` and `torch.compile(create_block_mask)` are not needed, and are not faster.
+The other functions and classes of FlexAttention that go with them can be imported from here, too: they are PyTorch's.
+
+>>> from sparseflash.interop.flex_attention import and_masks, create_block_mask
+>>> near = and_masks(lambda b, h, q, k: k <= q, lambda b, h, q, k: q - k < 64)
+>>> create_block_mask(near, None, None, 256, 256, device="cpu")
+BlockMask(256 x 256, blocks of 128, 3 tiles: 0 full + 3 partial (2 distinct), density 21.9 %)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +22,8 @@ from sparseflash.attention import Backend, attention
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.arguments import Block, dense_tensor, flag
 from sparseflash.blockmask.cache import BoundedDict, is_countable
+from sparseflash.blockmask.number import Number
+from sparseflash.captured import Captured
 from sparseflash.interop.flex import from_flex
 from sparseflash.interop.score_mods import changes_of
 from sparseflash.interop.tokens_first import refuse_unless
@@ -25,12 +34,23 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxRequest
     from torch.nn.attention.flex_attention import BlockMask as FlexBlockMask
 
+_THEIRS = ("AuxOutput", "AuxRequest", "FlexKernelOptions", "and_masks", "create_mask", "noop_mask", "or_masks")
+_NUMBERS = (("batch element", "B"), ("head", "H"))
 _converted = BoundedDict(32)  # masks of FlexAttention's masks, by id, batch and heads
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _THEIRS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import torch.nn.attention.flex_attention as theirs
+
+    return getattr(theirs, name)
 
 
 def create_block_mask(
     mask_mod: Callable[..., Tensor], B: int | None, H: int | None, Q_LEN: int, KV_LEN: int,
     device: torch.device | str | None = None, BLOCK_SIZE: Block = 128, _compile: bool = False,
+    separate_full_blocks: bool = True, compute_dq_write_order: bool = False, dq_kv_order: bool = True,
 ) -> BlockMask:  # fmt: skip
     """`create_block_mask` of FlexAttention, which returns a `BlockMask` of this library.
 
@@ -38,19 +58,48 @@ def create_block_mask(
     BlockMask(256 x 256, blocks of 64, 10 tiles: 6 full + 4 partial (1 distinct), density 50.2 %)
 
     Args:
-        mask_mod: `mask_mod(b, h, q_idx, kv_idx)`.
-        B, H: numbers of batch elements and heads with masks of their own; None: one for all.
+        mask_mod: `mask_mod(b, h, q_idx, kv_idx)`. It is evaluated now: later changes of what it reads are not seen.
+        B, H: the attention's numbers of batch elements and query heads; 1 or None: one mask for all. If `mask_mod`
+            depends on b, B must be the attention's number; if it depends on h, H must be.
         Q_LEN, KV_LEN: tokens.
         device: by default the GPU, if there is one.
         BLOCK_SIZE: tokens per tile, a power of two from 16 to 256, or two of them.
+        _compile, separate_full_blocks, compute_dq_write_order, dq_kv_order: choices for FlexAttention's kernels, which
+            change no mask here.
 
-    Equal to `BlockMask.from_function(mask_mod, Q_LEN, KV_LEN, batch=B or 1, heads=H or 1, ...)`. `_compile` must be
-    False; nothing is compiled.
+    Equal to `BlockMask.from_function(mask_mod, Q_LEN, KV_LEN, batch=B or 1, heads=H or 1, ...)`. Raises ValueError if B
+    or H is None and `mask_mod` depends on it.
     """
-    refuse_unless(not _compile, "_compile", "False: nothing needs to be compiled", _compile)
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    return BlockMask.from_function(mask_mod, Q_LEN, KV_LEN, batch=B or 1, heads=H or 1, block=BLOCK_SIZE, device=device)
+    # In compiled code, too, the mask is made anew at every call, because rules often read tensors.
+    make = torch.compiler.disable(_created) if torch.compiler.is_dynamo_compiling() else _created
+    return make(mask_mod, (B, H), (Q_LEN, KV_LEN), BLOCK_SIZE, device)
+
+
+def _created(
+    mask_mod: Callable[..., Tensor], numbers: tuple[int | None, int | None], lengths: tuple[int, int], block: Block,
+    device: torch.device | str,
+) -> BlockMask:  # fmt: skip
+    read = [False, False]
+
+    def noted(*places: Any) -> Tensor:
+        answer = mask_mod(*places)
+        read[:] = [one or (isinstance(x, Number) and x.is_read) for one, x in zip(read, places)]
+        return answer
+
+    # `wraps` keeps the signature, which is checked.
+    rule = wraps(mask_mod)(noted) if callable(mask_mod) else mask_mod
+    batch, heads = (1 if n is None else n for n in numbers)
+    mask = BlockMask.from_function(rule, *lengths, batch=batch, heads=heads, block=block, device=device)
+    for is_read, given, (what, name) in zip(read, numbers, _NUMBERS):
+        if is_read and given is None:
+            raise ValueError(
+                f"{name} must be the attention's number of {what}s, because mask_mod depends on the {what}; got None."
+            )
+    of_one = [is_read and n == 1 for is_read, n in zip(read, numbers)]
+    mask.pattern._sparseflash_of_one = of_one  # type: ignore[attr-defined]
+    return mask
 
 
 def flex_attention(
@@ -72,8 +121,8 @@ def flex_attention(
         score_mod: `score_mod(score, b, h, q_idx, kv_idx)`, which is recognised at every call as by
             `from_score_mod`, and under a causal `block_mask` also ALiBi written as `slopes[h] * (kv_idx - q_idx)`,
             unless the mask is dynamic; or a result of `from_score_mod`, or `sparseflash.scores`, which is faster.
-        block_mask: a `BlockMask` of this library, or one of FlexAttention, which is converted at its first use
-            (`from_flex`); later changes of tensors that its `mask_mod` reads are not seen.
+        block_mask: a `BlockMask` of this library, or one of FlexAttention, which is converted (`from_flex`) at its
+            first use, and again if its lists, its `mask_mod`, or numbers or tensors that this reads have changed.
         enable_gqa: allows Hkv to be a divisor of Hq.
         return_lse: also return lse `[B, Hq, Nq]`. return_aux: return `(out, AuxOutput)`; `max_scores` is refused.
         scale, backend: as for `attention`. kernel_options: refused.
@@ -121,11 +170,29 @@ def _is_known_causal(mask: BlockMask) -> bool:
 
 
 def _mask(block_mask: Any, batch: int, heads: int) -> BlockMask | None:
-    if block_mask is None or isinstance(block_mask, BlockMask):
+    if block_mask is None:
+        return None
+    if isinstance(block_mask, BlockMask):
+        of_one = getattr(block_mask.pattern, "_sparseflash_of_one", (False, False))
+        for is_of_one, n, (what, name) in zip(of_one, (batch, heads), _NUMBERS):
+            if is_of_one and n > 1:
+                raise ValueError(
+                    f"block_mask must be made by create_block_mask with {name}={n}, the attention's number of {what}s, "
+                    f"because its mask_mod depends on the {what}; it was made with 1."
+                )
         return block_mask
+    # Dynamo cannot trace the look at what a function captures.
+    convert = torch.compiler.disable(_of_theirs) if torch.compiler.is_dynamo_compiling() else _of_theirs
+    return convert(block_mask, batch, heads)
+
+
+def _of_theirs(block_mask: Any, batch: int, heads: int) -> BlockMask:
+    parts = getattr(block_mask, "__dict__", ())
     key = id(block_mask), batch, heads
     found = _converted.get(key)
-    if found is None:  # kept with FlexAttention's mask, so that its id stays its own
-        found = _converted.put(key, (block_mask, from_flex(block_mask, batch=batch, heads=heads)))
-    mask: BlockMask = found[1]
-    return mask
+    if found is None or not found[0].is_still(Captured(parts)):
+        mask = from_flex(block_mask, batch=batch, heads=heads)
+        # Kept with what it was made of, so that the ids stay its own.
+        found = _converted.put(key, (Captured(parts), mask, block_mask))
+    made: BlockMask = found[1]
+    return made

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
 from sparseflash import scores
+from sparseflash.captured import Captured
 from sparseflash.interop.distances import affine, by_distance
 from sparseflash.interop.indexed import Indexed
 from sparseflash.scores.change import Change, Scores
@@ -57,8 +61,9 @@ def from_score_mod(
     Anything else becomes `scores.function(score_mod)`, which documents the functions that kernels take. For example,
     `slopes[h] * (k - q)` stays a function, because it is ALiBi only under a causal mask; `interop.flex_attention`
     knows the mask and recognises it. `torch.where(condition, score, -inf)` stays a function, too, and its dead scores
-    are computed; make the condition a mask instead. Raises ValueError for a `score_mod` that cannot be recorded, or
-    that captures a learned tensor and is not recognised.
+    are computed; make the condition a mask instead. Learned tensors that a function captures receive their gradients,
+    too, as tensors that are given to `scores.function` do. Kernels raise ValueError for a function that they do not
+    take.
     """
     return changes_of(score_mod, (q_len, q_len if k_len is None else k_len), torch.device(device))
 
@@ -74,19 +79,42 @@ def changes_of(
     >>> changes_of(signed, (64, 64), torch.device("cpu"), lambda: True).kinds
     ('distance',)
     """
-    found = recorded(score_mod, (), device, may_capture_learned=True)
-    changes = _recognised(found, lengths, is_causal)
-    if changes is not None:
-        return changes
-    learned = [list(x.shape) for x in found.tensors if x.requires_grad]
-    if learned:
-        raise ValueError(
-            "score_mod must not capture tensors that require gradients unless it is recognised as temperature, "
-            "softcap, alibi, log_decay, relative, key_bias or bias; got another one, which captures tensors of shape "
-            f"{', '.join(map(str, learned))}. Let it take each as a further argument, score_mod(score, b, h, q_idx, "
-            "kv_idx, x), and pass scores.function(score_mod, x) in its place."
-        )
-    return Scores((scores.function(score_mod),))
+    try:
+        found = recorded(score_mod, (), device, may_capture_learned=True)
+        changes = _recognised(found, lengths, is_causal)
+        tensors: Sequence[Tensor] = found.tensors
+    except ValueError:  # kernels raise it again; other backends take more functions
+        changes, tensors = None, Captured(score_mod).tensors
+    return changes or Scores((_with_learned(score_mod, [x for x in tensors if x.requires_grad]),))
+
+
+def _with_learned(score_mod: Callable[..., Tensor], learned: Sequence[Tensor]) -> Change:
+    """A function to which the learned tensors that `score_mod` captures are given, so that they receive gradients."""
+    if not learned:
+        return scores.function(score_mod)
+    places = {id(x): number for number, x in enumerate(learned)}
+
+    def of_given(*arguments: Tensor) -> Tensor:
+        with _InPlaceOf(places, arguments[5:]):
+            return score_mod(*arguments[:5])
+
+    return scores.function(of_given, *learned)
+
+
+class _InPlaceOf(TorchFunctionMode):
+    """Passes the given tensors to PyTorch in place of captured ones, which are found by their id."""
+
+    def __init__(self, places: Mapping[int, int], given: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._places, self._given = places, given
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(self._of, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _of(self, x: Any) -> Any:
+        number = self._places.get(id(x)) if isinstance(x, Tensor) else None
+        return x if number is None else self._given[number]
 
 
 def _recognised(found: Recorded, lengths: tuple[int, int], is_causal: Asked | None) -> Scores | None:

@@ -8,6 +8,7 @@ import torch
 
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.cache import BoundedDict, once
+from sparseflash.captured import Captured
 from sparseflash.masks.causal import is_causal
 from sparseflash.pattern import Pattern, mask_of_lengths
 
@@ -23,7 +24,8 @@ class LayerMask:
     True
 
     A `BlockMask` also serves shorter sequences, by its first queries and keys. Masks are cached, because kernels cache
-    their plans with them; a copied or pickled layer starts without this cache.
+    their plans with them, until numbers or tensors that the function captures change; a copied or pickled layer starts
+    without this cache.
     """
 
     def __init__(self, mask: Mask) -> None:
@@ -34,6 +36,7 @@ class LayerMask:
             )
         self.given = mask
         self._made = BoundedDict(_KEPT)
+        self._captured = Captured(mask)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return LayerMask, (self.given,)
@@ -49,10 +52,14 @@ class LayerMask:
             return self._for(q_len, k_len).to(device)
         if isinstance(self.given, BlockMask) and self._fits(self.given, q_len, k_len, device):
             return self.given
+        if not self._captured.is_still(Captured(self.given)):
+            self._made.clear()
 
         def make() -> BlockMask:
             with torch.inference_mode(False):  # otherwise a later training step could not use it
-                return self._for(q_len, k_len).to(device)
+                made = self._for(q_len, k_len).to(device)
+            self._captured = Captured(self.given)  # as the function has left it, which may count its calls
+            return made
 
         return once(self._made, (q_len, k_len, device), make)
 

@@ -25,9 +25,13 @@ class Function(Change):
     derivative: Callable[..., Tensor] | None = None
     kernel: Any = None  # the same as Triton functions: see `function`
     kernel_derivative: Any = None
-    identity: object = field(default_factory=object, repr=False)  # equal for the same functions with other tensors
     # The recordings of the functions, by device: kernels are made from them.
     _recorded: BoundedDict = field(default_factory=lambda: BoundedDict(16), repr=False)
+
+    @property
+    def identity(self) -> object:
+        """Equal for the same functions with other tensors, which share their recordings."""
+        return self._recorded
 
     def tensors(self) -> tuple[Tensor, ...]:
         return self.given
@@ -80,6 +84,7 @@ class Function(Change):
         if self.derivative is not None:
             first = gradient * self._of_each("the derivative", self.derivative, scores.detach(), at)
         leaves = [x for x in (leaf, *tensors) if x.requires_grad]
+        _check_leaves(result, leaves)
         if not leaves or not result.requires_grad:  # it may ignore the score
             return first
         found = list(torch.autograd.grad(result, leaves, gradient, allow_unused=True))
@@ -90,6 +95,27 @@ class Function(Change):
             if other is not None:
                 zeros += other
         return first
+
+
+_CAPTURED = (
+    "a function must not capture tensors that require gradients, because they would receive none: pass them as "
+    "scores.function(change, x); the function receives them as its last arguments."
+)
+
+
+def _check_leaves(result: Tensor, leaves: Sequence[Tensor]) -> None:
+    """Raises ValueError if a result depends on other tensors that require gradients."""
+    known = {id(x) for x in leaves}
+    seen, rest = set[Any](), [result.grad_fn]
+    while rest:
+        node = rest.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)  # of a node that stands for a leaf
+        if leaf is not None and id(leaf) not in known:
+            raise ValueError(_CAPTURED)
+        rest += [each for each, _ in node.next_functions]
 
 
 def function(
@@ -153,11 +179,9 @@ def function(
         raise TypeError(
             "kernel_derivative must come with a kernel; got no kernel. derivative= takes PyTorch functions."
         )
-    for each in (change, derivative):
+    # Dynamo cannot trace the look into closures; backends refuse such tensors, too, but later.
+    for each in () if torch.compiler.is_compiling() else (change, derivative):
         for cell in getattr(each, "__closure__", None) or ():
             if isinstance(cell.cell_contents, Tensor) and cell.cell_contents.requires_grad:
-                raise ValueError(
-                    "a function must not capture tensors that require gradients, because they would receive none: pass "
-                    "them as scores.function(change, x); the function receives them as its last arguments."
-                )
+                raise ValueError(_CAPTURED)
     return Function(change, tensors, derivative, kernel, kernel_derivative)

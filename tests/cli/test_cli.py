@@ -607,6 +607,7 @@ def test_info_tells_versions_devices_and_why_kernels_cannot_run():
     assert all(cache["bytes"] >= 0 and cache["folder"] for cache in found["caches"])
     said = unwrapped(run("info"))
     assert torch.__version__ in said and "PyTorch over live tiles: usable" in said and "not usable: " in said
+    assert found["launcher"] == "compiled C" and "kernels started by compiled C" in said
 
 
 def test_info_counts_caches_and_names_what_is_not_installed(tmp_path, monkeypatch):
@@ -622,7 +623,7 @@ def test_info_counts_caches_and_names_what_is_not_installed(tmp_path, monkeypatc
 def test_info_gives_a_reason_once():
     backends = {"triton": "no GPU.", "hopper": "no GPU.", "blockwise": None}
     device = {"device": "cpu", "name": "x86_64", "backends": backends}
-    said = dict(info.lines({"versions": {"cuda": None}, "devices": [device], "caches": []}))
+    said = dict(info.lines({"versions": {"cuda": None}, "devices": [device], "launcher": "", "caches": []}))
     assert said["  triton"].endswith("not usable: no GPU.")
     assert said["  hopper"].endswith("not usable: for the same reason") and said["  blockwise"].endswith(": usable")
 
@@ -631,7 +632,7 @@ def test_info_tells_of_a_triton_that_the_kernels_were_not_measured_with():
     facts = {"name": "NVIDIA H100", "capability": [9, 0], "memory_bytes": 80 << 30, "backends": {"hopper": None}}
     for versions, expected in ((None, None), ("Triton 9.9.9 is not", "Triton 9.9.9 is not")):
         device = {"device": "cuda:0", "versions": versions, **facts}
-        said = dict(info.lines({"versions": {"cuda": "13.0"}, "devices": [device], "caches": []}))
+        said = dict(info.lines({"versions": {"cuda": "13.0"}, "devices": [device], "launcher": "", "caches": []}))
         assert said.get("  versions") == expected and said["  hopper"] == "kernels for Hopper: usable"
 
 

@@ -7,6 +7,12 @@ from hypothesis import strategies as st
 
 from sparseflash.interop.flash_attn import _kept, flash_attn_func, flash_attn_varlen_func
 from sparseflash.interop.flash_attn_cache import flash_attn_with_kvcache
+from sparseflash.interop.flash_attn_packed import (
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
 from sparseflash.varlen import _masks
 
 
@@ -324,4 +330,20 @@ def test_on_a_gpu_both_calls_are_their_definition(slopes):
         own = each.cpu() if each.ndim == 1 else each[b].cpu()
         want, _ = defined(*(x[b].cpu().double() for x in (q, k, v)), live, softcap=5.0, slopes=own)
         for got in (out[b], packed.view_as(out)[b]):
-            assert (got.cpu().double() - want).abs().max() < 4e-3
+            assert (got.cpu().double() - want).abs().max() < 4e-3  # fp16
+
+
+def test_packed_queries_keys_and_values_are_those_apart():
+    (qkv,) = drawn((2, 30, 3, 4, 16))
+    q, kv = qkv[:, :, 0], qkv[:, :, 1:]
+    window = (0.0, 0.3, True, (7, 0))  # by position: dropout_p, softmax_scale, causal, window_size
+    want = flash_attn_func(*qkv.unbind(2), *window)
+    assert torch.equal(flash_attn_qkvpacked_func(qkv, *window), want)
+    assert torch.equal(flash_attn_kvpacked_func(q, kv, *window), want)
+    sums = torch.tensor([0, 13, 60])
+    rows, q, kv = (x.flatten(0, 1) for x in (qkv, q, kv))
+    want = flash_attn_varlen_func(*rows.unbind(1), sums, sums, 47, 47, *window)
+    assert torch.equal(flash_attn_varlen_qkvpacked_func(rows, sums, 47, *window), want)
+    assert torch.equal(flash_attn_varlen_kvpacked_func(q, kv, sums, sums, 47, 47, *window), want)
+    with pytest.raises(ValueError, match=r"qkv must have shape \[batch, tokens, 3, heads, head dim\]; got \[60, 3"):
+        flash_attn_qkvpacked_func(rows)

@@ -6,6 +6,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from sparseflash.interop import natten_layers
 from sparseflash.interop.natten import _kept, _order, na1d, na2d, na3d
 from sparseflash.masks import neighborhood
 
@@ -210,3 +211,20 @@ Q = torch.zeros(1, 8, 8, 2, 16)
 def test_what_cannot_be_taken_is_refused_in_a_sentence(call, error, words):
     with pytest.raises(error, match=re.escape(words)):
         call()
+
+
+@pytest.mark.parametrize("axes", [1, 2, 3])
+def test_layers_are_projections_around_the_functions(axes):
+    torch.manual_seed(0)
+    kind = getattr(natten_layers, f"NeighborhoodAttention{axes}D")
+    layer = kind(32, 2, kernel_size=3, dilation=2, is_causal=(True, *[False] * (axes - 1)), qk_scale=0.4)
+    assert [*layer.state_dict()] == ["qkv.weight", "qkv.bias", "proj.weight", "proj.bias"]  # NATTEN's names
+    x = torch.randn(2, *(8, 6, 7)[:axes], 32)
+    # NATTEN: the features of a token are [3, heads, head dim].
+    q, k, v = layer.qkv(x).reshape(*x.shape[:-1], 3, 2, 16).movedim(-3, 0)
+    want = FUNCTIONS[axes](q, k, v, 3, 1, 2, (True, *[False] * (axes - 1)), 0.4)
+    torch.testing.assert_close(layer(x), layer.proj(want.reshape(x.shape)))
+    with pytest.raises(ValueError, match=r"x must have shape \[B, .*, 32\]; got \[2, "):
+        layer(x[..., 1:])
+    with pytest.raises(ValueError, match="embed_dim must be a multiple of num_heads; got 32 and 3"):
+        kind(32, 3, kernel_size=3)

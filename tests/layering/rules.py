@@ -10,12 +10,12 @@ inside functions and for types count.
 _GROUPS = {
     "sparseflash/backends:blockwise": "blockwise blockwise_tiles",
     "sparseflash/backends/triton:launching": "architecture availability configs cuda_graphs device direct_start "
-    "launcher",
+    "launcher native python_start",
     "sparseflash/backends/triton:choosing": "alignment family overrides",
-    "sparseflash/backends/triton/hopper:device": "configs gluon_api record scores",
+    "sparseflash/backends/triton/hopper:device": "configs descriptors gluon_api record rows scores",
     # Whole functions of other libraries, above `attention`; the rest of `interop` is below it.
-    "sparseflash/interop:functions": "alibi fastvideo flash_attn flash_attn_cache flex_attention natten tokens_first "
-    "xformers",
+    "sparseflash/interop:functions": "alibi fastvideo flash_attn flash_attn_cache flash_attn_packed flex_attention "
+    "megatron natten natten_layers paged sglang tokens_first torchtitan vllm xformers",
     "experiments/benchmarks:timing": "fresh_process interpreter timing",
 }
 
@@ -31,6 +31,8 @@ _LIBRARY = {
     "merge.py": "backends/triton backends/triton:launching scores",
     "pattern.py": "blockmask",
     "scaled_dot_product.py": "attention.py blockmask interop masks scores",
+    "selected_tokens.py": "attention.py backends backends/reference.py backends/triton/selected blockmask "
+    "validation.py",
     "validation.py": "blockmask scores",
     "varlen.py": "attention.py blockmask blockmask/ops masks pattern.py scores",
     "analysis": "blockmask",
@@ -38,19 +40,20 @@ _LIBRARY = {
     "blockmask/mask.py": "blockmask blockmask/methods",
     "blockmask/methods": "blockmask blockmask/ops draw masks/block_index.py",  # when they are called
     "blockmask/ops": "blockmask",
-    "cli": ". analysis attention.py draw explain.py interop masks testing",
+    "cli": ". analysis attention.py backends/triton:launching draw explain.py interop masks testing",
     "distributed": "attention.py blockmask merge.py scores validation.py",
     "draw": "blockmask",
     "huggingface": "attention.py blockmask decode.py interop scores",
     "interop": "blockmask scores",
-    "interop:functions": "attention.py blockmask blockmask/ops decode.py interop masks masks/tiling pattern.py "
+    "interop:functions": "attention.py blockmask blockmask/ops decode.py interop masks masks/tiling nn pattern.py "
     "scaled_dot_product.py scores varlen.py",
     "masks": "blockmask blockmask/ops masks/fused masks/tiling",
     "masks/block_index.py": "blockmask masks/fused masks/tiling",
-    "masks/fused": "backends/triton:launching blockmask masks/tiling",
+    "masks/fused": "backends/triton:launching backends/triton/device_functions blockmask masks/tiling",
     "masks/tiling": "blockmask",
     "nn": "attention.py blockmask decode.py masks pattern.py scaled_dot_product.py scores validation.py",
     "scores": "blockmask",
+    "selection": "attention.py blockmask decode.py grouped.py masks masks/tiling nn scores varlen.py",
     "testing": "backends/reference.py blockmask scores validation.py",
     # The ways to compute attention.
     "backends": "blockmask scores",
@@ -62,29 +65,32 @@ _LIBRARY = {
     "backends/triton:choosing": "backends/triton:launching backends/triton/schedule blockmask scores",
     "backends/triton:launching": "blockmask",
     "backends/triton/changes": "backends/triton:choosing backends/triton:launching backends/triton/device_functions "
-    "backends/triton/hopper:device backends/triton/launch backends/triton/portable backends/triton/schedule blockmask "
-    "scores",
+    "backends/triton/hopper:device backends/triton/hopper/learned.py backends/triton/launch backends/triton/portable "
+    "backends/triton/schedule blockmask scores",
     "backends/triton/device_functions": "backends/triton:launching backends/triton/changes backends/triton/schedule "
     "blockmask",
     "backends/triton/launch": "backends/triton:launching backends/triton/device_functions blockmask scores",
     "backends/triton/decode": "backends/cached.py backends/triton:launching backends/triton/changes "
     "backends/triton/device_functions blockmask scores",
     "backends/triton/hopper": "backends backends/triton:choosing backends/triton:launching backends/triton/changes "
-    "backends/triton/device_functions backends/triton/hopper:device backends/triton/launch backends/triton/schedule "
-    "blockmask scores",
-    # What score modifications need for their device functions on Hopper.
-    "backends/triton/hopper:device": "backends/triton/device_functions blockmask",
+    "backends/triton/device_functions backends/triton/hopper:device backends/triton/hopper/learned.py "
+    "backends/triton/launch backends/triton/schedule blockmask scores",
+    # What score modifications need on Hopper: for their device functions, and for the sums of their gradients.
+    "backends/triton/hopper:device": "backends/triton:choosing backends/triton:launching "
+    "backends/triton/device_functions backends/triton/launch blockmask",
+    "backends/triton/hopper/learned.py": "backends/triton/hopper backends/triton/hopper:device backends/triton/launch",
     # Run on its own, not imported: it tries the kernels as a user of the library would.
     "backends/triton/kernel_check.py": "attention.py backends/triton backends/triton/hopper:device blockmask scores "
     "testing",
     "backends/triton/portable": "backends backends/triton:choosing backends/triton:launching backends/triton/changes "
     "backends/triton/device_functions backends/triton/launch backends/triton/schedule blockmask scores",
+    "backends/triton/selected": "backends backends/triton:launching backends/triton/device_functions",
     "backends/triton/schedule": "backends backends/triton:choosing backends/triton:launching blockmask blockmask/ops",
 }
 
 _PUBLIC = (
     ". attention.py decode.py grouped.py merge.py nn scaled_dot_product.py varlen.py analysis distributed draw interop "
-    "scores testing masks"
+    "scores selection testing masks"
 )
 
 _EXPERIMENTS = {
@@ -94,10 +100,12 @@ _EXPERIMENTS = {
     "training/layers": "PUBLIC",
     "pathfinder": "pathfinder/cnn training",
     "pathfinder/cnn": "pathfinder training",
-    "lra": "lra/data lra/data/listops lra/model lra/table lra/tasks training training/layers PUBLIC",
+    "lra": "measurements.py lra/data lra/data/listops lra/model lra/no_attention lra/table lra/tasks training "
+    "training/layers PUBLIC",
     "lra/data": "lra/tasks training",
     "lra/data/listops": "training",
     "lra/model": "lra lra/tasks training training/layers sparseflash/cli PUBLIC",
+    "lra/no_attention": "measurements.py lra/data lra/tasks pathfinder/cnn training",
     "lra/table": "benchmarks:timing measurements.py lra lra/data lra/model lra/tasks training",
     "lra/tasks": "lra/data lra/data/listops lra/model pathfinder pathfinder/cnn training",
     "pathx": "measurements.py pathfinder pathfinder/cnn pathx/data pathx/masks pathx/model training PUBLIC",
@@ -162,5 +170,6 @@ KERNELS = (
     "masks/fused/index.py",
     "masks/fused/rows.py",
     "masks/fused/runs.py",
+    "masks/fused/select.py",
     "masks/fused/unused.py",
 )

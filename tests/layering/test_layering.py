@@ -149,7 +149,7 @@ def words_for(part):
         ("sparseflash.backends.blockwise_tiles", "from sparseflash.backends.cached import rows_of"),
         ("sparseflash.backends.triton.hopper.plan", "from sparseflash.backends.triton import dispatch"),
         ("sparseflash.backends.triton.portable.forward", "from sparseflash.backends.triton.hopper import forward"),
-        ("sparseflash.backends.triton.changes.kinds", "from sparseflash.backends.triton.hopper import changed"),
+        ("sparseflash.backends.triton.changes.kinds", "from sparseflash.backends.triton.hopper import plan"),
         ("sparseflash.backends.triton.decode.api", "from sparseflash.backends.triton.schedule import plan"),
         ("sparseflash.backends.triton.launcher", "from sparseflash.backends.triton import family"),
         ("sparseflash.backends.triton.device", "from sparseflash.backends.triton.hopper import gluon_api"),

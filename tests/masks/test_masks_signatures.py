@@ -68,6 +68,7 @@ NEEDED = {
     "mass_blocks": ((torch.zeros(1, 1),), {"mass": 0.5, "q_len": 64}),
     "neighborhood": (((8, 8),), {"window": 3}),
     "random_blocks": ((64,), {"count": 1}),
+    "select_blocks": ((torch.zeros(1, 1, 64, 16),) * 2, {"top_k": 1}),
     "selected_keys": ((torch.zeros(1, 1, 64, 1, dtype=torch.int64),), {"k_len": 64}),
     "top_k_blocks": ((torch.zeros(1, 1),), {"k": 1, "q_len": 64}),
     "top_k_keys": ((torch.zeros(64, 64),), {"k": 1, "k_len": 64}),

@@ -79,6 +79,15 @@ def test_masks_that_were_made_are_kept_with_the_layer_and_freed_by_clear_caches(
     assert len(layer.mask._made) == 0
 
 
+def test_masks_are_made_again_when_what_their_function_captures_changes():
+    options = {"window": 9}
+    layer = SparseSelfAttention(32, 2, mask=lambda n: masks.local(n, **options))
+    x = torch.randn(1, 50, 32)
+    for window in (9, 3):
+        options["window"] = window
+        torch.testing.assert_close(layer(x), layer(x, mask=masks.local(50, window=window)))
+
+
 def test_padding_is_not_seen():
     layer = filled(SparseSelfAttention(16, 2, NEAR, rotary=Rotary(8)))
     x = torch.randn(2, 40, 16)

@@ -224,6 +224,55 @@ def test_changed_scores_compile_without_a_break(kind):
         torch.testing.assert_close(one, other)
 
 
+MADE = {
+    "temperature": ((1, 2, 40), scores.temperature),
+    "alibi": ((2,), scores.alibi),
+    "log_decay": ((2,), scores.log_decay),
+    "relative": ((2, 79), lambda x: scores.relative(x, lambda offset: offset + 39)),
+    "t5": ((2, 8), lambda x: scores.relative(x, scores.t5_buckets(8, 16, bidirectional=False))),
+    "relative_2d": ((2, 9, 15), lambda x: scores.relative_2d(x, 5, 8)),
+    "relative_3d": ((2, 3, 7, 9), lambda x: scores.relative_3d(x, 2, 4, 5)),
+    "key_bias": ((1, 2, 40), scores.key_bias),
+    "bias": ((1, 2, 40, 40), scores.bias),
+    "sink": ((2,), scores.sink),
+    "several": ((2,), lambda x: scores.alibi(x) + scores.softcap(20.0) + scores.sink(x)),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_modifications_are_made_inside_of_a_graph(name):
+    (shape, make), mask = MADE[name], masks.causal(40, block=16)
+    q, k, v = torch.randn(3, 1, 2, 40, 16, generator=torch.Generator().manual_seed(0))
+    x = (0.5 + torch.rand(shape, generator=torch.Generator().manual_seed(1))).requires_grad_()
+
+    def run(q, x):
+        return attention(q, k, v, mask, scores=make(x))
+
+    torch._dynamo.reset()
+    whole = torch.compile(run, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        eager, compiled = (f(q, x) for f in (run, whole))
+        torch.testing.assert_close(eager, compiled)
+        torch.testing.assert_close(*(torch.autograd.grad(out.square().sum(), x)[0] for out in (eager, compiled)))
+
+
+def test_a_function_that_is_made_inside_of_a_graph_breaks_it_and_says_so():
+    q, gain = torch.randn(1, 2, 20, 16), torch.ones(2)
+
+    def run(q, **options):
+        own = scores.function(lambda s, b, h, q, k, gain: s * gain[h], gain)
+        return attention(q, q, q, scores=own, **options)
+
+    for full in (False, True):
+        torch._dynamo.reset()
+        compiled = torch.compile(run, backend="aot_eager", fullgraph=full)
+        torch.testing.assert_close(compiled(q, backend="reference"), run(q, backend="reference"))
+        if not full:
+            torch.testing.assert_close(compiled(q), run(q))
+    with pytest.raises(Exception, match=r"scores\.function is a Python function, which no operator of PyTorch takes"):
+        compiled(q)
+
+
 def test_the_operator_passes_pytorchs_own_checks():
     q, k, v = (torch.randn(1, 2, 20, 16, requires_grad=True) for _ in range(3))
     changes = scores.alibi(torch.rand(2, requires_grad=True)) + scores.key_bias(torch.randn(1, 1, 20))

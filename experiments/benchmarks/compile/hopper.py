@@ -54,7 +54,8 @@ def compiled(dim: int, dtype: torch.dtype, features: Sequence[str] = ()) -> dict
         found = {}
         for launch in (each for run in both for each in run.launches()):
             variant = launch.launch.variant
-            found[variant.function.__name__] = launch.compiled(), variant.names
+            name = variant.function.__name__
+            found[name if name not in found else f"{name}, second"] = launch.compiled(), variant.names
     return found
 
 

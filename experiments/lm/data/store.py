@@ -1,33 +1,52 @@
 """Memory-mapped token files, made once from a folder of text.
 
 <store>/train.bin, val.bin          all tokens of a part, uint16 or uint32, each document ended by the last token
+<store>/test.bin, ...               the same of texts that neither train nor choose settings, if the corpus has them
 <store>/train.starts.npy, ...       the first token of each document, int64, and the number of tokens
 <store>/tokenizer.json              the vocabulary; none for bytes
 <store>/about.json                  counts, hashes and the sources, written last: a folder without it is not complete
+
+A packed store is one file, an archive of these, to be carried to another machine.
 """
 
 from __future__ import annotations
 
 import hashlib
+import lzma
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+import tarfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from experiments.lm.data.files import VALIDATION_SHARE, Document, Found, find, text_of
+from experiments.lm.data.files import VALIDATION_SHARE, Found, find
 from experiments.lm.data.tokenizer import BYTES, FILE, BytePairs, Bytes, Tokenizer, load
+from experiments.training.archives import members
 from experiments.training.atomic_files import write_json
 from experiments.training.reading import read_json, reading
 
 ABOUT = "about.json"
 PARTS = ("train", "val")
+TEST = "test"
 VOCABULARY_BYTES = 200 * 2**20  # of training texts, to learn a vocabulary from
-_TOGETHER = 512  # files tokenised at once
+_TOGETHER = 4 * 2**20  # characters tokenised at once, because the package needs a hundred bytes for each
+# LZMA on numbers of two bytes: the state depends on which of the two is next.
+_PACKED = [{"id": lzma.FILTER_LZMA2, "preset": 6, "lc": 3, "lp": 1, "pb": 1, "dict_size": 2**26}]
 
 Progress = Callable[[str], None]
+
+
+class Text(Protocol):
+    """A document: files of text that follow each other. digest: of its contents."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def digest(self) -> bytes: ...
+    def texts(self) -> list[str]: ...
 
 
 @dataclass(frozen=True)
@@ -47,6 +66,7 @@ class Store:
     train: Part
     val: Part
     about: dict[str, Any]
+    test: Part | None = None
 
     @property
     def vocabulary(self) -> int:
@@ -67,7 +87,8 @@ def opened(folder: Path) -> Store:
         if about["dtype"] not in ("uint16", "uint32") or type(about["vocabulary"]) is not int:
             raise ValueError(f"tokens of type {about['dtype']!r} and a vocabulary of {about['vocabulary']!r}")
         train, val = (_part(folder, name, about["dtype"]) for name in PARTS)
-    return Store(folder, train, val, about)
+        test = _part(folder, TEST, about["dtype"]) if (folder / f"{TEST}.bin").is_file() else None
+    return Store(folder, train, val, about, test)
 
 
 def _part(folder: Path, name: str, dtype: str) -> Part:
@@ -82,12 +103,13 @@ def _part(folder: Path, name: str, dtype: str) -> Part:
 
 
 def tokens_of(data: Path, vocabulary: int, say: Progress) -> Store:
-    """The tokens of a folder: its stored tokens, or tokens made from its text files, in a hidden subfolder.
+    """The tokens of a folder: its stored tokens, or tokens made from its text files, in a hidden subfolder; or the
+    tokens of a packed store, unpacked beside it.
 
     vocabulary: the maximum number of tokens; at most 257 means bytes. Tokens are made again if the texts have changed.
     """
-    if (data / ABOUT).is_file():
-        return opened(data)
+    if data.is_file() or (data / ABOUT).is_file():
+        return opened_or_unpacked(data)
     found = find([data])
     target = data / f".tokens-{vocabulary}"
     if (target / ABOUT).is_file():
@@ -105,32 +127,42 @@ def make(found: Found, target: Path, vocabulary: int, say: Progress, share: floa
             f"there must be texts to train on and to validate on; got {len(training)} and {len(validation)}: "
             f"give more files (about {share:.0%} of them validate), or a larger share: `corpus --validation 0.2`"
         )
+    packages = {
+        name: {document.name: document.digest.hex() for document in documents if document.name}
+        for name, documents in zip(PARTS, (training, validation), strict=True)
+    }
+    facts = {"skipped": found.skipped, "duplicates": found.duplicates, "packages": packages}
+    parts = dict(zip(PARTS, (training, validation), strict=True))
+    return make_parts(parts, target, vocabulary, say, {**facts, "texts": _digest(found.documents)})
+
+
+def make_parts(
+    parts: Mapping[str, Sequence[Text]], target: Path, vocabulary: int, say: Progress, facts: Mapping[str, Any]
+) -> Store:
+    """Tokenise the documents of "train", "val" and, if there is one, "test" into a folder, which is replaced.
+
+    The vocabulary is learned from the training documents. facts: plain values for about.json.
+    """
     unfinished = target.with_name(f"{target.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     tokenizer: Tokenizer = Bytes()
     if vocabulary > BYTES + 1:
         say(f"Learning a vocabulary of {vocabulary:,} tokens")
-        pairs = BytePairs.trained(_texts(training, VOCABULARY_BYTES), vocabulary)
+        pairs = BytePairs.trained(_texts(parts["train"], VOCABULARY_BYTES), vocabulary)
         pairs.save(unfinished / FILE)
         tokenizer = pairs
     dtype = np.dtype("uint16" if tokenizer.size <= 2**16 else "uint32")
     counts, hashes = {}, {}
-    for name, documents in zip(PARTS, (training, validation), strict=True):
+    for name, documents in parts.items():
         counts[name], hashes[name] = _write(unfinished, name, documents, tokenizer, dtype, say)
     about = {
         "vocabulary": tokenizer.size,
         "kind": "bytes" if isinstance(tokenizer, Bytes) else "byte pairs",
         "dtype": dtype.name,
         "tokens": counts,
-        "documents": {"train": len(training), "val": len(validation)},
-        "skipped": found.skipped,
-        "duplicates": found.duplicates,
-        "texts": _digest(found.documents),
-        "packages": {
-            name: {document.name: document.digest.hex() for document in documents if document.name}
-            for name, documents in zip(PARTS, (training, validation), strict=True)
-        },
+        "documents": {name: len(documents) for name, documents in parts.items()},
+        **facts,
         "hash": hashlib.sha256("".join(hashes.values()).encode()).hexdigest(),
     }
     write_json(unfinished / ABOUT, about)
@@ -140,17 +172,48 @@ def make(found: Found, target: Path, vocabulary: int, say: Progress, share: floa
     return opened(target)
 
 
+def pack(store: Store, path: Path) -> None:
+    """Write the files of a store into one compressed archive."""
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    with lzma.open(unfinished, "wb", filters=_PACKED) as compressed, tarfile.open(fileobj=compressed, mode="w") as made:
+        for file in sorted(each for each in store.folder.iterdir() if each.is_file()):
+            made.add(file, file.name)
+    unfinished.replace(path)
+
+
+def opened_or_unpacked(data: Path) -> Store:
+    """The tokens of a folder or of a packed store."""
+    return unpacked(data) if data.is_file() else opened(data)
+
+
+def unpacked(path: Path) -> Store:
+    """The tokens of a packed store, in a hidden folder beside it that the first call makes."""
+    key = f"{path.stat().st_size}-{path.stat().st_mtime_ns}"
+    target = path.with_name(f".tokens-{path.name.partition('.')[0]}-{key}")
+    if not (target / ABOUT).is_file():
+        unfinished = target.with_name(f"{target.name}.unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir()
+        for name, contents in members(path, "tokens that `corpus --pack` has written"):
+            (unfinished / name[-1]).write_bytes(contents)
+        if not (unfinished / ABOUT).is_file():
+            raise ValueError(f"{path} must be tokens that `corpus --pack` has written; it has no {ABOUT}")
+        shutil.rmtree(target, ignore_errors=True)
+        unfinished.rename(target)
+    return opened(target)
+
+
 def check_replaceable(folder: Path) -> None:
     """Raises FileExistsError for no folder, or one with anything but tokens."""
     if folder.exists() and not (folder / ABOUT).is_file() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(f"{folder} must be empty, or hold tokens that are replaced; choose another --out")
 
 
-def _digest(documents: Sequence[Document]) -> str:
+def _digest(documents: Sequence[Text]) -> str:
     return hashlib.sha256(b"".join(document.digest for document in documents)).hexdigest()
 
 
-def _texts(documents: Sequence[Document], most: int) -> Iterator[str]:
+def _texts(documents: Sequence[Text], most: int) -> Iterator[str]:
     """Texts of at most `most` bytes together. The order of the documents is random enough for a fair sample."""
     for document in documents:
         for text in document.texts():
@@ -161,19 +224,17 @@ def _texts(documents: Sequence[Document], most: int) -> Iterator[str]:
 
 
 def _write(
-    folder: Path, name: str, documents: Sequence[Document], tokenizer: Tokenizer, dtype: np.dtype, say: Progress
+    folder: Path, name: str, documents: Sequence[Text], tokenizer: Tokenizer, dtype: np.dtype, say: Progress
 ) -> tuple[int, str]:
     """Write one part; returns its number of tokens and the hash of its file."""
     starts, digest = [0], hashlib.sha256()
     end = np.array([tokenizer.size - 1], dtype)
-    files = [(path, path == document.paths[-1]) for document in documents for path in document.paths]
     count = 0
     with open(folder / f"{name}.bin", "wb") as file:
-        for first in range(0, len(files), _TOGETHER):
-            say(f"Cutting {name}: {first:,} of {len(files):,} files")
-            some = files[first : first + _TOGETHER]
-            cut = tokenizer.encode([text_of(path.read_bytes()) or "" for path, _ in some])
-            for tokens, (_, is_last) in zip(cut, some, strict=True):
+        for pieces in _together(documents):
+            say(f"Cutting {name}: {len(starts) - 1:,} of {len(documents):,} documents")
+            cut = tokenizer.encode([text for text, _ in pieces])
+            for tokens, (_, is_last) in zip(cut, pieces, strict=True):
                 data = tokens.astype(dtype)
                 if is_last:
                     data = np.concatenate([data, end])
@@ -184,3 +245,19 @@ def _write(
                     starts.append(count)
     np.save(folder / f"{name}.starts.npy", np.array(starts, np.int64))
     return count, digest.hexdigest()
+
+
+def _together(documents: Sequence[Text]) -> Iterator[list[tuple[str, bool]]]:
+    """The texts of documents, some at a time, each with whether it is its document's last."""
+    some: list[tuple[str, bool]] = []
+    size = 0
+    for document in documents:
+        *first, last = document.texts()
+        for piece in (*((text, False) for text in first), (last, True)):
+            some.append(piece)
+            size += len(piece[0])
+            if size >= _TOGETHER:
+                yield some
+                some, size = [], 0
+    if some:
+        yield some

@@ -82,6 +82,10 @@ class BytePairs:
     def save(self, path: Path) -> None:
         self._made.save(str(path))
 
+    def spelled(self, token: int) -> str:
+        """A token in the vocabulary's own alphabet, in which Ġ is a space; empty for the end of a document."""
+        return "" if token == self.size - 1 else str(self._made.id_to_token(token))
+
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [np.array(part.ids, np.uint32) for part in self._made.encode_batch(list(texts))]
 

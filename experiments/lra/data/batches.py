@@ -191,6 +191,12 @@ def training_batches(
         yield collate(examples, order.rows(step), shape, change, pixel_labels)
 
 
+def evaluation_order(examples: Examples, shape: Shape, limit: int) -> NDArray[np.int64]:
+    """The first `limit` examples, the shortest first, so that a batch has little padding."""
+    rows = np.arange(min(limit, len(examples)))
+    return rows[np.argsort(blocks_of_rows(examples.take(rows), shape), kind="stable")]
+
+
 def evaluation_batches(
     examples: Examples,
     shape: Shape,
@@ -198,9 +204,10 @@ def evaluation_batches(
     limit: int,
     share: slice = slice(None),
 ) -> Iterator[Batch]:
-    """The first `limit` examples once, in file order; the last batch may be smaller.
+    """The first `limit` examples once, in the order of `evaluation_order`; the last batch may be smaller.
 
     share: this process's batches, if several processes evaluate together.
     """
-    for start in range(0, min(limit, len(examples)), batch)[share]:
-        yield collate(examples, np.arange(start, min(start + batch, limit, len(examples))), shape)
+    order = evaluation_order(examples, shape, limit)
+    for start in range(0, len(order), batch)[share]:
+        yield collate(examples, order[start : start + batch], shape)

@@ -60,6 +60,23 @@ class Examples:
         return Examples(self.symbols, self.begins[rows], self.ends[rows], self.labels[rows], self.shift)
 
 
+def in_memory(rows: Iterable[Row], *, shift: int) -> Examples:
+    """The examples of some rows, which are not stored.
+
+    >>> in_memory([(1, (b"ab",)), (0, (b"c",))], shift=1).sequence(0).tobytes()
+    b'ab'
+    """
+    labels, sequences = [], []
+    for label, row in rows:
+        labels.append(label)
+        sequences.append(row)
+    starts = np.cumsum([0, *(len(each) for row in sequences for each in row)], dtype=np.int64)
+    symbols = np.frombuffer(b"".join(each for row in sequences for each in row), np.uint8)
+    towers = len(sequences[0])
+    begins, ends = starts[:-1].reshape(-1, towers), starts[1:].reshape(-1, towers)
+    return Examples(symbols, begins, ends, np.array(labels, np.uint8), shift)
+
+
 def cached(
     place: Path,
     name: str,

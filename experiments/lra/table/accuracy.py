@@ -39,6 +39,7 @@ class Accuracy:
     data: str  # released or generated
     setting: str  # a short name of all other settings, to tell rows apart
     runs: int
+    values: tuple[float, ...]  # of the runs, in the order of their seeds
     mean: float
     std: float | None  # sample standard deviation; None for one run
     validation: float | None  # mean over runs, of the tested weights or else at the end; None without a log
@@ -48,6 +49,7 @@ class Accuracy:
     best_rule_accuracy: float
     seeds: str
     initial: str  # training of the initial weights in all earlier runs, with steps, or "nothing"
+    positions: str
     inputs: str  # changes to the inputs, which the arena's models do not have
     steps: int  # of the longest run
     tested_steps: str  # steps of the tested weights, for each seed; empty for the last weights
@@ -132,6 +134,7 @@ def accuracy(found: Iterable[Run], setting: str, folder: Path) -> Accuracy:
         data="generated" if first["generated_data"] else "released",
         setting=setting,
         runs=len(runs),
+        values=tuple(values),
         mean=statistics.fmean(values),
         std=statistics.stdev(values) if len(values) > 1 else None,
         validation=mean_of(run.validation for run in ordered),
@@ -141,6 +144,7 @@ def accuracy(found: Iterable[Run], setting: str, folder: Path) -> Accuracy:
         best_rule_accuracy=rules[best],
         seeds=" ".join(str(run.seed) for run in ordered),
         initial=described(first.get("initial"), first.get("data", {}).get("origin", "")),
+        positions=first["config"]["positions"],
         inputs=changed_inputs({**_BEFORE, **first["config"]}),
         steps=max(operator.index(metrics["steps"]) for metrics in runs),
         tested_steps=" ".join(tested_steps(runs)),

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from experiments.lra.tasks import image, listops, pathfinder, retrieval, text
+from experiments.lra.tasks import books_matching, image, listops, pathfinder, retrieval, text
 from experiments.lra.tasks.task import Data, Options, Task
 
-_MODULES = (listops, text, retrieval, image)
+_MODULES = (listops, text, retrieval, books_matching, image)
 TASKS: dict[str, Task] = {module.TASK.name: module.TASK for module in _MODULES} | pathfinder.TASKS
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experiments.lra.data import plain_pickle
-from experiments.lra.data.examples import Examples, Row, cached
+from experiments.lra.data.examples import Examples, Row, cached, in_memory
 from experiments.lra.tasks.task import Data, Task, need
+from experiments.training.archives import members
+from experiments.training.reading import reading
 
 TASK = Task("image", 258, 10, longest=1024, side=32)
 
@@ -20,14 +24,20 @@ FORMS = {
     "cifar-10-batches-bin": ([f"data_batch_{i}.bin" for i in range(1, 6)], "test_batch.bin"),
     "cifar-10-batches-py": ([f"data_batch_{i}" for i in range(1, 6)], "test_batch"),
 }
+# The classes in the order of their numbers, as folders of an archive of JPEG files.
+CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 ADVICE = (
     "unpack cifar-10-binary.tar.gz or cifar-10-python.tar.gz (www.cs.toronto.edu/~kriz/cifar.html) and pass the "
-    "folder that holds cifar-10-batches-bin or cifar-10-batches-py"
+    "folder that holds cifar-10-batches-bin or cifar-10-batches-py; or an archive of JPEG files, "
+    "{train,test}/CLASS/NUMBER.jpg"
 )
 
 
 def load(folder: Path) -> Data:
     """50,000 images, the first nine tenths for training and the last tenth for validation; 10,000 for testing."""
+    if folder.is_file():
+        both, test = from_jpegs(folder)
+        return of_splits(folder.resolve(), "CIFAR-10 from JPEG", both, test)
     need(folder, ADVICE)
     for form, (train_names, test_name) in FORMS.items():
         for place in (folder / form, folder):
@@ -39,10 +49,36 @@ def load(folder: Path) -> Data:
             place = place.resolve()
             both = open_files([place / name for name in train_names], "image-train")
             test = open_files([place / test_name], "image-test")
-            rows = np.arange(len(both))
-            last = len(both) * 9 // 10
-            return Data(TASK, place, "CIFAR-10", False, both.take(rows[:last]), both.take(rows[last:]), test)
+            return of_splits(place, "CIFAR-10", both, test)
     raise FileNotFoundError(f"the data folder {folder} holds no CIFAR-10 files; {ADVICE}")
+
+
+def of_splits(place: Path, origin: str, both: Examples, test: Examples) -> Data:
+    """both: the images for training and, in the last tenth, for validation."""
+    rows = np.arange(len(both))
+    last = len(both) * 9 // 10
+    return Data(TASK, place, origin, False, both.take(rows[:last]), both.take(rows[last:]), test)
+
+
+def from_jpegs(path: Path) -> list[Examples]:
+    """Training and test images of an archive of JPEG files, sorted by class, in a drawn order."""
+    from PIL import Image
+
+    rows: dict[str, list[Row]] = {"train": [], "test": []}
+    for name, contents in members(path, "an archive of CIFAR-10 as JPEG files"):
+        split, label, file = ("", "", *name)[-3:]
+        if split not in rows or label not in CLASSES or not file.endswith(".jpg"):
+            raise ValueError(f"{path} must hold files {{train,test}}/CLASS/NUMBER.jpg alone; got {'/'.join(name)}")
+        with reading(path / "/".join(name), "a JPEG image"), Image.open(BytesIO(contents)) as image:
+            colours = np.asarray(image.convert("RGB")).transpose(2, 0, 1)
+        if colours.shape != (3, 32, 32):
+            raise ValueError(f"{'/'.join(name)} in {path} must have 32 x 32 pixels; got {colours.shape[1:]}")
+        rows[split].append((CLASSES.index(label), (grey(colours.reshape(1, 3, PIXELS)).tobytes(),)))
+    if not all(rows.values()):
+        raise ValueError(f"{path} must hold files in train/CLASS and in test/CLASS; {ADVICE}")
+    for seed, split in enumerate(rows.values()):
+        random.Random(seed).shuffle(split)
+    return [in_memory(split, shift=1) for split in rows.values()]
 
 
 def open_files(paths: list[Path], name: str) -> Examples:

@@ -5,20 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from experiments.lra.data.examples import Examples, Row, cached
+from experiments.lra.data.examples import Examples, Row, cached, in_memory
 from experiments.lra.tasks.task import Data, Task, need
+from experiments.training.archives import members
 
 TASK = Task("text", 258, 2, longest=4096)
 
 CLASSES = ("neg", "pos")
 ADVICE = (
-    "unpack aclImdb_v1.tar.gz (the Large Movie Review Dataset, ai.stanford.edu/~amaas/data/sentiment) and pass its "
-    "folder aclImdb, which has train/neg, train/pos, test/neg and test/pos"
+    "pass aclImdb_v1.tar.gz (the Large Movie Review Dataset, ai.stanford.edu/~amaas/data/sentiment), or its folder "
+    "aclImdb, which has train/neg, train/pos, test/neg and test/pos"
 )
+ORIGIN = "Large Movie Review Dataset"
 
 
 def load(folder: Path) -> Data:
-    """25,000 reviews for training; the test split is also the validation split, as in the Long Range Arena."""
+    """25,000 reviews for training; the test split is also the validation split, as in the Long Range Arena.
+
+    folder: the unpacked data set, or its archive, which is read into memory.
+    """
+    if folder.is_file():
+        train, test = from_archive(folder)
+        return Data(TASK, folder.resolve(), ORIGIN, False, train, test, test)
     need(folder, ADVICE)
     place = (folder / "aclImdb" if (folder / "aclImdb").is_dir() else folder).resolve()
     missing = [
@@ -27,7 +35,19 @@ def load(folder: Path) -> Data:
     if missing:
         raise FileNotFoundError(f"{place} lacks {', '.join(missing)}; {ADVICE}")
     train, test = (open_split(place, split) for split in ("train", "test"))
-    return Data(TASK, place, "Large Movie Review Dataset", False, train, test, test)
+    return Data(TASK, place, ORIGIN, False, train, test, test)
+
+
+def from_archive(path: Path) -> list[Examples]:
+    """Training and test split of an archive with the files `aclImdb/{train,test}/{neg,pos}/*.txt`."""
+    rows: dict[str, list[tuple[int, int, bytes]]] = {"train": [], "test": []}
+    for name, text in members(path, "an archive of the Large Movie Review Dataset"):
+        split, label, file = ("", "", *name)[-3:]
+        if split in rows and label in CLASSES and file.endswith(".txt"):
+            rows[split].append((number_of(Path(file)), CLASSES.index(label), text))
+    if not all(rows.values()):
+        raise ValueError(f"{path} must hold reviews in train/neg, train/pos, test/neg and test/pos; {ADVICE}")
+    return [in_memory(((label, (text,)) for _, label, text in sorted(split)), shift=1) for split in rows.values()]
 
 
 def open_split(place: Path, split: str) -> Examples:

@@ -19,9 +19,9 @@ class SmallCNN(nn.Module):
     torch.Size([3, 2])
     """
 
-    def __init__(self, size: int, width: int = 16, blocks: int = 1) -> None:
+    def __init__(self, size: int, width: int = 16, blocks: int = 1, classes: int = 2) -> None:
         """width: channels of the first stage, doubled at the next two. blocks: blocks of two convolutions in each
-        stage.
+        stage. classes: of other images.
         """
         super().__init__()
         layers: list[nn.Module] = [*normed(1, width, kernel=3, stride=1), nn.ReLU()]
@@ -30,7 +30,7 @@ class SmallCNN(nn.Module):
             layers += [Block(channels, wider, stride=2), *(Block(wider, wider, stride=1) for _ in range(blocks - 1))]
             channels = wider
         self.trunk = nn.Sequential(*layers)
-        self.head = nn.Linear(channels, 2)
+        self.head = nn.Linear(channels, classes)
 
     def forward(self, images: Tensor) -> Tensor:
         pixels = images[:, None].to(self.head.weight.dtype) / 255  # [B, 1, S, S]

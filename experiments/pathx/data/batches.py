@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,8 @@ from experiments.pathfinder.owners import marker_counts
 from experiments.pathfinder.parameters import parameters_of
 from experiments.pathfinder.render import render
 from experiments.pathfinder.rendering import drawn_rendering, rendered
-from experiments.pathfinder.seeds import MOST_IMAGES, image_index, training_seed
+from experiments.pathfinder.seeds import MOST_IMAGES, TEST_SEED, image_index, training_seed
+from experiments.pathfinder.strokes import ORIGINAL, Stroked, stroked
 from experiments.pathfinder.vectors import Vectors, collect
 from experiments.pathx.config import Config, Stage, most_tokens
 from experiments.pathx.data.masked_pixels import hide
@@ -25,10 +27,12 @@ from experiments.pathx.data.packing import Packed, blocks_needed, pack, stack
 from experiments.pathx.data.released import folder_of_fold, image_of, rerendered, samples_of
 from experiments.pathx.masks.relations import Relation
 
-RENDERING_STREAM, DRAWING_STREAM = 1, 2
-WITH_FAINT_PIXELS = 0.2  # keep pixels below the floor
-_FULLEST = 3300  # tokens of images of 128 and 256 pixels
-# Mean tokens per image: 284 at 32 pixels with 6 dashes, 130 without levels below 32; 340 at 64 pixels.
+# Separate random numbers for an image's rendering, for the choice of its drawing, and of its strokes.
+RENDERING_STREAM, DRAWING_STREAM, STROKES_STREAM = 1, 2, 3
+WITH_FAINT_PIXELS = 0.2  # share of training images in random renderings that keep pixels below the floor
+_FULLEST = 3300  # about the maximum number of tokens of images of 128 and 256 pixels
+# About the minimum of the mean tokens per image of a batch: images of 32 pixels with 6 dashes have 284 and, without
+# levels below 32, 130; images of 64 pixels 340.
 _FEWEST, _FEWEST_BRIGHT = 256, {32: 112, 64: 256}
 
 
@@ -43,12 +47,13 @@ class Recipe:
     layers: tuple[Relation, ...]
     block: int
     registers: int
-    pixel_labels: bool  # of marker counts
-    hidden: float = 0.0  # share of drawn pixels
-    floor: int = 1  # lower levels are background
-    renderings: bool = False  # random ones in training
-    release: str | None = None  # folder of released images
-    images: int | None = None  # distinct images of each length; None: all fresh
+    pixel_labels: bool  # whether batches have the marker counts of pixels
+    hidden: float = 0.0  # share of hidden drawn pixels
+    floor: int = 1  # lower levels are background, if background is dropped
+    renderings: bool = False  # random renderings in training; otherwise all have this project's
+    release: str | None = None  # folder of released images, used instead of fresh ones
+    images: int | None = None  # number of distinct images of each length in training; None: all fresh
+    strokes: tuple[str, ...] = (ORIGINAL,)  # of the images, drawn for each
 
 
 def recipe_of(config: Config, number: int, earlier: int = 0) -> Recipe:
@@ -57,7 +62,7 @@ def recipe_of(config: Config, number: int, earlier: int = 0) -> Recipe:
     return Recipe(
         number, stage.size, stage.contours, training_seed(config.seed, earlier), stage.background, stage.tokens,
         config.layers_of(stage), config.block, config.registers, config.auxiliary > 0 and not config.hidden,
-        config.hidden, config.floor, config.renderings, config.release, stage.images,
+        config.hidden, config.floor, config.renderings, config.release, stage.images, config.styles,
     )  # fmt: skip
 
 
@@ -80,6 +85,57 @@ def blocks_of_whole(recipe: Recipe) -> int:
     return recipe.size**2 // recipe.block + (recipe.registers > 0)
 
 
+class Drawn(Protocol):
+    """One drawing of any strokes."""
+
+    @property
+    def label(self) -> int: ...
+    def image(self) -> NDArray[np.uint8]: ...
+    def rendered(self, random: np.random.Generator) -> NDArray[np.uint8]:
+        """The image in a random rendering."""
+        ...
+
+    def counts(self) -> NDArray[np.uint8]:
+        """The number of markers on the curve of each pixel."""
+        ...
+
+
+@dataclass(frozen=True)
+class Original:
+    vectors: Vectors
+
+    @property
+    def label(self) -> int:
+        return int(self.vectors.labels[0])
+
+    def image(self) -> NDArray[np.uint8]:
+        return render(self.vectors)[0]
+
+    def rendered(self, random: np.random.Generator) -> NDArray[np.uint8]:
+        return rendered(self.vectors, 0, drawn_rendering(random), random)
+
+    def counts(self) -> NDArray[np.uint8]:
+        return marker_counts(self.vectors)[0]
+
+
+@dataclass(frozen=True)
+class Other:
+    made: Stroked
+
+    @property
+    def label(self) -> int:
+        return self.made.label
+
+    def image(self) -> NDArray[np.uint8]:
+        return self.made.image
+
+    def rendered(self, random: np.random.Generator) -> NDArray[np.uint8]:
+        return rerendered(self.made.image, random)
+
+    def counts(self) -> NDArray[np.uint8]:
+        return self.made.counts
+
+
 def drawn(size: int, contour: int, seed: int, index: int) -> Vectors:
     parameters = parameters_of(size, contour)
     return collect(parameters, seed, [draw(parameters, seed, index)])
@@ -97,15 +153,15 @@ def make(recipe: Recipe, step: int) -> Packed:
         if recipe.release is not None:
             image, label = released_image(recipe, contour, index)
         else:
-            vectors = drawn(recipe.size, contour, recipe.seed, drawing_index(recipe, index))
-            image, label = training_image(recipe, vectors, index), int(vectors.labels[0])
+            drawing = drawing_of(recipe, contour, drawing_index(recipe, index))
+            image, label = training_image(recipe, drawing, index), drawing.label
         left -= blocks_of_whole(recipe) if keeps else blocks_needed(image, recipe.registers, recipe.block)
         if left < 0:
             break
         images.append(image)
         labels.append(label)
         if recipe.pixel_labels:
-            pixel_labels.append(marker_counts(vectors)[0])
+            pixel_labels.append(drawing.counts())
     common = {
         "block": recipe.block,
         "registers": recipe.registers,
@@ -128,12 +184,23 @@ def drawing_index(recipe: Recipe, index: int) -> int:
     return image_index(recipe.number, *divmod(chosen, MOST_IMAGES))
 
 
-def training_image(recipe: Recipe, vectors: Vectors, index: int) -> NDArray[np.uint8]:
-    """Without its background, in a rendering determined by index and seed."""
+def drawing_of(recipe: Recipe, contour: int, index: int) -> Drawn:
+    """A drawing of a recipe, with strokes that seed and index determine."""
+    style = recipe.strokes[0]
+    if len(recipe.strokes) > 1:
+        random = np.random.default_rng([recipe.seed, index, STROKES_STREAM])
+        style = recipe.strokes[random.integers(len(recipe.strokes))]
+    if style == ORIGINAL:
+        return Original(drawn(recipe.size, contour, recipe.seed, index))
+    return Other(stroked(style, recipe.size, contour, recipe.seed, index))
+
+
+def training_image(recipe: Recipe, drawing: Drawn, index: int) -> NDArray[np.uint8]:
+    """The training image with this index, without its background, in a rendering determined by index and seed."""
     if not recipe.renderings:
-        return without_background(render(vectors)[0], recipe)
+        return without_background(drawing.image(), recipe)
     random = np.random.default_rng([recipe.seed, index, RENDERING_STREAM])
-    return faint_or_not(recipe, rendered(vectors, 0, drawn_rendering(random), random), random)
+    return faint_or_not(recipe, drawing.rendered(random), random)
 
 
 def released_image(recipe: Recipe, contour: int, index: int) -> tuple[NDArray[np.uint8], int]:
@@ -187,9 +254,15 @@ def draw_and_pack(recipe: Recipe, first: int, last: int) -> Packed:
     if recipe.release is not None:
         return pack_released(recipe, folder_of_fold(Path(recipe.release), recipe.size, recipe.contours[0]),
                              "validation", first, last)  # fmt: skip
-    drawings = [drawn(recipe.size, recipe.contours[0], recipe.seed, index) for index in range(first, last)]
+    drawings = [drawing_of(recipe, recipe.contours[0], index) for index in range(first, last)]
     images = [training_image(recipe, one, index) for index, one in enumerate(drawings, first)]
-    return pack_images(recipe, images, [int(one.labels[0]) for one in drawings])
+    return pack_images(recipe, images, [one.label for one in drawings])
+
+
+def pack_strokes(recipe: Recipe, style: str, first: int, last: int) -> Packed:
+    """Test images first .. last - 1 of a style of strokes as one batch, as they are."""
+    made = [stroked(style, recipe.size, recipe.contours[0], TEST_SEED, index) for index in range(first, last)]
+    return pack_images(recipe, [each.image for each in made], [each.label for each in made])
 
 
 def pack_released(recipe: Recipe, place: Path, split: str, first: int, last: int) -> Packed:

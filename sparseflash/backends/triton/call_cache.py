@@ -19,6 +19,7 @@ from sparseflash.backends.problem import Problem
 from sparseflash.backends.saved import Saved
 from sparseflash.backends.scored import Run as OperatorRun
 from sparseflash.backends.scored import in_dtypes_of
+from sparseflash.backends.triton import native
 from sparseflash.backends.triton.call_keys import key_of_changes
 from sparseflash.blockmask import BlockMask
 from sparseflash.blockmask.cache import BoundedDict, mask_cache
@@ -43,9 +44,15 @@ def place_of(
     fp32 is excluded because its arithmetic depends on a PyTorch setting, and dynamic masks because they are new at
     every step. The result is also None for invalid arguments, which the checks then report.
     """
-    if not (isinstance(q, Tensor) and q.dtype in _HALF and (q.is_cuda or not on_gpu_only) and is_plain_call(q, k, v)):
+    if not (isinstance(q, Tensor) and q.dtype in _HALF and (q.is_cuda or not on_gpu_only) and is_plain_call()):
         return None
-    if torch.is_autocast_enabled(q.device.type) or not (scale is None or type(scale) is float):
+    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(q.device.type):
+        return None
+    if not (scale is None or type(scale) is float):
+        return None
+    # Everything that the checks and the launcher depend on. Triton specialises on addresses that are multiples of 16.
+    layouts = native.module().layouts(q, k, v)
+    if layouts is None:  # a subclass of Tensor that may override operators, or one without memory of its own
         return None
     if mask is None:
         calls, lengths = _dense_calls, None
@@ -58,19 +65,8 @@ def place_of(
         return None
     # Kernels that were asked for by name may serve the forward alone, which is an error if gradients are needed.
     insisted = bool(kernels) and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    # Everything that the checks and the launcher depend on. Triton specialises on addresses that are multiples of 16.
-    try:
-        key = (
-            q.shape, q.stride(), q.dtype, q.device, q.data_ptr() % 16,
-            k.shape, k.stride(), k.dtype, k.device, k.data_ptr() % 16,
-            v.shape, v.stride(), v.dtype, v.device, v.data_ptr() % 16,
-            scale, lengths, insisted, kernels,
-        )  # fmt: skip
-    except RuntimeError:
-        # A sparse or nested tensor, without strides or memory. The checks refuse it later; testing for it here would
-        # cost every call some time.
-        return None
-    if lengths is not None and lengths[1:] != key[0][:1]:  # slices, for a q without dimensions
+    key = layouts, scale, lengths, insisted, kernels
+    if lengths is not None and lengths[1:] != q.shape[:1]:  # slices, for a q without dimensions
         return None
     return calls, key
 
@@ -134,7 +130,7 @@ def repeated(
     calls, key = place
     if scores is None:
         call: PreparedCall | None = calls.get(key)
-        return None if call is None else call_directly(Run(call, mask), q, k, v)
+        return None if call is None else call_directly(Run(call, mask), q, k, v, have_memory=True)
     if not calls or not isinstance(scores, (Scores, Change)):
         return None
     changes = scores if isinstance(scores, Scores) else Scores((scores,))
@@ -142,7 +138,9 @@ def repeated(
     if not are_plain(*tensors):
         return None
     call = calls.get(_key_with(key, changes, tensors))
-    return None if call is None else call_directly(Run(call, mask, changes, tensors), q, k, v, *tensors)
+    if call is None:
+        return None
+    return call_directly(Run(call, mask, changes, tensors), q, k, v, *tensors, have_memory=True)
 
 
 def first(

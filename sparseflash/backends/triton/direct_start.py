@@ -2,7 +2,8 @@
 
 Triton's launcher converts all arguments and makes the TMA descriptors in Python at every call. That takes longer than
 all other host work of a short call. Here the parameters of a launch are kept in a buffer. A call writes only the
-parameters that differ between calls, and the driver replaces the addresses in the descriptors.
+parameters that differ between calls, and the driver replaces the addresses in the descriptors: in C (`native.c`), or in
+Python where that cannot be compiled.
 
 Triton does not document the parameters of a compiled kernel. They are derived from the kernel's signature, only for
 known versions of Triton, and compared with the declaration in the PTX. If they differ, Triton launches the kernel.
@@ -18,15 +19,14 @@ from __future__ import annotations
 import ctypes
 import re
 import struct
-import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import itemgetter
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from sparseflash.backends.triton import native
 from sparseflash.cuda_driver import cuda_driver, raise_if_failed
 
 DESCRIPTOR = "descriptor"
@@ -38,7 +38,6 @@ _CODES = {
 _DESCRIPTOR_BYTES, _ALIGNMENT = 128, 64  # of a CUtensorMap
 _ELEMENTS = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CUtensorMapDataType
 _L2_IN_128_BYTES = 2  # CUtensorMapL2promotion: what Triton asks for
-_INVALID_CONTEXT = 201  # CUresult: no context is current on this thread yet
 
 
 class Parameter(NamedTuple):
@@ -144,73 +143,59 @@ def loaded(compiled: Any, device: torch.device) -> int | None:
 _loaded: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
 
 
-class DirectStart:
-    """A compiled kernel with the parameters of one launch, except for the arguments given at each call."""
+class Driver(NamedTuple):
+    """The addresses of the driver's functions that start kernels."""
 
-    def __init__(
-        self, function: int, metadata: Any, parameters: Sequence[Parameter], arguments: Sequence[Any],
-        given: Sequence[int], device: torch.device,
-    ) -> None:  # fmt: skip
-        """arguments: all arguments of an example call. given: the indices of the arguments passed at each call, in
-        order. function: from `loaded`. metadata: Triton's metadata of the compiled kernel.
-        """
-        self._index, self._device = device.index, device
-        self._function, self._name = ctypes.c_void_p(function), metadata.name
-        self._threads, self._shared = 32 * metadata.num_warps, metadata.shared
-        self._lock = threading.Lock()  # held while the parameters are written and until the launch has copied them
-        by_call = {number: place for place, number in enumerate(given)}
-        descriptors = [each for each in parameters if each.code == DESCRIPTOR]
-        # The given parameters come first, in the order of the call; the others follow.
-        differing = sorted(
-            (each for each in parameters if each.argument in by_call and not _is_of_descriptor(each, descriptors)),
-            key=lambda each: by_call[each.argument],
-        )
-        packed = [each._replace(code="Q") if each.code == DESCRIPTOR else each for each in differing]
-        fixed = [each for each in parameters if each not in differing]
-        self._pick = _picker([(by_call[each.argument], each.item) for each in packed], len(given))
-        self._pointers = [
-            place for place, each in enumerate(differing)
-            if each.code == DESCRIPTOR or isinstance(_argument(arguments, each), Tensor)
-        ]  # fmt: skip
-        self._packer, rest = _packer(packed), _packer(fixed)
+    launch: int
+    launch_resident: int  # fails unless all programs of the grid can be resident at once
+    replace_address: int  # of a descriptor
 
-        first = _DESCRIPTOR_BYTES * len(descriptors)
-        self._memory = ctypes.create_string_buffer(_ALIGNMENT + first + self._packer.size + rest.size + 16)
-        skipped = -ctypes.addressof(self._memory) % _ALIGNMENT
-        start = ctypes.addressof(self._memory) + skipped
-        self._offset = skipped + first
-        rest.pack_into(self._memory, self._offset + self._packer.size, *(_value(arguments, each) for each in fixed))
-        places = {each: start + first + 8 * number for number, each in enumerate([*differing, *fixed])}
-        self._descriptors = []
-        for number, each in enumerate(descriptors):
-            places[each] = start + _DESCRIPTOR_BYTES * number
-            _encode(places[each], arguments[each.argument], metadata.tensordesc_meta[number])
-            self._descriptors.append((places[each], differing.index(each)))
-        end = start + first + self._packer.size + rest.size  # two null pointers: no scratch memory
-        addresses = [*(places[each] for each in parameters), end, end + 8]
-        self._parameters = (ctypes.c_void_p * len(addresses))(*addresses)
-        self._launch, self._replace = _functions()
-        self._last: tuple[None, ...] = (None,)  # the last argument of cuLaunchKernel
-        if metadata.launch_cooperative_grid:
-            self._launch, self._last = _launch_of_resident(), ()
+    @classmethod
+    def of_this_machine(cls) -> Driver:
+        """The functions of the installed driver."""
+        library = cuda_driver()
+        names = "cuLaunchKernel", "cuLaunchCooperativeKernel", "cuTensorMapReplaceAddress"
+        return cls(*(ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in names))
 
-    def __call__(self, programs: int, given: Sequence[Any]) -> None:
-        """Starts the kernel on the current stream of its device. That device must be current."""
-        values = list(self._pick(given))
-        for place in self._pointers:
-            values[place] = values[place].data_ptr()
-        stream = torch._C._cuda_getCurrentRawStream(self._index)
-        with self._lock:
-            self._packer.pack_into(self._memory, self._offset, *values)
-            for descriptor, place in self._descriptors:
-                self._replace(descriptor, values[place])
-            grid = programs, 1, 1, self._threads, 1, 1, self._shared
-            result = self._launch(self._function, *grid, stream, self._parameters, *self._last)
-            if result == _INVALID_CONTEXT:
-                torch.cuda.set_device(self._device)
-                result = self._launch(self._function, *grid, stream, self._parameters, *self._last)
-        if result != 0:
-            raise_if_failed(result, f"to start {self._name}")
+
+def kernel_of(
+    function: int, metadata: Any, parameters: Sequence[Parameter], arguments: Sequence[Any],
+    given: Mapping[str, int],
+) -> Any:  # fmt: skip
+    """A compiled kernel with the parameters of one launch, except for the arguments given at each call: a `Kernel` of
+    `native.c` or of `python_start.py`.
+
+    function: from `loaded`. metadata: Triton's metadata of the compiled kernel. arguments: all arguments of an example
+    call. given: the indices of the arguments passed at each call, by name, in order.
+    """
+    slots = {number: slot for slot, number in enumerate(given.values())}
+    described = [each for each in parameters if each.code == DESCRIPTOR]
+    offsets: dict[Parameter, int] = {each: _DESCRIPTOR_BYTES * n for n, each in enumerate(described)}
+    contents = ctypes.create_string_buffer(_DESCRIPTOR_BYTES * len(described) + _ALIGNMENT)
+    start = -ctypes.addressof(contents) % _ALIGNMENT
+    for number, each in enumerate(described):
+        address = ctypes.addressof(contents) + start + offsets[each]
+        _encode(address, arguments[each.argument], metadata.tensordesc_meta[number])
+    packed, values = bytearray(), []
+    for each in parameters:
+        item, inner = _indices(each)
+        if each.code != DESCRIPTOR:
+            offsets[each] = _DESCRIPTOR_BYTES * len(described) + len(packed)
+            packed += _packed(each.code, _value(arguments, each))
+        if each.argument in slots and not _is_of_descriptor(each, described):
+            code = "D" if each.code == DESCRIPTOR else "P" if _is_tensor(arguments, each) else each.code
+            if inner is None:
+                raise RuntimeError("what is given at each call must be tensors, tuples of them, or tuples of those")
+            values.append((offsets[each], code, slots[each.argument], item, inner))
+    scratch = _DESCRIPTOR_BYTES * len(described) + len(packed)  # two null pointers: no scratch memory
+    driver, resident = Driver.of_this_machine(), bool(metadata.launch_cooperative_grid)
+    return native.module().Kernel(
+        function, driver.launch_resident if resident else driver.launch, driver.replace_address, resident, 0,
+        32 * metadata.num_warps, metadata.shared,
+        contents.raw[start : start + _DESCRIPTOR_BYTES * len(described)] + bytes(packed) + bytes(16),
+        (*(offsets[each] for each in parameters), scratch, scratch + 8),
+        tuple(sorted(values, key=lambda value: value[2])), tuple(given),
+    )  # fmt: skip
 
 
 def _is_of_descriptor(parameter: Parameter, descriptors: Sequence[Parameter]) -> bool:
@@ -218,30 +203,21 @@ def _is_of_descriptor(parameter: Parameter, descriptors: Sequence[Parameter]) ->
     return parameter.code != DESCRIPTOR and any(each.argument == parameter.argument for each in descriptors)
 
 
-def _picker(
-    places: Sequence[tuple[int, int | tuple[int, ...] | None]], count: int
-) -> Callable[[Sequence[Any]], Iterable[Any]]:
-    """A function that picks the values at `places` from `count` given arguments.
-
-    A place is the index of an argument and, if that is a tuple, the index or indices inside it.
-    """
-    if places == [(place, None) for place in range(count)]:
-        return iter
-    if len(places) > 1 and all(item is None for _, item in places):
-        return itemgetter(*(place for place, _ in places))  # three times as fast as the list below
-    # The tensors of score modifications are in tuples of tuples. For speed, no function is called for each value.
-    if any(isinstance(item, tuple) and len(item) > 2 for _, item in places):
-        raise RuntimeError("what is given at each call must be tensors, tuples of them, or tuples of those")
-    steps = [(place, *(item if isinstance(item, tuple) else (item, None))) for place, item in places]
-    return lambda given: [
-        given[place] if i is None else given[place][i] if j is None else given[place][i][j] for place, i, j in steps
-    ]
+def _is_tensor(arguments: Sequence[Any], parameter: Parameter) -> bool:
+    return isinstance(_argument(arguments, parameter), Tensor)
 
 
-def _packer(parameters: Sequence[Parameter]) -> struct.Struct:
-    """Packs numbers into eight bytes each."""
-    codes = (each.code for each in parameters)
-    return struct.Struct("=" + "".join(f"{code}{8 - struct.calcsize(code)}x" for code in codes))
+def _indices(parameter: Parameter) -> tuple[int, int | None]:
+    """The index in an argument that is a tuple, and the one in its item; -1 for none, None if there are more."""
+    item = parameter.item
+    if not isinstance(item, tuple):
+        return -1 if item is None else item, -1
+    return item[0], item[1] if len(item) == 2 else None
+
+
+def _packed(code: str, value: int | float) -> bytes:
+    """A number in eight bytes."""
+    return struct.pack("=" + code, value).ljust(8, b"\0")
 
 
 def _value(arguments: Sequence[Any], parameter: Parameter) -> int | float:
@@ -274,19 +250,3 @@ def _encode(address: int, described: Any, metadata: Mapping[str, Any]) -> None:
         _L2_IN_128_BYTES, 0,
     )  # fmt: skip
     raise_if_failed(result, f"to describe a tensor of shape {described.shape} and strides {described.strides}")
-
-
-def _functions() -> tuple[Any, Any]:
-    """cuLaunchKernel and cuTensorMapReplaceAddress, with their argument types."""
-    launch, replace = cuda_driver().cuLaunchKernel, cuda_driver().cuTensorMapReplaceAddress
-    pointer, number = ctypes.c_void_p, ctypes.c_uint
-    launch.argtypes = (pointer, *[number] * 7, pointer, pointer, pointer)
-    replace.argtypes = (pointer, pointer)
-    return launch, replace
-
-
-def _launch_of_resident() -> Any:
-    """cuLaunchCooperativeKernel: fails unless all programs of the grid can be resident at once."""
-    launch = cuda_driver().cuLaunchCooperativeKernel
-    launch.argtypes = (ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.c_void_p)
-    return launch

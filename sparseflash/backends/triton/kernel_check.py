@@ -28,9 +28,9 @@ from sparseflash.backends.triton.hopper.configs import (
     SMALL,
     backward_config_for,
     config_for,
+    dkdv_configs_for,
     dq_config_for,
     tile_for,
-    wide_config_for,
 )
 from sparseflash.blockmask import BlockMask
 from sparseflash.scores.change import PAIRS, Scores
@@ -124,9 +124,9 @@ def fault(kind: Kind, examples: Sequence[Example]) -> str:
     tile = tile_for(SMALL if kind.small else BLOCK, dims)
     expected = {"forward_kernel": config_for(dims[0], tile, dims[1]).start_registers}
     if kind.backward:
-        wide = wide_config_for(*dims)
-        if wide is not None:
-            expected["wide_backward_kernel"] = wide.start_registers
+        of_keys = dkdv_configs_for(*dims)
+        if of_keys:
+            expected["wide_dkdv_kernel"] = of_keys[0].start_registers
             expected["wide_dq_kernel"] = dq_config_for(*dims).start_registers
         else:
             expected["backward_kernel"] = backward_config_for(*dims).start_registers

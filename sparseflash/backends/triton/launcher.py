@@ -2,7 +2,7 @@
 
 A `Variant` is one specialisation of a kernel: constants, dtypes, which pointers are None, which addresses and strides
 are multiples of 16. A `Launch` is a variant with all arguments that are the same for tensors of one layout. A
-`BoundLaunch` adds the grid and the work lists of one plan.
+`BoundLaunch` adds the grid and the work lists of one plan. A `LaunchSequence` starts several of them by one call.
 """
 
 from __future__ import annotations
@@ -11,20 +11,23 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from sparseflash.backends.triton import native
 from sparseflash.backends.triton.architecture import architecture_of
 from sparseflash.backends.triton.cuda_graphs import refuse_to_record
-from sparseflash.backends.triton.direct_start import DirectStart, Parameter, loaded, parameters_of_compiled
+from sparseflash.backends.triton.direct_start import Parameter, kernel_of, loaded, parameters_of_compiled
 from sparseflash.backends.triton.versions import MEASURED, triton_version
+from sparseflash.cuda_driver import raise_if_failed
 from sparseflash.limits import check_count
 
 # Fused multiply-adds are fewer instructions and have smaller errors. Triton's default depends on its version.
 OPTIONS = {"enable_fp_fusion": True}
 DIRECT_VERSIONS = tuple(each.triton for each in MEASURED if each.direct)
+_INVALID_CONTEXT = 201  # CUresult: no context is current on this thread yet
 
 
 class Variant:
@@ -52,9 +55,14 @@ class Variant:
         self._parameters: list[Parameter] | None = None  # None unless the kernel can be started directly
         self._function = 0  # the driver's handle, if the kernel can be started directly
         self._hooks: Any = None  # Triton's launch hooks, for profilers; only Triton's launcher calls them
-        self._index = device.index
+        self.index = device.index
         self.compiling: Future[None] | None = None  # set while another thread compiles the kernel
         self._prepared = False
+
+    @property
+    def name(self) -> str:
+        """The kernel's name."""
+        return str(self.function.__name__)
 
     def is_new(self) -> bool:
         """Whether the kernel is neither compiled nor being compiled."""
@@ -62,16 +70,18 @@ class Variant:
 
     def can_start_directly(self) -> bool:
         """Whether the kernel can be started without Triton's launcher now."""
-        if self._parameters is None or torch._C._cuda_getDevice() != self._index:
+        if self._parameters is None or torch._C._cuda_getDevice() != self.index:
             return False
         hooks = self._hooks
         return not (hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
 
-    def direct_start(self, arguments: Sequence[Any], given: Sequence[int]) -> DirectStart:
-        """The kernel bound to these arguments. `given`: the indices of the arguments that each call passes anew."""
+    def kernel(self, arguments: Sequence[Any], given: Mapping[str, int]) -> Any:
+        """The kernel with these arguments, to be started directly. `given`: the indices of the arguments that each call
+        passes anew, by name.
+        """
         if self._parameters is None:
             raise RuntimeError(f"{self.function.__name__} cannot be started directly")
-        return DirectStart(self._function, self._compiled.metadata, self._parameters, arguments, given, self.device)
+        return kernel_of(self._function, self._compiled.metadata, self._parameters, arguments, given)
 
     def prepare(self, arguments: Sequence[Any]) -> None:
         """Compiles and loads the kernel the first time, or waits for the thread that compiles it."""
@@ -151,7 +161,7 @@ class Launch:
         self.variant, self.bound, self.examples = variant, tuple(bound), dict(examples)
         self._arguments = [given[name] for name in variant.names]
         self._slots = [(variant.names.index(name), described.get(name)) for name in (*bound, *examples)]
-        self._direct: DirectStart | None = None
+        self.kernel: Any = None  # see `Variant.kernel`; made by the first start without Triton's launcher
         # An itemgetter of one name does not return a tuple.
         self.pick: Callable[[Mapping[str, Any]], tuple[Any, ...]] = (
             itemgetter(*examples) if len(examples) > 1 else lambda given: tuple(given[name] for name in examples)
@@ -181,9 +191,14 @@ class Launch:
             if not self.variant.can_start_directly():
                 self.variant.launch(programs, arguments)
                 return
-        if self._direct is None:
-            self._direct = self.variant.direct_start(self.arguments(given), [slot for slot, _ in self._slots])
-        self._direct(programs, given)
+        kernel = self.kernel
+        if kernel is None:
+            slots = {self.variant.names[slot]: slot for slot, _ in self._slots}
+            kernel = self.kernel = self.variant.kernel(self.arguments(given), slots)
+        stream = torch._C._cuda_getCurrentRawStream(self.variant.index)
+        failed = kernel.start(programs, given, stream)
+        if failed is not None:
+            _after_refusal((self.variant,), failed, lambda _: kernel.start(programs, given, stream))
 
     def arguments(self, given: Sequence[Any]) -> list[Any]:
         """All arguments in the kernel's order."""
@@ -193,17 +208,22 @@ class Launch:
         return arguments
 
 
-class BoundLaunch(NamedTuple):
+class BoundLaunch:
     """A launch with its grid and bound tensors. Calls pass the remaining arguments."""
 
-    launch: Launch
-    programs: int
-    tensors: tuple[Tensor, ...]
+    def __init__(self, launch: Launch, programs: int, tensors: tuple[Tensor, ...]) -> None:
+        self.launch, self.programs, self.tensors = launch, programs, tensors
+        self.kernels: tuple[Any, ...] | None = None  # the kernel with the bound tensors, once started directly
 
     def __call__(self, given: Mapping[str, Any]) -> None:
         """Launches the kernel. given: its arguments by name; names that it does not have are ignored."""
-        launch = self.launch
-        launch.start(self.programs, *self.tensors, *launch.pick(given))
+        kernels, variant = self.kernels, self.launch.variant
+        if kernels is not None and variant.can_start_directly():
+            start_together((variant,), kernels, given)
+            return
+        self.launch.start(self.programs, *self.tensors, *self.launch.pick(given))
+        if self.launch.kernel is not None:
+            self.kernels = (self.launch.kernel.bound(self.programs, self.tensors),)
 
     def compile(self) -> None:
         """Compiles and loads the kernel that calls will launch; callable on any thread."""
@@ -215,6 +235,53 @@ class BoundLaunch(NamedTuple):
 
     def _example(self) -> list[Any]:
         return self.launch.arguments((*self.tensors, *self.launch.examples.values()))
+
+
+class LaunchSequence:
+    """Launches that follow one another on one device. A repeated call starts all of them by one call of C."""
+
+    def __init__(self, *launches: BoundLaunch | None) -> None:
+        self.launches = [each for each in launches if each is not None]
+        self._variants = tuple([each.launch.variant for each in self.launches])
+        self._kernels: tuple[Any, ...] | None = None
+
+    def __call__(self, given: Mapping[str, Any]) -> None:
+        """Launches the kernels. given: the arguments of all by name."""
+        if self._kernels is not None and self._variants[0].can_start_directly():
+            start_together(self._variants, self._kernels, given)
+            return
+        for each in self.launches:
+            each(given)
+        found = [each.kernels for each in self.launches if each.kernels is not None]
+        if len(found) == len(self.launches):
+            self._kernels = tuple([kernel for kernels in found for kernel in kernels])
+
+
+def start_together(variants: tuple[Variant, ...], kernels: tuple[Any, ...], given: Mapping[str, Any]) -> None:
+    """Starts kernels, of these variants, one after another on the current stream. Their device must be current."""
+    stream = torch._C._cuda_getCurrentRawStream(variants[0].index)
+    start = native.module().start
+    failed = start(kernels, given, stream)
+    if failed is not None:
+        _after_refusal(variants, failed, lambda begun: start(kernels[begun:], given, stream))
+
+
+def _after_refusal(
+    variants: Sequence[Variant], failed: tuple[int, int], start: Callable[[int], tuple[int, int] | None]
+) -> None:
+    """Makes a context current on this thread and starts the kernels that are left, if that was all that the driver
+    missed. Raises RuntimeError otherwise.
+
+    failed: how many kernels were started, and the driver's status. start: starts the others.
+    """
+    begun, status = failed
+    if status == _INVALID_CONTEXT:
+        torch.cuda.set_device(variants[0].device)
+        again = start(begun)
+        if again is None:
+            return
+        begun, status = begun + again[0], again[1]
+    raise_if_failed(status, f"to start {variants[begun].name}")
 
 
 class Describe:

@@ -13,6 +13,7 @@ from sparseflash.backends.problem import Problem
 from sparseflash.backends.registration import empty_out
 from sparseflash.backends.saved import Saved
 from sparseflash.backends.triton import device as gpu
+from sparseflash.backends.triton import native
 from sparseflash.backends.triton.alignment import aligned_start
 from sparseflash.backends.triton.call_keys import key_of, key_of_changes
 from sparseflash.backends.triton.compile_ahead import compile_side_by_side
@@ -51,6 +52,9 @@ class PreparedCall:
         # By pass and wanted gradients: a handful.
         self._decisions: dict[tuple[bool, ...], tuple[Request, Decision]] = {}
         self._backwards = BoundedDict(_MOST_LAYOUTS)
+        self._read_as_they_are = BoundedDict(
+            _MOST_LAYOUTS
+        )  # of `_backwards`, by the layouts of tensors none is copied of
 
     def decision(
         self, q: Tensor, v: Tensor, changes: Scores | None = None, wanted: Sequence[bool] = (), *, backward: bool
@@ -104,21 +108,20 @@ class PreparedCall:
         wanted = [] if changes is None else [is_recorded and x.requires_grad for x in changes.tensors()]
         if (follows or any(wanted)) and self.decision(q, v, changes, wanted, backward=True)[1].family is not None:
             out = empty_out(like(q), like(v))
+            compile_side_by_side(launches, fewest=1)  # beside the plan of the backward, and the kernels that make it
             with suppress(ValueError):  # the backward raises when it is called
-                launches += self.backward_pass(
-                    q, k, v, out, out, dlse=False, changes=changes, wanted=wanted, compiles=False
-                ).launches()  # fmt: skip
+                self.backward_pass(q, k, v, out, out, dlse=False, changes=changes, wanted=wanted)
         self.forward = made
         compile_side_by_side(launches)
         return made
 
     def backward_pass(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, *, dlse: bool, changes: Scores | None = None,
-        wanted: Sequence[bool] = (), compiles: bool = True,
+        wanted: Sequence[bool] = (),
     ) -> BackwardPass:  # fmt: skip
         """The backward for tensors of this layout: hooks for saved tensors may have changed the one of the forward.
 
-        dlse: whether a gradient arrives for lse. compiles: start compiling the kernels here; otherwise the caller does.
+        dlse: whether a gradient arrives for lse.
         """
         key: tuple[Any, ...] = (
             dout.stride(), q.stride(), k.stride(), v.stride(), out.stride(), dlse,
@@ -138,16 +141,24 @@ class PreparedCall:
                 dlse=dlse, **more,
             )  # fmt: skip
             self._backwards.put(key, made)
-            if compiles:
-                compile_side_by_side(made.launches())
+            compile_side_by_side(made.launches())
         return made
 
     def backward(
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None, dropout: Dropout | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of q, k and v."""
-        dout, dlse, saved = as_kernels_read(dout, dlse, saved)
+        key = None
+        if dlse is None and saved.kept is None:  # as in most trainings; others take the longer way
+            key = native.module().layouts(dout, *saved[:5])
+            run: BackwardPass | None = None if key is None else self._read_as_they_are.get(key)
+            if run is not None:
+                return run(dout, None, saved, lengths, dropout)
+        given = dout, dlse, saved
+        dout, dlse, saved = as_kernels_read(*given)
         run = self.backward_pass(*saved[:4], dout, dlse=dlse is not None)
+        if key is not None and dout is given[0] and saved is given[2]:
+            self._read_as_they_are.put(key, run)
         return run(dout, dlse, saved, lengths, dropout)
 
     def scored_backward(

@@ -14,7 +14,7 @@ import sparseflash
 from sparseflash import attention, attention_varlen, clear_caches, masks, scores
 from sparseflash.backends import blockwise
 from sparseflash.backends.problem import Problem
-from sparseflash.backends.triton import api, call_cache, prepared_call
+from sparseflash.backends.triton import api, call_cache, native, prepared_call
 from sparseflash.backends.triton.call_keys import key_of
 from sparseflash.backends.triton.launcher import Variant
 from sparseflash.backends.triton.overrides import override
@@ -152,14 +152,23 @@ def functions_of_a_repeat(call):
         if event == "call" and frame.f_code.co_filename.startswith(folder):
             found.append(frame.f_code.co_name)
 
-    def started(programs, given):
+    class Kernel:
+        def bound(self, programs, tensors):
+            return self
+
+        def start(self, *given):
+            found.append("started")
+
+    def start(kernels, given, stream):
         found.append("started")
 
     before = sys.getprofile()
     with (
         override(),  # also empties the caches that are filled here
         mock.patch.object(Variant, "can_start_directly", lambda self: found.append("asked") or True),
-        mock.patch.object(Variant, "direct_start", lambda self, *given: started),
+        mock.patch.object(Variant, "kernel", lambda self, *given: Kernel()),
+        mock.patch.object(native.module(), "start", start),
+        mock.patch.object(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, create=True),
     ):
         call()
         call()

@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from sparseflash import scores
-from sparseflash.backends.triton.changes.hopper import HopperChanges
+from sparseflash.backends.triton.changes.hopper import HopperChanges, HopperRequest
 from sparseflash.backends.triton.changes.kind import WHOLE_NUMBERS, Changes, Functions, Request
-from sparseflash.backends.triton.changes.kinds import HOPPER_KINDS, KINDS, Changed, changed_on_hopper
+from sparseflash.backends.triton.changes.kinds import HOPPER_KINDS, KINDS, Changed, changed_on_hopper, units_on_hopper
 from sparseflash.backends.triton.hopper.backward import backward_kernel as hopper_backward
 from sparseflash.backends.triton.hopper.forward import forward_kernel as hopper_forward
 from sparseflash.backends.triton.portable.dk_dv import dk_dv_kernel
@@ -99,28 +99,54 @@ def test_kernels_that_change_scores_are_started_directly():
     ), done.stdout
 
 
-def on_hopper(*kinds):
-    return changed_on_hopper(Scores(tuple(CHANGES[kind] for kind in kinds))).constant
+def on_hopper(*changes, backward, learned=False):
+    known = {**CHANGES, "bias": scores.bias(torch.ones(1, 2, 40, 40).half())}  # the kernels read it as it is
+    changes = [known[x] if isinstance(x, str) else x for x in changes]
+    changes = Scores(tuple(changes)).prepared(Sizes(1, 2, 40, 40, torch.device("cpu")))
+    units = units_on_hopper(changes, 1.0, backward=backward)
+    request = HopperRequest(torch.float16, 40, torch.device("cpu"), units, 64, 128, backward)
+    return changed_on_hopper(changes, request, [learned] * len(changes.tensors()))
 
 
-def test_every_change_of_the_hopper_forward_is_another_constant():
-    kinds = [kind for kind in HOPPER_KINDS if kind in CHANGES]
-    assert set(HOPPER_KINDS) - set(kinds) == {"tile_bias"}
-    found = [on_hopper(), *(on_hopper(kind) for kind in kinds), *(on_hopper(kind, "sink") for kind in kinds[:-1])]
-    found.append(changed_on_hopper(Scores((scores.log_decay(torch.ones(2)),))).constant)
+@pytest.mark.parametrize("backward", [False, True])
+def test_every_change_of_a_hopper_kernel_is_another_constant(backward):
+    kinds = [kind for kind in HOPPER_KINDS if kind in CHANGES and not (backward and kind == "sink")]
+    others = [
+        *((kind, "sink") for kind in kinds if kind != "sink" and not backward),
+        (scores.log_decay(torch.ones(2)),),
+    ]
+    found = [on_hopper(*each, backward=backward).constant for each in [(), *((kind,) for kind in kinds), *others]]
+    if backward:
+        found += [on_hopper(kind, backward=True, learned=True).constant for kind in kinds if kind != "softcap"]
+        assert on_hopper("sink", backward=True).constant == found[0], "lse includes the sink"
     assert len({each.cache_key for each in found}) == len(set(found)) == len(found)
-    assert on_hopper("softcap") == on_hopper("softcap")
+    assert on_hopper("softcap", backward=backward).constant == found[1 + kinds.index("softcap")]
 
 
-@pytest.mark.parametrize("field", ["keeps_branch", "reads_blocks", "may_be_nan", "by_thread"])
-def test_an_edited_fact_of_the_hopper_forward_is_compiled_anew(field):
-    kind = HOPPER_KINDS["sink"]
-    assert HopperChanges([kind]) != HopperChanges([kind._replace(**{field: not getattr(kind, field)})])
+@pytest.mark.parametrize(
+    "change",
+    [{"keeps_branch": True}, {"reads_blocks": True}, {"may_be_nan": True}, {"adds": "threads"}, {"told": 1}],
+    ids=str,
+)
+def test_an_edited_fact_of_a_hopper_kernel_is_compiled_anew(change):
+    (kind,) = on_hopper("sink", backward=False).all
+    before = HopperChanges([kind])
+    kind.__dict__.update(change)
+    assert HopperChanges([kind]) != before
+
+
+def test_the_hopper_backward_has_room_for_the_numbers_of_every_change():
+    """Number 0 is the tile's; the last is the query head's, where sums are written head by head."""
+    for kind in ("distance", "relative", "key_bias", "bias"):
+        constant = on_hopper(kind, backward=True, learned=True).constant
+        assert constant.TOLD == 5 and constant.FIRST_TOLD == (1,)
+    both = on_hopper("distance", "key_bias", backward=True, learned=True)
+    assert (both.constant.FIRST_TOLD, both.constant.TOLD) == ((1, 4), 6)
 
 
 @pytest.mark.parametrize(
     ("kernel", "most"),
-    [(hopper_forward, 37), (hopper_backward, 52), (forward_kernel, 42), (dq_kernel, 48), (dk_dv_kernel, 45)],
+    [(hopper_forward, 37), (hopper_backward, 42), (forward_kernel, 42), (dq_kernel, 48), (dk_dv_kernel, 45)],
 )
 def test_no_kernel_has_more_parameters_than_today(kernel, most):
     assert len(kernel.arg_names) <= most

@@ -5,54 +5,82 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from triton.runtime import driver
 
-from sparseflash import cuda_driver
-from sparseflash.backends.triton import direct_start, launcher
-from sparseflash.backends.triton.direct_start import DESCRIPTOR, DirectStart, Parameter, are_declared, parameters_of
+from sparseflash.backends.triton import direct_start, launcher, native, python_start
+from sparseflash.backends.triton.direct_start import DESCRIPTOR, Parameter, are_declared, parameters_of
 
-CPU = torch.device("cpu")
 CODES = {"i1": "B", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u32": "I", "fp32": "f", "fp64": "d", "*bf16": "Q"}
 PTX_TYPES = {1: "u8", 2: "u16", 4: "u32", 8: "u64", 128: "b8"}
+
+
+LAUNCH = [ctypes.c_void_p, *[ctypes.c_uint] * 7, ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p)]
+STARTS = [native.module(), python_start]  # what starts kernels: compiled C, and Python where nothing compiles
+
+
+@pytest.fixture(params=STARTS, ids=["c", "python"], autouse=True)
+def starts(request, monkeypatch):
+    monkeypatch.setattr(native, "module", lambda: request.param)
+    return request.param
 
 
 class Driver:
     """Reads the parameters of a launch at their addresses, as a GPU."""
 
-    def __init__(self, monkeypatch, parameters):
+    def __init__(self, monkeypatch, parameters=()):
         self.parameters, self.launches, self.results, self.encoded, self.replaced = parameters, [], [], [], []
-        monkeypatch.setattr(direct_start, "_functions", lambda: (self.launch, self.replace))
-        monkeypatch.setattr(direct_start, "_launch_of_resident", lambda: self.launch_resident)
+        self.resident = []
+        # As C sees them; kept alive here.
+        self.functions = (
+            ctypes.CFUNCTYPE(ctypes.c_int, *LAUNCH, ctypes.c_void_p)(self.launch),
+            ctypes.CFUNCTYPE(ctypes.c_int, *LAUNCH)(self.launch_resident),
+            ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(self.replace),
+        )
+        addresses = direct_start.Driver(*(ctypes.cast(each, ctypes.c_void_p).value for each in self.functions))
+        monkeypatch.setattr(direct_start.Driver, "of_this_machine", lambda: addresses)
         monkeypatch.setattr(direct_start, "cuda_driver", lambda: SimpleNamespace(cuTensorMapEncodeTiled=self.encode))
-        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 1234, raising=False)
 
     def launch(self, *arguments):
         *others, extra = arguments
         assert extra is None
-        return self.launch_resident(*others)
+        return self.started(*others)
 
-    def launch_resident(self, function, *rest):
+    def launch_resident(self, *arguments):
+        self.resident.append(len(self.launches))
+        return self.started(*arguments)
+
+    def started(self, function, *rest):
         *grid, stream, addresses = rest
-        assert function.value == 99 and stream == 1234
+        assert function == 99 and stream == 1234
         values = []
         for parameter, address in zip(self.parameters, addresses):
             size = 128 if parameter.code == DESCRIPTOR else struct.calcsize(parameter.code)
             content = ctypes.string_at(address, size)
-            values.append(address if parameter.code == DESCRIPTOR else struct.unpack(parameter.code, content)[0])
-        scratch = [ctypes.string_at(address, 8) for address in list(addresses)[len(self.parameters) :]]
-        assert scratch == [bytes(8)] * 2
+            values.append(content if parameter.code == DESCRIPTOR else struct.unpack(parameter.code, content)[0])
+            assert parameter.code != DESCRIPTOR or address % 64 == 0
+        count = len(self.parameters)
+        assert [ctypes.string_at(address, 8) for address in addresses[count : count + 2]] == [bytes(8)] * 2
         self.launches.append((tuple(grid), values))
         return self.results.pop() if self.results else 0
 
     def replace(self, descriptor, address):
-        self.replaced.append((descriptor, address))
+        ctypes.memmove(descriptor, struct.pack("Q", address or 0), 8)
+        self.replaced.append(address)
+        return 0
 
     def encode(self, descriptor, kind, rank, address, sizes, strides, box, *rest):
         assert descriptor.value % 64 == 0
-        self.encoded.append((descriptor.value, address.value, list(sizes), list(strides)[: rank - 1], list(box)))
+        ctypes.memmove(descriptor.value + 8, b"made here", 9)
+        self.encoded.append((address.value, list(sizes), list(strides)[: rank - 1], list(box)))
         return 0
+
+
+def kernel_of(parameters, arguments, given, of=None):
+    """A kernel whose calls give the arguments with these indices, named by them."""
+    names = {f"x{index}": index for index in given}
+    return direct_start.kernel_of(99, of or metadata(), parameters, arguments, names)
 
 
 def metadata(descriptors=(), resident=False):
@@ -100,32 +128,57 @@ def expected(parameters, arguments):
     return values
 
 
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(kernels())
 @example((["i32", ("i64", "constexpr", "i32")], ([1, (2, 7, 3)], [4, (5, 7, 6)]), [1]))
 @example(([((), ("i64", "i32"), "fp32"), "i32"], ([((), (2, 3), 0.5), 1], [((), (5, 6), 1.5), 4]), [0]))
 def test_a_kernel_reads_what_each_call_gives_and_what_was_given_before(kernel):
+    """By place, by name, and with the first arguments bound."""
     signature, (first, second), given_by_calls = kernel
     names = [f"x{i}" for i in range(len(signature))]
     parameters = parameters_of(dict(zip(names, signature)), names)
     with pytest.MonkeyPatch.context() as monkeypatch:
         gpu = Driver(monkeypatch, parameters)
-        start = DirectStart(99, metadata(), parameters, first, given_by_calls, CPU)
-        for programs, given_now in ((5, first), (6, second), (7, first)):
-            arguments = [given_now[i] if i in given_by_calls else first[i] for i in range(len(first))]
-            start(programs, [given_now[i] for i in given_by_calls])
-            grid, values = gpu.launches.pop()
-            assert grid == (programs, 1, 1, 128, 1, 1, 512)
-            assert values == expected(parameters, arguments)
+        made = kernel_of(parameters, first, given_by_calls)
+        for bound in range(len(given_by_calls) + 1):
+            for programs, given_now in ((5, first), (6, second), (7, first)):
+                arguments = [given_now[i] if i in given_by_calls else first[i] for i in range(len(first))]
+                values = tuple(given_now[i] for i in given_by_calls)
+                named = {f"x{i}": given_now[i] for i in given_by_calls[bound:]} | {"other": None}
+                with_some = made.bound(programs, values[:bound])
+                assert made.start(programs, values, 1234) is None
+                assert with_some.start(programs, values[bound:], 1234) is None
+                assert native.module().start((with_some,), named, 1234) is None
+                for _ in range(3):
+                    grid, read = gpu.launches.pop()
+                    assert grid == (programs, 1, 1, 128, 1, 1, 512)
+                    assert read == expected(parameters, arguments)
+
+
+def test_kernels_start_one_after_another_and_each_takes_its_arguments_by_name(monkeypatch):
+    parameters = parameters_of({"x": "i32", "y": "*fp32"}, ["x", "y"])
+    gpu, x = Driver(monkeypatch, parameters), torch.empty(3)
+    kernels = [
+        direct_start.kernel_of(99, metadata(resident=n == 1), parameters, (n, x), {f"n{n}": 0, "y": 1}).bound(n + 1, ())
+        for n in range(4)
+    ]
+    assert native.module().start(tuple(kernels), {f"n{n}": 10 + n for n in range(4)} | {"y": x}, 1234) is None
+    assert [(grid[0], values) for grid, values in gpu.launches] == [(n + 1, [10 + n, x.data_ptr()]) for n in range(4)]
+    assert gpu.resident == [1]
+    with pytest.raises(KeyError, match="n3"):
+        native.module().start((kernels[3],), {"y": x}, 1234)
+    gpu.results = [7, 0, 0]  # the last one first
+    assert native.module().start(tuple(kernels), {f"n{n}": n for n in range(4)} | {"y": x}, 1234) == (2, 7)
 
 
 def test_what_calls_give_stands_in_tuples_of_tuples_at_most(monkeypatch):
     parameters = parameters_of({"x": (("i32", ("i32",)),)}, ["x"])
     assert [each.item for each in parameters] == [(0, 0), (0, 1, 0)]
     values = [((1, (2,)),)]
-    monkeypatch.setattr(direct_start, "_functions", lambda: (None, None))
-    DirectStart(99, metadata(), parameters, values, [], CPU)  # what no call gives may stand anywhere
+    Driver(monkeypatch)
+    kernel_of(parameters, values, [])  # what no call gives may stand anywhere
     with pytest.raises(RuntimeError, match="must be tensors, tuples of them, or tuples of those"):
-        DirectStart(99, metadata(), parameters, values, [0], CPU)
+        kernel_of(parameters, values, [0])
 
 
 def test_a_descriptor_is_made_once_and_pointed_to_the_tensor_of_each_call(monkeypatch):
@@ -136,42 +189,22 @@ def test_a_descriptor_is_made_once_and_pointed_to_the_tensor_of_each_call(monkey
     x, y, z = (torch.empty(2, 3, 64, 16, dtype=torch.bfloat16) for _ in range(3))
     describe = launcher.Describe(x, x.shape, x.stride(), (1, 1, 64, 16))
     box = {"block_size": [1, 1, 64, 16], "swizzle": 1}
-    start = DirectStart(99, metadata([box]), parameters, [1, describe(x), y], [1, 2], CPU)
-    ((descriptor, address, sizes, strides, boxes),) = gpu.encoded
+    kernel = kernel_of(parameters, [1, describe(x), y], [1, 2], of=metadata([box]))
+    ((address, sizes, strides, boxes),) = gpu.encoded
     assert (address, sizes, boxes) == (x.data_ptr(), [16, 64, 3, 2], [16, 64, 1, 1])
     assert strides == [2 * n for n in (16, 64 * 16, 3 * 64 * 16)]
     for tensors in ((x, y), (z, x)):
-        start(3, tensors)
-        assert gpu.replaced.pop() == (descriptor, tensors[0].data_ptr())
-        _, values = gpu.launches.pop()
-        assert values == [1, descriptor, *x.shape, *x.stride(), tensors[1].data_ptr()]
-
-
-def test_a_thread_without_a_context_gets_one_and_other_failures_are_told(monkeypatch):
-    gpu = Driver(monkeypatch, [])
-    chosen = []
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    start = DirectStart(99, metadata(), [], [], [], torch.device("cuda", 3))
-    gpu.results = [0, 201]  # the last one first
-    start(1, [])
-    assert chosen == [torch.device("cuda", 3)] and len(gpu.launches) == 2
-
-    def name_of(result, text):
-        text._obj.value = b"CUDA_ERROR_INVALID_VALUE"
-        return 0
-
-    monkeypatch.setattr(cuda_driver, "cuda_driver", lambda: SimpleNamespace(cuGetErrorName=name_of))
-    gpu.results = [1]
-    with pytest.raises(RuntimeError, match="some_kernel"):
-        start(1, [])
+        kernel.start(3, tensors, 1234)
+        assert gpu.replaced.pop() == tensors[0].data_ptr()
+        _, (a, descriptor, *sizes, b) = gpu.launches.pop()
+        assert descriptor == struct.pack("Q", tensors[0].data_ptr()) + b"made here".ljust(120, b"\0")
+        assert [a, *sizes, b] == [1, *x.shape, *x.stride(), tensors[1].data_ptr()]
 
 
 def test_programs_that_wait_for_one_another_are_started_together(monkeypatch):
     driver = Driver(monkeypatch, parameters_of({"x": "i32"}, ["x"]))
-    monkeypatch.setattr(driver, "launch", None)
-    start = DirectStart(99, metadata(resident=True), driver.parameters, [1], [0], CPU)
-    start(132, [5])
-    assert driver.launches == [((132, 1, 1, 128, 1, 1, 512), [5])]
+    kernel_of(driver.parameters, [1], [0], of=metadata(resident=True)).start(132, [5], 1234)
+    assert driver.launches == [((132, 1, 1, 128, 1, 1, 512), [5])] and driver.resident == [0]
 
 
 def test_a_descriptor_of_gluon_has_the_rank_of_its_box():

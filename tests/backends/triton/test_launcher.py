@@ -1,6 +1,8 @@
 import ast
+import threading
 import weakref
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -11,9 +13,9 @@ from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from experiments.benchmarks.calls import through_triton
-from sparseflash import attention, masks
-from sparseflash.backends.triton import compile_ahead, launcher
-from sparseflash.backends.triton.launcher import BoundLaunch, Describe, Launch, Variant
+from sparseflash import attention, cuda_driver, masks
+from sparseflash.backends.triton import compile_ahead, launcher, native
+from sparseflash.backends.triton.launcher import BoundLaunch, Describe, Launch, LaunchSequence, Variant
 from sparseflash.blockmask import streams
 
 GPU = torch.device("cuda", 0)
@@ -59,24 +61,45 @@ class Kernel:
 
 
 class Started:
-    def __init__(self, function, metadata, parameters, arguments, given, device):
-        self.kernel, self.arguments, self.given = function, arguments, given
+    """Stands in for what starts kernels: a `Kernel` of `native.c`, and `start`."""
+
+    def __init__(self, function, metadata, parameters, arguments, given):
         assert metadata is function.metadata
-        starts.append(self)
-        self.calls = []
+        made.append(self)
+        self.kernel, self.arguments, self.given, self.programs = function, list(arguments), dict(given), 0
 
-    def __call__(self, programs, given):
+    def bound(self, programs, tensors):
+        bound = Started(self.kernel, self.kernel.metadata, [], self.arguments, self.given)
+        bound.programs = programs
+        for x in tensors:
+            name = next(iter(bound.given))
+            bound.arguments[bound.given.pop(name)] = x
+        return bound
+
+    def start(self, programs, given, stream):
+        assert stream == 1234
         arguments = list(self.arguments)
-        for place, x in zip(self.given, given, strict=True):
-            arguments[place] = x
-        self.calls.append((programs, arguments))
+        for slot, (name, place) in enumerate(self.given.items()):
+            arguments[place] = given[name if isinstance(given, dict) else slot]
+        calls.append((self.kernel, programs, arguments))
+        status = results.pop() if results else 0
+        return (0, status) if status else None
 
 
-starts = []
+def start(kernels, given, stream):
+    together.append(len(kernels))
+    for number, kernel in enumerate(kernels):
+        failed = kernel.start(kernel.programs, given, stream)
+        if failed is not None:
+            return number, failed[1]
+    return None
+
+
+calls, together, results, made = [], [], [], []
 
 
 def calls_of(kernel):
-    return [call for start in starts if start.kernel is kernel for call in start.calls]
+    return [(programs, arguments) for started, programs, arguments in calls if started is kernel]
 
 
 @pytest.fixture(autouse=True)
@@ -85,12 +108,15 @@ def no_gpu(request, monkeypatch):
         return
     if not torch.cuda.is_available():
         monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 1234, raising=False)
         monkeypatch.setattr(launcher, "on_device", lambda device: mock.MagicMock())
         monkeypatch.setattr(streams, "is_capturing", lambda device: False)
     monkeypatch.setattr(launcher, "parameters_of_compiled", lambda compiled, names: [])
     monkeypatch.setattr(launcher, "loaded", lambda compiled, device: compiled.loaded.append("directly") or compiled)
-    monkeypatch.setattr(launcher, "DirectStart", Started)
-    starts.clear()
+    monkeypatch.setattr(launcher, "kernel_of", Started)
+    monkeypatch.setattr(native, "module", lambda: SimpleNamespace(start=start))
+    for each in (calls, together, results, made):
+        each.clear()
 
 
 def variant(kernel, **options):
@@ -167,13 +193,13 @@ def test_a_kernel_that_cannot_be_started_directly_is_left_to_triton(monkeypatch,
     kernel, x, work = Kernel(), *(torch.ones(2, 16, dtype=torch.float16) for _ in range(2))
     launch = launch_of(kernel).bind(3, work_ptr=work)
     launch(named(x, x)), launch(named(x, x))
-    assert kernel.loaded == ["by Triton"] and len(kernel.warmed) == 1 and not starts
+    assert kernel.loaded == ["by Triton"] and len(kernel.warmed) == 1 and not calls
     for grid, arguments, options in kernel.asked:
         assert grid == (3, 1, 1) and options == kernel.warmed[0][1]
         assert arguments[0] is x and arguments[1] is work and arguments[2::2] == (0.5, 8)
     assert len(kernel.asked) == 2
     with pytest.raises(RuntimeError, match="cannot be started directly"):
-        launch.launch.variant.direct_start([], [])
+        launch.launch.variant.kernel([], {})
 
 
 def test_a_launch_takes_its_arguments_by_name_in_any_order_and_from_among_others():
@@ -217,6 +243,70 @@ def test_what_is_compiled_before_its_launch_is_not_compiled_again():
     assert len(kernel.warmed) == len(kernel.loaded) == len(calls_of(kernel)) == 1
 
 
+def sequence_of(count):
+    kernels = [Kernel() for _ in range(count)]
+    x = torch.ones(2, 16, dtype=torch.float16)
+    launches = [launch_of(each).bind(number, work_ptr=x) for number, each in enumerate(kernels)]
+    return kernels, LaunchSequence(*launches, None), named(x, x)
+
+
+def test_a_repeated_sequence_starts_its_kernels_by_one_call():
+    kernels, sequence, given = sequence_of(3)
+    sequence(given)
+    assert not together
+    sequence(given)
+    assert together == [3] and [len(calls_of(each)) for each in kernels] == [2, 2, 2]
+    assert [programs for _, programs, _ in calls] == [0, 1, 2] * 2
+    with through_triton():
+        sequence(given)
+    assert together == [3] and [len(each.asked) for each in kernels] == [1, 1, 1]
+
+
+def test_a_sequence_of_which_triton_launches_one_kernel_starts_each_alone(monkeypatch):
+    kernels, sequence, given = sequence_of(2)
+    monkeypatch.setattr(launcher, "loaded", lambda compiled, device: None if compiled is kernels[1] else compiled)
+    sequence(given), sequence(given)
+    assert together == [1] and len(calls_of(kernels[0])) == len(kernels[1].asked) == 2
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_thread_without_a_context_gets_one_and_other_failures_are_told(monkeypatch, alone):
+    chosen, names = [], []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    kernels, sequence, given = sequence_of(3)
+    sequence(given)
+    calls.clear()
+    one = Launch.of_all_arguments(kernels[0], GPU, num_warps=4, num_stages=2)
+    arguments = [given["x_ptr"], given["x_ptr"], 0.5, given["y_ptr"], 8]
+
+    def run():
+        one.start(3, *arguments) if alone else sequence(given)
+
+    run()
+    calls.clear()
+    results[:] = [0, 201] if alone else [0, 0, 0, 201, 0]  # the last one first
+    run()
+    # Without a context: the kernel once more; in a sequence, the second one and what follows.
+    tried = [kernels.index(kernel) for kernel, _, _ in calls]
+    assert chosen == [GPU] and tried == ([0, 0] if alone else [0, 1, 1, 2])
+
+    def name_of(result, text):
+        names.append(result)
+        text._obj.value = b"CUDA_ERROR_INVALID_VALUE"
+        return 0
+
+    monkeypatch.setattr(cuda_driver, "cuda_driver", lambda: SimpleNamespace(cuGetErrorName=name_of))
+    kernels[2].__name__ = "the_third"
+    kernels[0].__name__ = "the_first"
+    for failing, name in (
+        [([1], "first"), ([1, 201], "first")] if alone else [([1, 0, 0], "third"), ([1, 201, 0, 0], "third")]
+    ):
+        results[:] = failing
+        with pytest.raises(RuntimeError, match=f"refused to start the_{name}: CUDA_ERROR_INVALID_VALUE"):
+            run()
+    assert names == [1, 1]
+
+
 def test_the_work_of_a_launch_lives_as_long_as_it():
     work = torch.ones(3)
     alive = weakref.ref(work)
@@ -251,7 +341,7 @@ def test_a_version_that_is_not_known_is_left_to_triton(monkeypatch):
     kernel, x = Kernel(), torch.ones(2, 16, dtype=torch.float16)
     launch = launch_of(kernel).bind(1, work_ptr=x)
     launch(named(x, x)), launch(named(x, x))
-    assert len(kernel.asked) == 2 and kernel.loaded == ["by Triton"] and not starts
+    assert len(kernel.asked) == 2 and kernel.loaded == ["by Triton"] and not calls
 
 
 def test_the_benchmark_of_calls_can_leave_all_to_triton():
@@ -289,7 +379,7 @@ def test_what_is_described_is_a_descriptor_to_the_compiler_and_when_a_start_is_p
     launch = launch_of(kernel, y_ptr=Describe(x, [2, 16], [16, 1], [1, 16])).bind(1, work_ptr=x)
     first, second = (torch.zeros(2, 16, dtype=torch.float16) for _ in range(2))
     launch(named(x, first)), launch(named(x, second))
-    ((to_compile, _),), (start,) = kernel.warmed, starts
+    ((to_compile, _),), start = kernel.warmed, made[0]
     for arguments in (to_compile, start.arguments):
         described = arguments[3]
         assert isinstance(described, TensorDescriptor) and described.base is first
@@ -310,7 +400,7 @@ def test_what_is_launched_while_it_is_compiled_waits_for_that():
     launch.launch.variant.compiling = compiling
     with pytest.raises(ValueError, match="does not compile"):
         launch(named(x, x))
-    assert not kernel.warmed and not starts
+    assert not kernel.warmed and not calls
 
 
 def test_a_kernel_is_not_loaded_while_a_graph_is_recorded(monkeypatch):
@@ -337,10 +427,47 @@ def test_kernels_that_are_new_are_compiled_side_by_side():
     assert compile_.call_count == 2 and variants[0].compiling is None
 
 
-def test_one_new_kernel_is_left_to_its_launch():
+def test_one_new_kernel_is_left_to_its_launch_unless_there_is_other_work_meanwhile():
     launch = launch_of(Kernel()).bind(1, work_ptr=torch.ones(1))
     compile_ahead.compile_side_by_side([launch])
     assert launch.launch.variant.compiling is None
+    compile_ahead.compile_side_by_side([launch], fewest=1)
+    launch.launch.variant.compiling.result()
+    assert len(launch.launch.variant.function.warmed) == 1
+
+
+def test_kernels_that_follow_one_another_are_compiled_at_once_before_the_first_starts():
+    kernels, x = [Kernel() for _ in range(3)], torch.ones(2, 16, dtype=torch.float16)
+    launches = [Launch.of_all_arguments(each, GPU, num_warps=4, num_stages=2) for each in kernels]
+    all_begun, arguments = threading.Barrier(3, timeout=60), (x, None, 0.5, x, 8)
+
+    def warmup(kernel, *given, **options):
+        all_begun.wait()
+        return Kernel.warmup(kernel, *given, **options)
+
+    for kernel in kernels:
+        kernel.warmup = partial(warmup, kernel)
+    rehearsals = []
+
+    def rehearse(stand_ins):
+        rehearsals.append(len(stand_ins))
+        for each in stand_ins:
+            each.start(7, *arguments)
+
+    for _ in range(2):
+        compile_ahead.compile_rehearsed(launches, rehearse)
+        assert not calls or len(calls) == 3
+        for each in launches:
+            each.start(7, *arguments)
+    assert rehearsals == [3] and [len(each.warmed) for each in kernels] == [1, 1, 1]
+    assert [len(calls_of(each)) for each in kernels] == [2, 2, 2]
+
+
+def test_what_a_graph_records_is_not_compiled_meanwhile(monkeypatch):
+    monkeypatch.setattr(streams, "is_capturing", lambda device: True)
+    launch = Launch.of_all_arguments(Kernel(), GPU, num_warps=4, num_stages=2)
+    with pytest.raises(RuntimeError, match="graph"):
+        compile_ahead.compile_rehearsed([launch], lambda stand_ins: pytest.fail("it was rehearsed"))
 
 
 @pytest.mark.gpu

@@ -135,7 +135,7 @@ def test_numbers_of_queries_come_by_descriptors_where_a_tile_of_them_is_128_byte
     mask = masks.local(40, window=9, block=block)
     attention(q, k, v, mask, backend="triton").sum().backward()
     kernel = kernels_of(mask)["dk_dv"]
-    launch, _, work = kernel.launch
+    launch, work = kernel.launch.launch, kernel.launch.tensors
     arguments = launch.arguments([*work, *(torch.empty_like(x, device="cpu") for x in launch.examples.values())])
     numbers = dict(zip(launch.variant.names, arguments, strict=True))["lse2"]
     assert kernel.choice.descriptors and kernel.choice.config.block_m == block

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from experiments import measurements
 from experiments.lm import compare, compare_report
-from experiments.lm.cases import Case
+from experiments.lm.cases import Case, parsed
 from experiments.lm.cli import app
 from experiments.lm.show import Finished, read
 from experiments.training import run_folder
@@ -180,3 +180,50 @@ def test_the_settings_of_a_case_are_its_own_whatever_else_is_chosen():
         3.0,
     )
     assert config.depth == 12 and config.lr == 1e-3
+
+
+def test_rates_are_tuned_for_each_case_and_then_trained_with_several_seeds(store, tmp_path):
+    grid = invoke(store, tmp_path / "grid", "--lrs=1e-4,1e-2", steps=6)
+    assert grid.exit_code == 0, grid.output
+    runs = json.loads((tmp_path / "grid" / "compare.json").read_text())["runs"]
+    assert [each["run"] for each in runs] == [f"{name}-lr{rate}" for name in NAMES for rate in ("0.0001", "0.01")]
+    assert "By case and learning rate" in grid.output
+    cases = [case for text in CASES for case in parsed(text)]
+    tuned = compare.tuned_in(tmp_path / "grid", cases)
+    for case in cases:
+        of_case = [each for each in runs if (each["pattern"], each["attention"]) == (case.pattern, case.attention)]
+        assert tuned[case] == min(of_case, key=lambda each: each["val_loss"])["lr"]
+    done = invoke(
+        store, tmp_path / "seeds", f"--lr-from={tmp_path / 'grid'}", "--seeds=3,4", f"--record={tmp_path / 'r.jsonl'}",
+        steps=6,
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    runs = json.loads((tmp_path / "seeds" / "compare.json").read_text())["runs"]
+    assert [(each["run"], each["seed"]) for each in runs] == [
+        (f"{name}-seed{seed}", seed) for name in NAMES for seed in (3, 4)
+    ]
+    assert {each["lr"] for each in runs} <= {1e-4, 1e-2}
+    losses = [each["val_loss"] for each in runs[:2]]
+    assert f"{sum(losses) / 2:.4f} ± {abs(losses[0] - losses[1]) / 2**0.5:.4f}" in done.output
+    assert {each.seeds for each in measurements.read(tmp_path / "r.jsonl")[1]} == {2}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--lrs=1e-4,x"], "--lrs must be different numbers above 0 and below 1, 3e-4,6e-4 say; got '1e-4,x'"),
+        (["--lrs=1e-4,1e-4"], "--lrs must be different numbers"),
+        (["--lrs=1e-4", "--lr-from=x"], "--lr, --lrs and --lr-from name learning rates: give one of them"),
+        (["--lrs=1e-4,1e-3", "--record=x"], "--record keeps one run of each case and seed: choose a rate"),
+        (["--seeds=1,1"], "--seeds must be different"),
+    ],
+)
+def test_lists_that_do_not_fit_are_refused(words, message, store, tmp_path):
+    done = invoke(store, tmp_path, *words)
+    assert done.exit_code == 2 and message in " ".join(done.output.split())
+
+
+def test_a_case_that_was_not_tuned_is_named(store, whole, tmp_path):
+    with pytest.raises(ValueError, match="--lr-from must have runs of every case; it has none of cpu-128-dense-sdpa"):
+        case = Case("cpu", 128, "dense", "sdpa")
+        compare.configs_of([case], {}, tuned=compare.tuned_in(whole[0], [case]))

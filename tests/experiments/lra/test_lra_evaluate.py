@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from experiments.lra import cli
 from experiments.lra.data.listops.generator import Settings, generate
+from experiments.lra.evaluate import answers
 from experiments.lra.tasks import load
 from experiments.lra.train import Run
 from experiments.pathfinder.bins import marker_distances
@@ -48,6 +49,22 @@ def check_groups(found):
     assert sum(group["examples"] for group in groups) == found["test_examples"]
     right = sum(group["examples"] * group["accuracy"] for group in groups)
     assert right / found["test_examples"] == pytest.approx(found["test_accuracy"])
+
+
+def test_answers_are_in_the_order_of_the_examples(run, folder):
+    """Examples are tested the shortest first; the groups of a report are in the order of the file."""
+    made, _ = run
+    test = load("listops", folder).test
+    lengths = (test.ends - test.begins)[:, 0]
+    assert (np.diff(lengths) < 0).any()
+    made.model.train()
+    together, _ = answers(made.model, test, made.config, made.device, lambda tested: None)
+    alone = [
+        answers(made.model, test.take(np.array([row])), made.config, made.device, lambda tested: None)[0].item()
+        for row in range(len(test))
+    ]
+    assert together.tolist() == alone
+    assert len(set(alone)) == 2
 
 
 def test_on_the_runs_own_data_it_is_what_the_run_said(run, folder):

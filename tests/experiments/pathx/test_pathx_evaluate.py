@@ -12,7 +12,7 @@ from experiments.pathfinder.parameters import parameters_of
 from experiments.pathfinder.vectors import load as load_vectors
 from experiments.pathx import cli, evaluate, rendering_table, table, weights
 from experiments.pathx.analyse import analyse
-from experiments.pathx.config import Config
+from experiments.pathx.config import Config, distinct_drawings
 from experiments.pathx.curricula import CURRICULA
 from experiments.pathx.data.stream import Stream
 from experiments.pathx.train import Run
@@ -140,10 +140,33 @@ def test_an_analysis_has_bins_rules_maps_and_masks(finished, tests, stream, tmp_
     assert "near:8" in text
 
 
+def test_a_fixed_set_is_as_large_as_the_arenas_in_all_stages_together():
+    for name in ("fixed-160000", "hard-160000"):
+        assert distinct_drawings(CURRICULA[name]) == 160_000
+        assert all(stage.images for stage in CURRICULA[name])
+
+
+def test_a_model_is_tested_on_other_strokes(finished):
+    file, _ = finished
+    result = CliRunner().invoke(
+        cli.app, ["evaluate", str(file), "--strokes", "third", "--size", "32", "--contour", "3", "--images", "12",
+                  "--device", "cpu", "--workers", "0", "--out", str(file.parent / "third.json")]
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    found = json.loads((file.parent / "third.json").read_text())
+    assert found["task"] == "third strokes, 32 pixels, 3 dashes"
+    assert (found["images"], found["test_set_sha256"], found["strokes"]) == (12, None, "original")
+    result = CliRunner().invoke(cli.app, ["evaluate", str(file), "--strokes", "third", "--store"])
+    assert result.exit_code == 2
+    assert "--strokes draws images of its own: leave out --store and --release" in " ".join(result.output.split())
+
+
 def test_results_say_which_images_a_model_was_trained_on():
     fixed = [replace(stage, images=160_000) for stage in UNET.curriculum]
     assert evaluate.training_images(UNET) == "fresh"
-    assert evaluate.training_images(replace(UNET, curriculum=tuple(fixed))) == "160,000 of each length"
+    assert evaluate.training_images(replace(UNET, curriculum=tuple(fixed))) == f"{160_000 * len(fixed):,} drawings"
+    last = (*UNET.curriculum[:-1], fixed[-1])
+    assert evaluate.training_images(replace(UNET, curriculum=last)) == "fresh, then 160,000 drawings"
     assert evaluate.training_images(replace(UNET, release="lra")) == "a release's"
 
 

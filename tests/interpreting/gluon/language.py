@@ -232,6 +232,11 @@ class Assembly:
         "mov.b32 $0, $1;",
         "fence.acq_rel.gpu; mov.b32 $0, $1;",
     )
+    # From a pair of bf16 or fp16 to two numbers of fp32.
+    UNPACKING = (
+        "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;",
+        "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }",
+    )
 
     def __init__(self, barriers, copies):
         self.barriers, self.copies = barriers, copies
@@ -250,6 +255,8 @@ class Assembly:
             return Block(x.gather(1, lane.long()).reshape(args[0].value.shape))
         if asm == "tanh.approx.f32 $0, $1;":
             return Block(torch.tanh(args[0].value))
+        if asm in self.UNPACKING:
+            return Block(args[0].value.float())
         assert asm in self.UNCHANGED, f"the emulator must know the assembly of a kernel; got {asm!r}"
         return args[0]
 

@@ -13,28 +13,33 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from sparseflash.backends.triton.alignment import aligned_start
-from sparseflash.backends.triton.changes.hopper import HopperKind
+from sparseflash.backends.triton.changes.hopper import Given, HopperKind, HopperRequest, examples_of
 from sparseflash.backends.triton.changes.kind import Kind, Request
 from sparseflash.backends.triton.device_functions.loads import along_keys, along_queries, token_numbers
 from sparseflash.backends.triton.device_functions.softmax import LN2
+from sparseflash.backends.triton.hopper.configs import BLOCK
 from sparseflash.backends.triton.hopper.configs import ROWS as _ROWS
-from sparseflash.backends.triton.hopper.record import FIRST_Q, HEAD, field
+from sparseflash.backends.triton.hopper.record import FIRST_Q, HEAD, field, heard_of
 from sparseflash.backends.triton.hopper.scores import (
-    distances as distances_of_tile,
-)
-from sparseflash.backends.triton.hopper.scores import (
+    as_float,
     from_first_column,
     side_of_columns,
     slope_of,
+    store_sums,
     sums_of_threads,
     to_first_column,
 )
+from sparseflash.backends.triton.hopper.scores import (
+    distances as distances_of_tile,
+)
 
 if TYPE_CHECKING:
+    from sparseflash.backends.triton.hopper.learned import HopperCall
     from sparseflash.backends.triton.portable.learned import Call
 
 
 ROWS = gl.constexpr(_ROWS)  # of a warpgroup of the Hopper forward
+KEYS = gl.constexpr(BLOCK[1])  # of an item of the Hopper backward
 
 
 @triton.jit
@@ -124,7 +129,7 @@ class DistanceKind(Kind):
         return [call.sums_by_head(rows[0].sum(1, keepdim=True)).squeeze(1)]
 
 
-# ---------------------------------------------------------------------- the Hopper forward
+# ---------------------------------------------------------------------- the Hopper kernels
 
 
 @gluon.jit
@@ -183,13 +188,97 @@ def hopper_of_rows(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, s, of_tile
     return s + from_first_column(BLOCK_N, LAYOUT) * lean, first * lean
 
 
-HOPPER, HOPPER_LOGARITHMIC = (
-    HopperKind(
-        {
+@gluon.jit
+def hopper_tell(
+    CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, begun, place, of_tokens, ROWS: gl.constexpr
+):  # fmt: skip
+    """By how many tokens the first key comes after the first query; the side of the queries; the slope as seen from
+    that side, as bits.
+    """
+    tensors, numbers, _, _, _, _ = args
+    qk_scale, _, offset = of_tokens
+    _, head, _, first_q, first_k = place
+    slope = slope_of(tensors[0], head, numbers[0])
+    ahead = first_k - (first_q + offset)
+    side = side_of_columns(ahead, slope, qk_scale, KEYS, ROWS, CHANGES.kinds[NUMBER].IS_LOG)
+    slope = gl.where(side == 0, slope, side * slope)
+    return (ahead, side, gl.cast(slope, gl.int32, bitcast=True)), ()
+
+
+@gluon.jit
+def hopper_hear(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, step, no_scores):
+    """The slope, and the other two numbers of `hopper_tell`."""
+    ahead, side = heard_of(CHANGES, NUMBER, step, 0), heard_of(CHANGES, NUMBER, step, 1)
+    return as_float(heard_of(CHANGES, NUMBER, step, 2)), ahead, side
+
+
+@gluon.jit
+def hopper_of_keys(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, s, of_tile, qk_scale):
+    """Subtracts the decay, of which the rows' part is added to the exponents. of_tile: with the distance to the first
+    column of each thread.
+    """
+    slope, ahead, side = of_tile
+    COLUMNS: gl.constexpr = s.shape[1]
+    LAYOUT: gl.constexpr = s.type.layout
+    THREADS: gl.constexpr = sums_of_threads(s).type.layout
+    first = to_first_column(ahead, KEYS, THREADS)
+    if side == 0:
+        s -= distances_of_tile(first, COLUMNS, CHANGES.kinds[NUMBER].IS_LOG, LAYOUT) * slope
+    lean = gl.where(side == 0, 0.0, slope)  # a slope that is not finite would undo the mask
+    s += from_first_column(COLUMNS, LAYOUT) * lean
+    return s, first * (lean * qk_scale), (slope, first, side)
+
+
+@gluon.jit
+def hopper_start(CHANGES: gl.constexpr, NUMBER: gl.constexpr, no_scores):
+    """A sum for each thread of a row."""
+    return sums_of_threads(no_scores)
+
+
+@gluon.jit
+def hopper_gradient(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, sums, ds, of_tile):
+    """Adds the gradients of the scores times their distances."""
+    _, first, side = of_tile
+    COLUMNS: gl.constexpr = ds.shape[1]
+    LAYOUT: gl.constexpr = ds.type.layout
+    if side == 0:
+        apart = distances_of_tile(first, COLUMNS, CHANGES.kinds[NUMBER].IS_LOG, LAYOUT)
+        gained = 0.0 - sums_of_threads(ds * apart)
+    else:
+        gained = (sums_of_threads(ds * from_first_column(COLUMNS, LAYOUT)) + sums_of_threads(ds) * first) * side
+    return sums + gained
+
+
+@gluon.jit
+def hopper_finish_head(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, sums, place):
+    """Writes the parts of the gradient of a head's slope, one for each key."""
+    _, _, _, _, learned, _ = args
+    store_sums(learned[0], sums, place)
+
+
+class DistanceOnHopper(HopperKind):
+    """A decay."""
+
+    learns = is_added = at_all_dims = reads_blocks = True
+    adds = "threads"
+
+    def __init__(self, change: Any, request: HopperRequest, wanted: Sequence[bool]) -> None:
+        self.facts = {"IS_LOG": bool(change.is_log)}
+        self.numbers = (request.units.inverse_unit,)
+        self.examples = examples_of(self.tensors(change))
+        self.functions = {
             "no_item": hopper_no_item, "begin_item": hopper_begin_item, "begin_tile": hopper_begin_tile,
             "apply": hopper_apply, "apply_masked": hopper_apply_masked, "of_rows": hopper_of_rows,
-        },
-        {"IS_LOG": is_log}, tensors=("slopes_ptr",), numbers=("inverse_unit",), reads_blocks=True, by_thread=True,
-    )
-    for is_log in (False, True)
-)  # fmt: skip
+        }  # fmt: skip
+        if request.backward:
+            self.told = 3
+            self.functions = {"tell": hopper_tell, "begin_tile": hopper_hear, "of_rows": hopper_of_keys}
+        if any(wanted):
+            self.sums = (KEYS.value,)
+            self.functions |= {"start": hopper_start, "gradient": hopper_gradient, "finish_head": hopper_finish_head}
+
+    def tensors(self, change: Any) -> Given:
+        return Given((aligned_start(change.slopes.contiguous()),))
+
+    def gradient(self, change: Any, call: HopperCall, written: Given) -> Tensor | None:
+        return None if self.sums is None else call.sums_by_head(written.tensors[0])

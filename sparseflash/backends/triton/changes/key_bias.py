@@ -9,24 +9,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-from sparseflash.backends.triton.changes.hopper import HopperKind
 from sparseflash.backends.triton.changes.kind import Kind, Request
 from sparseflash.backends.triton.changes.pair_bias import readable, strides_where_shared
 from sparseflash.backends.triton.device_functions.loads import along_keys, token_numbers
-from sparseflash.backends.triton.hopper import configs
-from sparseflash.backends.triton.hopper.gluon_api import accumulator, async_load
 from sparseflash.backends.triton.launch.gradient_sums import over_shared
 
 if TYPE_CHECKING:
     from sparseflash.backends.triton.portable.learned import Call
-
-
-CHANNELS = gl.constexpr(configs.CHANNELS)
-ROWS = gl.constexpr(configs.ROWS)
 
 
 @triton.jit
@@ -88,39 +78,3 @@ class KeyBiasKind(Kind):
         self, change: Any, call: Call, rows: Sequence[Tensor], columns: Sequence[Tensor]
     ) -> list[Tensor | None]:
         return [over_shared(call.sums_by_key(columns[0]), change.values) if columns else None]
-
-
-# ---------------------------------------------------------------------- the Hopper forward
-
-
-@gluon.jit
-def hopper_buffers(
-    CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    GROUPS: gl.constexpr,
-):  # fmt: skip
-    """Shared memory for the biases of each stage of keys."""
-    _, _, _, desc = args
-    dtype: gl.constexpr = desc.dtype
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([CHANNELS, BLOCK_N], dtype)
-    return gl.allocate_shared_memory(dtype, [STAGES, CHANNELS, BLOCK_N], LAYOUT)
-
-
-@gluon.jit
-def hopper_load_with_keys(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, buffers, stage, bar, batch, head, first_k):
-    """Loads the biases of the keys, as further channels."""
-    _, _, rows_of, desc = args
-    async_load(desc, [batch * rows_of[0] + head * rows_of[1], 0, first_k], bar, buffers.index(stage))
-
-
-@gluon.jit
-def hopper_multiply(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, buffers, s, stage, Q: gl.constexpr):
-    """Adds the biases: queries have ones in these channels."""
-    ones = gl.full([ROWS, CHANNELS], 1.0, gl.bfloat16, layout=Q)
-    return warpgroup_mma(ones, buffers.index(stage), accumulator(s), is_async=True)
-
-
-HOPPER = HopperKind(
-    {"buffers": hopper_buffers, "load_with_keys": hopper_load_with_keys, "multiply": hopper_multiply},
-    whole=("bias_of_batch", "bias_of_head"), descriptor="bias_desc", maxima="coarse",
-    bytes_of_key=configs.CHANNELS * torch.bfloat16.itemsize,
-)  # fmt: skip

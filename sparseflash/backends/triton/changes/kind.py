@@ -42,6 +42,11 @@ HOPPER_FUNCTIONS = (
     "buffers", "record", "load_with_keys", "load_last", "no_item", "begin_item", "begin_tile", "multiply", "apply",
     "apply_masked", "of_rows", "finish_rows",
 )  # fmt: skip
+HOPPER_BACKWARD_FUNCTIONS = (
+    "buffers", "begin", "tell", "load_last", "start", "begin_tile", "apply", "apply_masked", "of_rows", "derivative",
+    "gradient", "store", "gradient_later", "finish_head", "finish",
+)  # fmt: skip
+_KNOWN = tuple(dict.fromkeys(FUNCTIONS + HOPPER_FUNCTIONS + HOPPER_BACKWARD_FUNCTIONS))
 # The kernels' integer arguments for the score modifications of a call. Triton would specialise on integers in a tuple.
 WHOLE_NUMBERS = tuple(f"n{number}" for number in range(8))
 
@@ -125,17 +130,11 @@ class Kind:
 class Functions:
     """The device functions of one score modification in one kernel, None for missing ones, and their constants."""
 
-    begin = load = apply = start = gradient = finish = None
-    buffers = record = load_with_keys = load_last = no_item = begin_item = begin_tile = multiply = None
-    apply_masked = of_rows = finish_rows = None
-
     def __init__(self, functions: Mapping[str, Any], facts: Mapping[str, Any], whole: int) -> None:
         """whole: the length of `Kind.whole`."""
-        known = tuple(dict.fromkeys(FUNCTIONS + HOPPER_FUNCTIONS))
-        if unknown := {*functions} - {*known}:
-            raise TypeError(f"device functions of a change must be from {known}; got {sorted(unknown)}.")
-        self.__dict__.update(functions)
-        self.__dict__.update(facts)
+        if unknown := {*functions} - {*_KNOWN}:
+            raise TypeError(f"device functions of a change must be from {_KNOWN}; got {sorted(unknown)}.")
+        self.__dict__.update({**dict.fromkeys(_KNOWN), **functions, **facts})
         self.WHOLE = whole
         self.key = whole, sorted((name, _key(x)) for name, x in {**functions, **facts}.items())
 

@@ -10,17 +10,21 @@ from typing import Any
 
 import torch
 
-from sparseflash.backends.triton.changes import distance, key_bias, pair_bias, sink, softcap, table, tile_bias
-from sparseflash.backends.triton.changes.distance import DistanceKind
-from sparseflash.backends.triton.changes.hopper import HopperChanged, HopperKind
+from sparseflash.backends.triton.changes.distance import DistanceKind, DistanceOnHopper
+from sparseflash.backends.triton.changes.hopper import HopperChanged, HopperKind, HopperRequest, Units
+from sparseflash.backends.triton.changes.hopper_key_bias import KeyBiasOnHopper
+from sparseflash.backends.triton.changes.hopper_pairs import PairsOnHopper, StoredPairsOnHopper
+from sparseflash.backends.triton.changes.hopper_table import TableOnHopper
 from sparseflash.backends.triton.changes.key_bias import KeyBiasKind
 from sparseflash.backends.triton.changes.kind import WHOLE_NUMBERS, Changes, Kind, Part, Request
 from sparseflash.backends.triton.changes.own import OwnKind
 from sparseflash.backends.triton.changes.pair_bias import PairBiasKind
-from sparseflash.backends.triton.changes.sink import SinkKind
-from sparseflash.backends.triton.changes.softcap import SoftcapKind
+from sparseflash.backends.triton.changes.sink import SinkKind, SinkOnHopper
+from sparseflash.backends.triton.changes.softcap import SoftcapKind, SoftcapOnHopper
 from sparseflash.backends.triton.changes.table import TableKind
 from sparseflash.backends.triton.changes.tile_bias import TileBiasKind
+from sparseflash.backends.triton.device_functions.softmax import LOG2E
+from sparseflash.backends.triton.hopper.configs import SMALLEST_SCALE
 from sparseflash.backends.triton.launch.examples import like
 from sparseflash.backends.triton.launch.gradient_sums import memory_argument
 from sparseflash.scores.change import Scores
@@ -83,15 +87,33 @@ class Changed:
         return given
 
 
-HOPPER_KINDS: dict[str, HopperKind] = {
-    "softcap": softcap.HOPPER, "distance": distance.HOPPER, "relative": table.HOPPER, "key_bias": key_bias.HOPPER,
-    "bias": pair_bias.HOPPER, "tile_bias": tile_bias.HOPPER, "sink": sink.HOPPER,
+HOPPER_KINDS: dict[str, type[HopperKind]] = {
+    "softcap": SoftcapOnHopper, "distance": DistanceOnHopper, "relative": TableOnHopper, "key_bias": KeyBiasOnHopper,
+    "bias": PairsOnHopper, "tile_bias": StoredPairsOnHopper, "sink": SinkOnHopper,
 }  # fmt: skip
+# Added terms are divided by the scale, and must stay finite. Products of fp16 numbers times this scale vanish.
+_SMALLEST_SCALE_THAT_DIVIDES = 1e-20
 
 
-def changed_on_hopper(changes: Scores | None) -> HopperChanged:
-    """The score modifications of a call as the Hopper forward takes them."""
-    found = () if changes is None else changes.changes
+def units_on_hopper(changes: Scores | None, scale: float, *, backward: bool) -> Units:
+    """The units of scores in a Hopper kernel: those that a score modification asks for, or else 1 / scale."""
+    given = () if changes is None else changes.changes
+    kinds = [HOPPER_KINDS[change.kind] for change in given]
+    if not backward and any(kind.maxima == "unscaled" for kind in kinds):
+        return Units(LOG2E.value, 1.0, scale)  # scores keep their own units, in which no bias overflows
+    own = [unit for kind, change in zip(kinds, given) if (unit := kind.unit(change)) is not None]
+    divides = any(kind.is_added for kind in kinds)
+    unit = own[0] if own else max(scale, _SMALLEST_SCALE_THAT_DIVIDES if divides else SMALLEST_SCALE)
+    return Units(unit * LOG2E.value, 1.0 / unit, scale / unit)
+
+
+def changed_on_hopper(
+    changes: Scores | None, request: HopperRequest, wanted: Sequence[bool] = ()
+) -> HopperChanged:  # fmt: skip
+    """The score modifications of a call as a Hopper kernel takes them. wanted: which tensors need a gradient."""
+    if changes is None:
+        return HopperChanged(())
+    by_kind = changes.by_kind(wanted)
     return HopperChanged(
-        [distance.HOPPER_LOGARITHMIC if getattr(x, "is_log", False) else HOPPER_KINDS[x.kind] for x in found]
+        [HOPPER_KINDS[change.kind](change, request, by_kind[change.kind]) for change in changes.changes]
     )

@@ -9,27 +9,16 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from sparseflash.backends.triton.alignment import aligned_start
-from sparseflash.backends.triton.changes.hopper import HopperKind
 from sparseflash.backends.triton.changes.kind import Kind, Request
 from sparseflash.backends.triton.device_functions.loads import along_keys, along_queries, token_numbers
-from sparseflash.backends.triton.hopper import configs
-from sparseflash.backends.triton.hopper.gluon_api import async_load
-from sparseflash.backends.triton.hopper.scores import pair_buffers
 from sparseflash.backends.triton.launch.gradient_sums import over_shared
 from sparseflash.limits import FAR
 
 if TYPE_CHECKING:
     from sparseflash.backends.triton.portable.learned import Call
     from sparseflash.backends.triton.schedule.plan import Plan
-
-
-ROWS = gl.constexpr(configs.ROWS)
 
 
 @triton.jit
@@ -182,57 +171,3 @@ def are_all_live(plan: Plan, block: tuple[int, int] | None) -> bool:
 def dtype_of_parts(values: Tensor, parts: Sequence[int]) -> torch.dtype:
     """The dtype in which kernels write gradients of shape `parts`: fp32 if several are summed, else `values.dtype`."""
     return values.dtype if values.shape == tuple(parts) else torch.float32
-
-
-# ---------------------------------------------------------------------- the Hopper forward
-
-
-@gluon.jit
-def hopper_buffers(
-    CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
-    GROUPS: gl.constexpr,
-):  # fmt: skip
-    """Shared memory for one tile of each warpgroup."""
-    _, _, _, desc = args
-    return pair_buffers(desc, GROUPS, ROWS, BLOCK_N, 128)
-
-
-@gluon.jit
-def hopper_load(
-    CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, buffers, step, is_item, batch, head, first_q, first_k,
-    GROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
-):  # fmt: skip
-    """Loads the tile of each warpgroup."""
-    _, _, strides, desc = args
-    load_boxes(desc, buffers, (batch * strides[0], head * strides[1], first_q, first_k), step, is_item, GROUPS)
-
-
-@gluon.jit
-def load_boxes(desc, buffers, at, step, is_item, GROUPS: gl.constexpr):
-    """Loads a box of the bias for each warpgroup, the first from `at` on."""
-    pair_s, full, empty = buffers
-    for c in gl.static_range(GROUPS):
-        mbarrier.wait(empty.index(c), (step & 1) ^ 1)
-        if is_item:
-            mbarrier.expect(full.index(c), desc.block_type.nbytes)
-            async_load(desc, [at[0], at[1], at[2] + c * ROWS, at[3]], full.index(c), pair_s.index(c))
-        else:
-            mbarrier.arrive(full.index(c), count=1)
-
-
-@gluon.jit
-def hopper_apply(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, buffers, s, of_tile, step, C: gl.constexpr):
-    """Adds the loaded tile to the scaled scores."""
-    _, numbers, _, _ = args
-    pair_s, full, empty = buffers
-    mbarrier.wait(full.index(C), step & 1)
-    pairs = pair_s.index(C).load(s.type.layout)
-    # Arrives without a wait for the loads: loads are in order, and the next numbers arrive long after them.
-    async_copy.mbarrier_arrive(empty.index(C), increment_count=False)
-    return s * numbers[0] + pairs.to(gl.float32), of_tile
-
-
-HOPPER = HopperKind(
-    {"buffers": hopper_buffers, "load_last": hopper_load, "apply": hopper_apply}, numbers=("cap_scale",),
-    whole=("has_batches", "has_heads"), descriptor="pairs_desc", keeps_branch=True, maxima="unscaled", may_be_nan=True,
-)  # fmt: skip

@@ -13,12 +13,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from sparseflash.backends.triton.alignment import aligned_start
-from sparseflash.backends.triton.changes.hopper import HopperKind
+from sparseflash.backends.triton.changes.hopper import Given, HopperKind, HopperRequest, examples_of
 from sparseflash.backends.triton.changes.kind import Kind, Request
 from sparseflash.backends.triton.device_functions.softmax import LOG2E, exp2_rounded, finite_maximum
 from sparseflash.backends.triton.launch.gradient_sums import sink_gradient
 
 if TYPE_CHECKING:
+    from sparseflash.backends.triton.hopper.learned import HopperCall
     from sparseflash.backends.triton.portable.learned import Call
 
 
@@ -60,7 +61,7 @@ class SinkKind(Kind):
         return [sink_gradient(change.logits, call.lse, call.drow) if self._wanted else None]
 
 
-# ---------------------------------------------------------------------- the Hopper forward
+# ---------------------------------------------------------------------- the Hopper kernels
 
 
 @gluon.jit
@@ -73,4 +74,20 @@ def hopper_finish_rows(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, maximu
     return with_it, total * shrinks + gl.exp2(sink - with_it), shrinks
 
 
-HOPPER = HopperKind({"finish_rows": hopper_finish_rows}, tensors=("sink_ptr",))
+class SinkOnHopper(HopperKind):
+    """A sink. The backward's lse includes it."""
+
+    learns = at_all_dims = True
+    merging = ("sink_ptr",)
+
+    def __init__(self, change: Any, request: HopperRequest, wanted: Sequence[bool]) -> None:
+        self._wanted = any(wanted)
+        if not request.backward:
+            self.functions = {"finish_rows": hopper_finish_rows}
+            self.examples = examples_of(self.tensors(change))
+
+    def tensors(self, change: Any) -> Given:
+        return Given((aligned_start(change.logits.contiguous()),)) if self.functions else Given()
+
+    def gradient(self, change: Any, call: HopperCall, written: Given) -> Tensor | None:
+        return sink_gradient(change.logits, call.lse, call.drow()) if self._wanted else None

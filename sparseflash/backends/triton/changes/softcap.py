@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from sparseflash.backends.triton.availability import INTERPRETED
-from sparseflash.backends.triton.changes.hopper import HopperKind
+from sparseflash.backends.triton.changes.hopper import HopperKind, HopperRequest
 from sparseflash.backends.triton.changes.kind import Kind, Request
 from sparseflash.backends.triton.device_functions.softmax import LOG2E
 from sparseflash.backends.triton.hopper.scores import hyperbolic_tangent
@@ -81,7 +81,11 @@ def has_hardware_tanh(request: Request) -> bool:
     return request.dtype.itemsize == 2 and not INTERPRETED
 
 
-# ---------------------------------------------------------------------- the Hopper forward
+# ---------------------------------------------------------------------- the Hopper kernels
+
+
+# A smaller cap leaves nothing of a score, and a larger one does not change it; within these all results are finite.
+CAPS = 1e-12, 1e30
 
 
 @gluon.jit
@@ -91,4 +95,30 @@ def hopper_apply(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, buffers, s, 
     return hyperbolic_tangent(s * numbers[0]), of_tile
 
 
-HOPPER = HopperKind({"apply": hopper_apply}, numbers=("cap_scale",), keeps_branch=True)
+@gluon.jit
+def hopper_apply_again(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, buffers, s, of_tile, step):
+    """As in the forward."""
+    _, numbers, _, _, _, _ = args
+    return hyperbolic_tangent(s * numbers[0])
+
+
+@gluon.jit
+def hopper_derivative(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, p, s):
+    """Multiplies by the derivative of the cap."""
+    return p * (1.0 - s * s)
+
+
+class SoftcapOnHopper(HopperKind):
+    """A soft cap."""
+
+    at_all_dims = keeps_branch = True
+
+    @classmethod
+    def unit(cls, change: Any) -> float | None:
+        return float(min(max(change.cap, CAPS[0]), CAPS[1]))
+
+    def __init__(self, change: Any, request: HopperRequest, wanted: object) -> None:
+        self.numbers = (request.units.cap_scale,)
+        self.functions = {"apply": hopper_apply}
+        if request.backward:
+            self.functions = {"apply": hopper_apply_again, "derivative": hopper_derivative}

@@ -13,34 +13,16 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 
 from sparseflash.backends.triton.alignment import aligned_start
 from sparseflash.backends.triton.availability import INTERPRETED
-from sparseflash.backends.triton.changes.hopper import HopperKind
 from sparseflash.backends.triton.changes.kind import Kind, Request
 from sparseflash.backends.triton.device_functions.loads import along_keys, along_queries, token_numbers
-from sparseflash.backends.triton.hopper.configs import ROWS as _ROWS
-from sparseflash.backends.triton.hopper.record import FIRST_Q, HEAD, field
-from sparseflash.backends.triton.hopper.record import OF_CHANGE_FIRST as FIRST_ENTRY
-from sparseflash.backends.triton.hopper.record import OF_CHANGE_SECOND as LAST_ENTRY
-from sparseflash.backends.triton.hopper.scores import (
-    as_float,
-    entries_of_head,
-    entries_of_scores,
-    outer_runs,
-    outer_tiles,
-    shared_entry,
-)
 
 if TYPE_CHECKING:
     from sparseflash.backends.triton.portable.learned import Call
 
 # ---------------------------------------------------------------------- codes that follow from the tokens' numbers
-
-
-ROWS = gl.constexpr(_ROWS)  # of a warpgroup of the Hopper forward
 
 
 @triton.jit
@@ -295,86 +277,3 @@ def in_dtype(table: Tensor, dtype: torch.dtype) -> Tensor:
     if torch.finfo(table.dtype).min < lowest:
         table = table.clamp(min=lowest).masked_fill_(table == -torch.inf, -torch.inf)
     return table.to(dtype)
-
-
-# ---------------------------------------------------------------------- the Hopper forward
-
-
-@gluon.jit
-def hopper_record(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, record, number, head, q_len, k_len):
-    """Writes the entries of the first distance and of the last."""
-    tensors, _, _, _ = args
-    here_ptr = entries_of_head(tensors[0], head, q_len, k_len - q_len)
-    first_entry, last_entry = gl.load(here_ptr + (1 - q_len)), gl.load(here_ptr + (k_len - 1))
-    record = gl.where(number == FIRST_ENTRY, gl.cast(first_entry, gl.int32, bitcast=True), record)
-    return gl.where(number == LAST_ENTRY, gl.cast(last_entry, gl.int32, bitcast=True), record)
-
-
-@gluon.jit
-def hopper_no_item(CHANGES: gl.constexpr, NUMBER: gl.constexpr):
-    """No tiles."""
-    return 0, 0
-
-
-@gluon.jit
-def hopper_begin_item(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, item, C: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Which tiles have one entry because they are far away: see `outer_tiles`."""
-    tensors, _, _, _ = args
-    record_s, turn, q_len, offset, _ = item
-    return outer_tiles(
-        outer_runs(tensors[1], q_len, offset), field(record_s, turn, FIRST_Q) + (C * ROWS + offset),
-        as_float(field(record_s, turn, FIRST_ENTRY)), as_float(field(record_s, turn, LAST_ENTRY)), ROWS, BLOCK_N,
-    )  # fmt: skip
-
-
-@gluon.jit
-def hopper_begin_tile(
-    CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, of_item, block, item, C: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-):  # fmt: skip
-    """`(entry, whether all scores share one, whether this is the last distance's, or the first's)`."""
-    tensors, _, _, _ = args
-    record_s, turn, q_len, offset, _ = item
-    past_until, future_from = of_item
-    entry = 0.0
-    is_past, is_future = block * BLOCK_N <= past_until, block * BLOCK_N >= future_from
-    is_shared = is_past | is_future
-    if not is_shared:
-        ahead = field(record_s, turn, FIRST_Q) + (C * ROWS + offset) - block * BLOCK_N
-        here_ptr = entries_of_head(tensors[0], field(record_s, turn, HEAD), q_len, offset)
-        runs = outer_runs(tensors[1], q_len, offset)
-        _at, entry, is_shared = shared_entry(runs, here_ptr, ahead - (BLOCK_N - 1), ahead + (ROWS - 1))
-    return (entry, is_shared, is_past, is_future), not is_shared
-
-
-@gluon.jit
-def hopper_apply_masked(
-    CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, s, of_tile, block, item, C: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-):  # fmt: skip
-    """Adds each score's own entry, unless they share one."""
-    tensors, _, _, _ = args
-    record_s, turn, q_len, offset, _ = item
-    if not of_tile[1]:
-        ahead = field(record_s, turn, FIRST_Q) + (C * ROWS + offset) - block * BLOCK_N
-        here_ptr = entries_of_head(tensors[0], field(record_s, turn, HEAD), q_len, offset)
-        s = s + entries_of_scores(here_ptr, ahead, 1, s)
-    return s
-
-
-@gluon.jit
-def hopper_of_rows(CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, s, of_tile, item, BLOCK_N: gl.constexpr):
-    """The shared entry, which is left to the softmax."""
-    record_s, turn, _, _, _ = item
-    entry, _, is_past, is_future = of_tile
-    first, last = field(record_s, turn, FIRST_ENTRY), field(record_s, turn, LAST_ENTRY)
-    return s, gl.where(is_past | is_future, as_float(gl.where(is_past, last, first)), entry)
-
-
-HOPPER = HopperKind(
-    {
-        "record": hopper_record, "no_item": hopper_no_item, "begin_item": hopper_begin_item,
-        "begin_tile": hopper_begin_tile, "apply_masked": hopper_apply_masked, "of_rows": hopper_of_rows,
-    },
-    tensors=("entries_ptr", "until_ptr"), reads_blocks=True,
-)  # fmt: skip

@@ -9,25 +9,17 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 
 from sparseflash.backends.triton.alignment import aligned_start
-from sparseflash.backends.triton.changes import pair_bias
 from sparseflash.backends.triton.changes.kind import Kind, Request
-from sparseflash.backends.triton.changes.pair_bias import dtype_of_parts, load_boxes
+from sparseflash.backends.triton.changes.pair_bias import dtype_of_parts
 from sparseflash.backends.triton.device_functions.loads import along_keys, along_queries, token_numbers
-from sparseflash.backends.triton.hopper import configs
-from sparseflash.backends.triton.hopper.scores import place_of_pairs
 from sparseflash.backends.triton.schedule.tile_places import TilePlaces
 from sparseflash.scores.tile_bias import StoredTiles
 
 if TYPE_CHECKING:
     from sparseflash.backends.triton.portable.learned import Call
     from sparseflash.backends.triton.schedule.plan import Plan
-
-
-ROWS = gl.constexpr(configs.ROWS)
 
 
 @triton.jit
@@ -156,25 +148,3 @@ def numbers_of_tiles(tiles: StoredTiles) -> tuple[int, ...]:
         heads * count if batch > 1 else 0, count if heads > 1 else 0, pattern_heads if pattern_batch > 1 else 0,
         int(pattern_heads > 1), rows, words,
     )  # fmt: skip
-
-
-# ---------------------------------------------------------------------- the Hopper forward
-
-
-@gluon.jit
-def hopper_load(
-    CHANGES: gl.constexpr, NUMBER: gl.constexpr, args, buffers, step, is_item, batch, head, first_q, first_k,
-    GROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
-):  # fmt: skip
-    """Loads the stored tile of each warpgroup."""
-    tensors, _, whole, desc = args
-    stored = whole[0], whole[1], tensors[0], tensors[1], whole[2], whole[3], whole[4], whole[5]
-    at = place_of_pairs(stored, batch, head, first_q, first_k, GROUPS * ROWS, BLOCK_N)
-    load_boxes(desc, buffers, at, step, is_item, GROUPS)
-
-
-HOPPER = pair_bias.HOPPER._replace(
-    functions={**pair_bias.HOPPER.functions, "load_last": hopper_load},
-    tensors=("tile_numbers_ptr", "tile_pattern_ptr"),
-    whole=("has_batches", "has_heads", "tiles_of_batch", "tiles_of_head", "tile_rows", "tile_words"),
-)

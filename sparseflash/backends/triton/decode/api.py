@@ -10,7 +10,7 @@ from torch import Tensor
 from sparseflash.backends.cached import Cached
 from sparseflash.backends.triton.availability import INTERPRETED, check_runs
 from sparseflash.backends.triton.decode.changes import Changes
-from sparseflash.backends.triton.decode.kernels import combine_kernel, decode_kernel
+from sparseflash.backends.triton.decode.kernels import Shape, combine_kernel, decode_kernel
 from sparseflash.backends.triton.device import multiplies_in_tf32
 from sparseflash.backends.triton.device_functions.softmax import LOG2E
 from sparseflash.backends.triton.launcher import Launch
@@ -76,7 +76,7 @@ class Call:
         strides = (*q.stride()[:3], *k_cache.stride()[:3], *v_cache.stride()[:3])
         changes = Changes.of(of.changes)
         is_changed = changes.constants[-1]
-        constants = (
+        shape = Shape(
             dim, v_dim, padded_d, padded_v, block_m, block_n, max(of.page, 1), *block, walk, keep, precision,
             *changes.constants, q.dtype.itemsize == 2 and not INTERPRETED,
         )  # fmt: skip
@@ -84,7 +84,7 @@ class Call:
             q, k_cache, v_cache, of.lengths, of.starts, of.block_table, of.pages, *self.arrays, *changes.tensors
         )  # fmt: skip
         self._decoding, self._combining = _kernels(
-            constants, _power(splits), tuple(None if x is None else x.dtype for x in tensors),
+            shape, _power(splits), tuple(None if x is None else x.dtype for x in tensors),
             tuple(x.data_ptr() % 16 == 0 for x in (q, k_cache, v_cache)), tuple(map(_kind, strides)),
             stages, q.device,
         )  # fmt: skip
@@ -96,7 +96,7 @@ class Call:
         )  # fmt: skip
         self._decoded = (
             *sizes, *numbers, parts, scale, qk_scale, q_len, rows, heads, heads // kv_heads, q_heads // heads, splits,
-            row_tiles, of.window or 0, of.sinks, capacity, *changes.numbers, *strides, *constants,
+            row_tiles, of.window or 0, of.sinks, capacity, *changes.numbers, strides, shape,
         )  # fmt: skip
         self._combined = (
             parts, in_softmax, qk_scale, splits, q_len, q_heads, v_dim, padded_v, _power(splits), keep or is_changed
@@ -172,7 +172,7 @@ def _kind(stride: int) -> tuple[bool, bool, bool]:
 # The arguments are the key for everything that Triton specialises on: see `Launch.of_all_arguments`.
 @bounded(maxsize=128)
 def _kernels(
-    constants: tuple[Any, ...], splits: int, dtypes: tuple[Any, ...], aligned: tuple[bool, ...],
+    shape: Shape, splits: int, dtypes: tuple[Any, ...], aligned: tuple[bool, ...],
     strides: tuple[tuple[bool, bool, bool], ...], stages: int, device: torch.device,
 ) -> tuple[Launch, Launch]:  # fmt: skip
     return (

@@ -16,19 +16,19 @@ from sparseflash.scores.change import Scores
 @triton.jit
 def changed(
     scores, live, position, key, batch, of_head, cap, slopes_ptr, relative_ptr, buckets_ptr, key_bias_ptr, entries,
-    bias_batch, bias_head, bias_token, CAPPED: tl.constexpr, IS_LOG: tl.constexpr, HARDWARE_TANH: tl.constexpr,
+    bias_batch, bias_head, bias_token, SHAPE: tl.constexpr,
 ):  # fmt: skip
     """The modified scores `[M, N]`, in the order of `sparseflash.scores.Scores`.
 
     live: which scores; nothing is read for others. position, of_head: of the rows' queries; key: of the columns.
     """
-    if CAPPED:
-        scores = tanh(scores / cap, HARDWARE_TANH) * cap
+    if SHAPE.CAPPED:
+        scores = tanh(scores / cap, SHAPE.HARDWARE_TANH) * cap
     distance = position[:, None] - key[None, :]  # at least 0 where live
     if slopes_ptr is not None:
         slope = tl.load(slopes_ptr + of_head).to(tl.float32)
         apart = tl.maximum(distance, 0).to(tl.float32)
-        if IS_LOG:
+        if SHAPE.IS_LOG:
             apart = tl.log2(1.0 + apart) * LN2
         scores = tl.fma(-slope[:, None], apart, scores)
     if relative_ptr is not None:

@@ -6,6 +6,8 @@ multiply full tiles. The kernels read the lengths from device memory: there is n
 capacity of the cache. So a CUDA graph can be replayed while the cache grows.
 """
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
@@ -16,6 +18,28 @@ from sparseflash.backends.triton.device_functions.softmax import LN2, decay, sof
 RANGE = tl.constexpr("range")
 PAGES = tl.constexpr("pages")
 MASK = tl.constexpr("mask")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The compile-time argument SHAPE of `decode_kernel`: its tiles, and what of it is compiled."""
+
+    D: int
+    DV: int
+    PADDED_D: int
+    PADDED_DV: int
+    BLOCK_M: int  # the kernel's tiles
+    BLOCK_N: int
+    PAGE: int  # tokens of a page
+    BLOCK_Q: int  # of the mask
+    BLOCK_K: int
+    WALK: str  # RANGE, PAGES or MASK
+    KEEP: bool  # see softmax.py
+    PRECISION: str
+    CAPPED: bool
+    IS_LOG: bool
+    CHANGED: bool  # whether any score modification is applied
+    HARDWARE_TANH: bool
 
 
 @triton.jit
@@ -143,15 +167,24 @@ def decode_kernel(
     group,  # query heads per program
     splits, row_tiles, window, sinks, capacity,
     cap, entries, bias_batch, bias_head, bias_token,  # of score modifications
-    q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,
-    D: tl.constexpr, DV: tl.constexpr, PADDED_D: tl.constexpr, PADDED_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PAGE: tl.constexpr,  # tokens of a page
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,  # of the mask
-    WALK: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
-    CAPPED: tl.constexpr, IS_LOG: tl.constexpr, CHANGED: tl.constexpr, HARDWARE_TANH: tl.constexpr,
+    strides,  # of q, k and v, each of batch, head and token
+    SHAPE: tl.constexpr,
 ):  # fmt: skip
     """The sums over one share of the keys, for up to BLOCK_M rows. Row r is query r % q_len of head r // q_len."""
+    D: tl.constexpr = SHAPE.D
+    DV: tl.constexpr = SHAPE.DV
+    PADDED_D: tl.constexpr = SHAPE.PADDED_D
+    PADDED_DV: tl.constexpr = SHAPE.PADDED_DV
+    BLOCK_M: tl.constexpr = SHAPE.BLOCK_M
+    BLOCK_N: tl.constexpr = SHAPE.BLOCK_N
+    PAGE: tl.constexpr = SHAPE.PAGE
+    BLOCK_Q: tl.constexpr = SHAPE.BLOCK_Q
+    BLOCK_K: tl.constexpr = SHAPE.BLOCK_K
+    WALK: tl.constexpr = SHAPE.WALK
+    KEEP: tl.constexpr = SHAPE.KEEP
+    PRECISION: tl.constexpr = SHAPE.PRECISION
+    CHANGED: tl.constexpr = SHAPE.CHANGED
+    q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token = strides
     program = tl.program_id(0)
     split, item = program % splits, program // splits
     row_tile, batch_head = item % row_tiles, item // row_tiles
@@ -231,8 +264,7 @@ def decode_kernel(
             of_head = tl.where(row < rows, head * group + row // q_len, 0)
             scores = changed(
                 scores * scale, live & (row < rows)[:, None], position, key, batch, of_head, cap, slopes_ptr,
-                relative_ptr, buckets_ptr, key_bias_ptr, entries, bias_batch, bias_head, bias_token, CAPPED, IS_LOG,
-                HARDWARE_TANH,
+                relative_ptr, buckets_ptr, key_bias_ptr, entries, bias_batch, bias_head, bias_token, SHAPE,
             )  # fmt: skip
         p, alpha, m_i, l_i = softmax_step(scores, live, m_i, l_i, qk_scale, KEEP, PRECISION, CHANGED)
         v_at = of_page * v_batch + kv_head.to(tl.int64) * v_head + at * v_token

@@ -16,6 +16,7 @@ SMALL = (ROWS, 64)  # the forward's tile for masks in blocks of this size
 HEAD_DIMS = (64, 96, 128)  # with a configuration of their own, D = Dv
 WIDEST = 256
 SHARED_MEMORY = 227 * 1024  # bytes that a program may have
+_BARRIERS = 1024  # bytes for barriers, numbers and alignment to 1,024
 _SMALL_THINGS = 2048  # bytes for barriers, numbers and alignment to 1,024
 # -inf times a scale of 0 would be NaN. This scale replaces smaller ones with the same result: exp2 of it times a score
 # of 1e9 is 1. (`attention` passes no scale below 1e-20 to its kernels.)
@@ -127,20 +128,27 @@ class BackwardConfig(NamedTuple):
         return self._replace(q_stages=2)
 
 
-class WideConfig(NamedTuple):
-    """The tuning parameters of the kernel for dk and dv of wide heads."""
+class DkDvConfig(NamedTuple):
+    """The tuning parameters of the kernel for dk and dv of wide heads, which computes one of them or both."""
 
-    dims: tuple[int, int]  # channels of queries and keys, in one or two pieces
-    v_dim: int  # of values, a power of 2
-    stages: int  # of queries and dout
-    registers: int = 24  # a thread of the warp that loads
+    dims: tuple[int, int]  # channels of queries and keys, and of values, in one or two pieces
+    v_dims: tuple[int, int]
+    q_stages: int
+    dout_stages: int
+    has_dk: bool = True
+    has_dv: bool = True
+    early: bool = False  # whether dP is multiplied before the exponentials
+    registers: int = 240
+    loader_registers: int = 24
     start_registers: int = 168
-    rows: int = 64
 
     @property
-    def padded_dim(self) -> int:
-        """The channels of dk in parts: a power of 2."""
-        return padded(sum(self.dims))
+    def shared_memory(self) -> int:
+        """Bytes."""
+        dim, v_dim = sum(self.dims), sum(self.v_dims)
+        of_keys = BLOCK[1] * (dim + (v_dim if self.has_dk else 0))
+        of_queries = ROWS * (self.q_stages * dim + self.dout_stages * v_dim)
+        return 2 * (of_keys + of_queries) + 8 * ROWS * self.q_stages + _BARRIERS
 
 
 class DqConfig(NamedTuple):
@@ -268,19 +276,33 @@ _BACKWARD = {
     32: BackwardConfig(32, 128, 2, 2), 64: BackwardConfig(64, 128, 2, 2), 128: BackwardConfig(128, 64, 3, 2),
 }  # fmt: skip
 WIDEST_BACKWARD = 128  # of the kernel with tiles of 128 keys
-WIDE_KEYS = 64  # of an item of the kernel for wider heads
+# Channels of dk and dv together, of 64 keys, in the registers of a warpgroup; and with two pieces each, for which
+# ptxas of Triton 3.9 needs more registers.
+MOST_CHANNELS = 320
+MOST_CHANNELS_IN_PIECES = 288
+WIDE_KEYS = 64  # of a step of the kernel for dq of wider heads
 
 
-def wide_config_for(head_dim: int, value_dim: int) -> WideConfig | None:
-    """The configuration of the kernel for dk and dv of wide heads; None for others.
+def dkdv_configs_for(head_dim: int, value_dim: int) -> list[DkDvConfig]:
+    """The configurations of the kernel for dk and dv of wide heads: one for both, or one for dk and one for dv if their
+    accumulators leave too few registers. Empty for other heads.
 
-    >>> wide_config_for(192, 128)[:3], wide_config_for(128, 128)
-    (((128, 64), 128, 3), None)
+    >>> [len(dkdv_configs_for(*dims)) for dims in ((128, 128), (192, 128), (192, 192), (256, 256))]
+    [0, 1, 2, 2]
     """
     if max(head_dim, value_dim) <= WIDEST_BACKWARD:
-        return None
-    dims, v_dim = pieces_of(max(64, head_dim)), max(64, padded(value_dim))
-    return WideConfig(dims, v_dim, stages=2 if sum(dims) + v_dim > 320 else 3)
+        return []
+    dims, v_dims = pieces_of(head_dim), pieces_of(value_dim)
+    most = MOST_CHANNELS_IN_PIECES if dims[1] and v_dims[1] else MOST_CHANNELS
+    both = sum(dims) + sum(v_dims) <= most
+    found = []
+    for has_dk, has_dv in [(True, True)] if both else [(True, False), (False, True)]:
+        early = has_dk and sum(dims) + (sum(v_dims) if has_dv else 0) <= 256
+        tried = (
+            DkDvConfig(dims, v_dims, *stages, has_dk, has_dv, early) for stages in ((3, 3), (3, 2), (2, 2), (2, 1))
+        )
+        found.append(next(each for each in tried if each.shared_memory <= SHARED_MEMORY))
+    return found
 
 
 def dq_config_for(head_dim: int, value_dim: int) -> DqConfig:

@@ -10,23 +10,20 @@ from torch import Tensor
 
 from sparseflash.backends.registration import empty_lse, empty_out
 from sparseflash.backends.triton.alignment import can_describe
-from sparseflash.backends.triton.changes.kinds import changed_on_hopper
+from sparseflash.backends.triton.changes.hopper import HopperRequest
+from sparseflash.backends.triton.changes.kinds import changed_on_hopper, units_on_hopper
 from sparseflash.backends.triton.device_functions.combine import TOKENS_TO_COMBINE, combine_rows_kernel
 from sparseflash.backends.triton.family import KernelChoice, Setting
-from sparseflash.backends.triton.hopper.biases import biases_of
-from sparseflash.backends.triton.hopper.changed import examples_of, forward_numbers_of, tensors_of
 from sparseflash.backends.triton.hopper.choices import described_choice
 from sparseflash.backends.triton.hopper.configs import ROWS, Config
-from sparseflash.backends.triton.hopper.descriptors import as_read, boxes_of, described_channels, read_as
+from sparseflash.backends.triton.hopper.descriptors import as_read, boxes_of, read_as
 from sparseflash.backends.triton.hopper.dynamic_plan import dynamic_forward_plan
 from sparseflash.backends.triton.hopper.forward import forward_kernel
-from sparseflash.backends.triton.hopper.pairs import pairs_of
 from sparseflash.backends.triton.hopper.plan import ITEM_COUNT, forward_plan
-from sparseflash.backends.triton.hopper.tables import entries_of
 from sparseflash.backends.triton.launch.examples import empty_like, like, one_number_of
 from sparseflash.backends.triton.launch.launches import SOME_LENGTHS, SOME_PARTS, launch_of, of_call, strides_of
 from sparseflash.backends.triton.launch.merging import bind_merge, merge_launch
-from sparseflash.backends.triton.launcher import BoundLaunch, Launch
+from sparseflash.backends.triton.launcher import BoundLaunch, Launch, LaunchSequence
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.backends.triton.schedule.tilings import Tiling
 from sparseflash.backends.triton.schedule.worklists import Worklist
@@ -53,17 +50,15 @@ class ForwardLayout:
         self.as_they_are = all(map(can_describe, (q, k, v)))
         self.out_is_as_q = empty_like(q).stride() == out.stride()
         self.an_lse = one_number_of(lse, device)
-        self.changed = changed_on_hopper(changes)
-        pairs = pairs_of(changes, (ROWS, config.tile[1]))
-        units = forward_numbers_of(changes, scale)
-        entries = entries_of(changes, q, units["inverse_unit"], device)
-        biases = biases_of(changes, k_len, units["inverse_unit"], device, in_pieces=True)
-        self.prepared = [each for each in (entries, biases) if each is not None]  # each prepared by its own kernel
-        config = config if pairs is None and biases is None else config.with_biases()
+        units = units_on_hopper(changes, scale, backward=False)
+        self.changed = changed_on_hopper(
+            changes, HopperRequest(q.dtype, k_len, device, units, ROWS, config.keys, backward=False)
+        )
+        config = config.with_biases() if self.changed.has_buffers else config
         self.config, queries, keys = config, config.tile[0], config.keys
         self.part = queries * (config.padded_v_dim + 2)
         numbers: dict[str, Any] = {
-            **units, "items": items, "heads": heads, "group": heads // kv_heads,
+            "qk_scale": units.qk_scale, "items": items, "heads": heads, "group": heads // kv_heads,
             "q_len": q_len, "k_len": k_len, "row_tiles": -(-q_len // queries), "lengths_stride": 0,
         }  # fmt: skip
         constants = {"SHAPE": config.shape, "CHANGES": self.changed.constant}
@@ -73,34 +68,19 @@ class ForwardLayout:
             {"q": config.dims, "k": config.dims, "v": config.v_dims, "o": (v_dim // config.out_pieces, v_rest)},
         )  # fmt: skip
         examples: dict[str, Any] = {**tiles, "lse_ptr": lse, "counter_ptr": _SOME_COUNTERS[:1]}
-        changed, of_changes = examples_of(changes, q), dict(units)
-        given: dict[str, Any] = dict(changed)
-        if entries is not None:
-            given |= entries.examples
-        if biases is not None:
-            given["bias_desc"] = biases.example
-            of_changes |= biases.numbers
         examples |= of_call(SOME_LENGTHS if setting.lengths else None)
         if merges:
             examples["parts_ptr"] = SOME_PARTS
-        if biases is not None:
-            described["change_desc"] = described_channels(biases.example, keys)
-        if pairs is not None:
-            given |= pairs.examples
-            described["change_desc"] = pairs.described
-            of_changes |= pairs.numbers
-        examples |= self.changed.tensors(given)
-        numbers |= self.changed.numbers(of_changes)
-        self.pairs = pairs
+        examples |= self.changed.examples
+        described |= self.changed.described
         self.launch = launch_of(
-            forward_kernel, constants, numbers, examples, device, described,
+            forward_kernel, constants, numbers | self.changed.numbers, examples, device, described,
             bound=("work_ptr", "index_ptr", "tile_ptr", "words_ptr"), num_warps=4, num_stages=1,
             registers=config.start_registers,
         )  # fmt: skip
         self.combine: Launch | None = None
         if merges:
-            sink = {name: x for name, x in changed.items() if name == "sink_ptr"}
-            written = {"out_ptr": out, "lse_ptr": lse, **sink}
+            written = {"out_ptr": out, "lse_ptr": lse, **self.changed.merging}
             self.combine = self._combining(setting, numbers, scale, written)
 
     def _combining(
@@ -131,6 +111,7 @@ class Forward:
         self._combine: BoundLaunch | None = None
         if layout.combine is not None and plan.merged is not None:
             self._combine = bind_merge(layout.combine, plan.merged, layout.config.tile[0])
+        self._kernels = LaunchSequence(self._launch, self._combine)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, dropout: Dropout | None,
@@ -146,28 +127,20 @@ class Forward:
         given: dict[str, Any] = {
             "q_desc": q, "k_desc": k, "v_desc": v, "o_desc": out, "q_rest_desc": q, "k_rest_desc": k, "v_rest_desc": v,
             "o_rest_desc": out, "out_ptr": out, "lse_ptr": lse, "counter_ptr": counter(q.device), **of_call(lengths),
-            **tensors_of(changes, q),
         }  # fmt: skip
         if changes is not None:
-            for each in layout.prepared:
-                given |= each(changes)
-            if layout.pairs is not None:
-                given |= layout.pairs(changes)
-            given |= layout.changed.tensors(given)
+            given |= layout.changed.tensors(changes)
         if self._combine is not None:
             # The merge also reads the channels between the pieces of values and the next power of 2, which no kernel
             # writes.
             make = torch.empty if layout.config.padded_v_dim == sum(layout.config.v_dims) else torch.zeros
             given["parts_ptr"] = make(self.plan.parts, layout.part, dtype=torch.float32, device=q.device)
-        self._launch(given)
-        if self._combine is not None:
-            self._combine(given)
+        self._kernels(given)
         return out, lse, None
 
     def launches(self) -> list[BoundLaunch]:
         """All kernels that a call launches."""
-        prepared = [each.launch for each in self.layout.prepared]
-        return [*prepared, self._launch, *([] if self._combine is None else [self._combine])]
+        return [*self.layout.changed.launches, *self._kernels.launches]
 
     def choices(self) -> list[KernelChoice]:
         """Describes the main kernel for `explain`."""

@@ -14,6 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
+from sparseflash.backends.triton.compile_ahead import compile_rehearsed
 from sparseflash.backends.triton.hopper import backward_plan as reference
 from sparseflash.backends.triton.hopper import cuts, dealing, timeline
 from sparseflash.backends.triton.hopper.backward_plan import BackwardPlan
@@ -44,15 +45,25 @@ def backward_plan(
     wait for the device, once. Otherwise the plan has room for all entries that heads with patterns of the mask can
     have.
     """
-    device, (batch, query_heads) = pattern.device, pattern.shape
     reference.check_entries(lists, pattern, q_len, k_len)
+    lanes = max(triton.next_power_of_2(programs), _FEWEST_LANES)
+    kernels = _kernels(pattern.device, lanes, *lists.tiling[1::-1])
+    given = lists, counted, pattern, kv_heads, q_len, k_len, programs, lanes, may_wait
+    compile_rehearsed(kernels, lambda stand_ins: _planned(_Kernels(*stand_ins), torch.device("meta"), *given))
+    return _planned(kernels, pattern.device, *given)
+
+
+def _planned(
+    kernels: _Kernels, device: torch.device, lists: TileLists, counted: Tensor, pattern: Tensor, kv_heads: int,
+    q_len: int, k_len: int, programs: int, lanes: int, may_wait: bool,
+) -> BackwardPlan:  # fmt: skip
+    """The plan. device: the meta device in a rehearsal, where the numbers that the host would wait for are made up."""
+    batch, query_heads = pattern.shape
     keys, queries, _ = lists.tiling
     rows, columns = -(-q_len // queries), -(-k_len // keys)
     group, heads = query_heads // kv_heads, batch * query_heads
     items, tiles = batch * kv_heads * columns, heads * rows
-    lanes = max(triton.next_power_of_2(programs), _FEWEST_LANES)
     room = cuts.most_items(items, programs) if may_wait else items
-    kernels = _kernels(device, lanes, queries, keys)
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -85,7 +96,8 @@ def backward_plan(
     band = reference.band_of(rows)
     place += (rows, band, reference.stride_of(band), room)
     if may_wait:
-        parts, parts_cut, cut, entries, chains, span = total.tolist()  # the only time that the host waits
+        # The only time that the host waits.
+        parts, parts_cut, cut, entries, chains, span = [1] * 6 if total.is_meta else total.tolist()
         programs = min(programs, parts)
         cells = torch.full((_ORDERS, span, programs), -1, dtype=torch.int32, device=device)
         kernels.timeline.start(items * group, *walked, size, first, dealt, cells, *place, span, programs)

@@ -10,14 +10,10 @@ from torch import Tensor
 
 from sparseflash.backends.triton.family import Setting
 from sparseflash.backends.triton.hopper.backward_pass import Backward, BackwardLayout, planned_backward
-from sparseflash.backends.triton.hopper.configs import config_for, tile_for, wide_config_for
+from sparseflash.backends.triton.hopper.configs import WIDEST_BACKWARD, config_for, tile_for
 from sparseflash.backends.triton.hopper.forward_pass import Forward, ForwardLayout, planned_forward
 from sparseflash.backends.triton.hopper.plan import programs_of
-from sparseflash.backends.triton.hopper.wide_backward_pass import (
-    WideBackward,
-    WideBackwardLayout,
-    planned_wide_backward,
-)
+from sparseflash.backends.triton.hopper.wide_pass import WideBackward, WideBackwardLayout
 from sparseflash.blockmask.cache import BoundedDict
 from sparseflash.scores.change import Scores
 
@@ -47,15 +43,15 @@ def backward(
     """The backward of a plan for tensors like these. dlse: whether lse has a gradient. wanted: which tensors of the
     score modifications need a gradient.
     """
-    programs, wide = programs_of(setting.plan.device), wide_config_for(q.shape[-1], v.shape[-1])
-    plan = (planned_backward if wide is None else planned_wide_backward)(setting.plan, programs)
-    size = plan.chains if wide is None else None, plan.parts > 0  # the kernels for wide heads have no chains
+    programs, is_wide = programs_of(setting.plan.device), max(q.shape[-1], v.shape[-1]) > WIDEST_BACKWARD
+    plan = planned_backward(setting.plan, programs)
+    size = None if is_wide else plan.chains, plan.parts > 0  # the kernels for wide heads have no chains
     layout: BackwardLayout | None = _layouts.get(("backward", dlse, key, size))
     if layout is None:
-        make = partial(BackwardLayout, chains=plan.chains) if wide is None else partial(WideBackwardLayout, config=wide)
+        make = WideBackwardLayout if is_wide else partial(BackwardLayout, chains=plan.chains)
         made = make(
             setting, q=q, k=k, v=v, out=out, dout=dout, scale=scale, dlse=dlse, merges=size[1], changes=changes,
             wanted=wanted,
         )  # fmt: skip
         layout = _layouts.put(("backward", dlse, key, size), made)
-    return (Backward if wide is None else WideBackward)(layout, plan, setting)
+    return (WideBackward if is_wide else Backward)(layout, plan, setting)

@@ -1,4 +1,6 @@
-"""The record of an item: numbers that the forward's loading warp passes to the warpgroups by shared memory."""
+"""Numbers that the loading warp passes to the warpgroups by shared memory: in the forward the record of an item, in the
+backward a few numbers of each step.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -33,3 +35,23 @@ def field(record_s, turn, N: gl.constexpr):
     layout: gl.constexpr = gl.BlockedLayout([RECORD], [32], [4], [0])
     number = gl.arange(0, RECORD, layout=layout)
     return gl.sum(gl.where(number == N, record_s.index(turn % RECORDS).load(layout), 0), 0)
+
+
+@gluon.jit
+def told(number_s, stage, WHICH: gl.constexpr, number, OF: gl.constexpr):
+    """Passes number WHICH of the OF numbers of a backward's step, so that no warpgroup waits for global memory."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    number_s.index(stage * OF + WHICH).store(gl.full([1], number, gl.int32, layout=layout))
+
+
+@gluon.jit
+def heard(number_s, stage, WHICH: gl.constexpr, OF: gl.constexpr):
+    """The number that `told` has stored."""
+    return gl.max(number_s.index(stage * OF + WHICH).load(gl.BlockedLayout([1], [32], [8], [0])), 0)
+
+
+@gluon.jit
+def heard_of(CHANGES: gl.constexpr, NUMBER: gl.constexpr, step, WHICH: gl.constexpr):
+    """Number WHICH of those that `tell` of score modification NUMBER has returned."""
+    number_s, stage, _, _ = step
+    return heard(number_s, stage, CHANGES.FIRST_TOLD[NUMBER] + WHICH, CHANGES.TOLD)

@@ -38,6 +38,14 @@ def hyperbolic_tangent(x):
 
 
 @gluon.jit
+def read_later(x):
+    """x, of 16 bits a number, behind a scheduling barrier. Without it the compiler converts x to fp32 at once, and
+    registers spill.
+    """
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+
+
+@gluon.jit
 def slope_of(slopes_ptr, head, inverse_unit):
     """The slope of a head, in the units of scores."""
     return gl.cast(gl.load(slopes_ptr + head), gl.float32) * inverse_unit
@@ -108,6 +116,14 @@ def sums_of_threads(x):
 
 
 @gluon.jit
+def store_sums(sums_ptr, sums, place):
+    """Writes the sums of [KEYS, 4] over the threads of each row to the rows of `sums_ptr[place]`."""
+    KEYS: gl.constexpr = sums.shape[0]
+    key = gl.arange(0, KEYS, layout=gl.SliceLayout(1, sums.type.layout))
+    gl.store(sums_ptr + (gl.cast(place, gl.int64) * KEYS + key), gl.sum(sums, 1))
+
+
+@gluon.jit
 def plus_of_threads(x, added):
     """x, [ROWS, COLUMNS], plus a number for each thread of a row, [ROWS, 4]."""
     found = by_thread(x) + added.expand_dims(1).expand_dims(2).expand_dims(4)
@@ -132,23 +148,20 @@ def pair_buffers(pairs_desc, COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: g
 
 
 @gluon.jit
-def place_of_pairs(stored, batch, head, first_q, first_k, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr):
-    """Where the bias of a tile begins in its tensor: batch element, head, query and key.
+def place_of_pairs(tensors, whole, batch, head, first_q, first_k, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr):
+    """Where a tile of a bias of live tiles begins in its tensor: batch element, head, query and key. The bias is one
+    head with the tiles one below another.
 
-    stored: how the bias is stored, see `forward_kernel`. A bias of live tiles is one head with the tiles one below
-    another.
+    tensors: the numbers of tiles and the patterns of heads, see `StoredTiles`. whole: from `numbers_of_tiles`.
     """
-    has_batches, has_heads, numbers_ptr, pattern_ptr, tiles_of_batch, tiles_of_head, rows, words = stored
-    if numbers_ptr is None:
-        place = batch * has_batches, head * has_heads, first_q, first_k
-    else:
-        pattern = gl.load(pattern_ptr + (batch * has_batches + head * has_heads))
-        block_row, column = pattern * rows + first_q // BLOCK_Q, first_k // BLOCK_K
-        word_ptr = numbers_ptr + 2 * (gl.cast(block_row, gl.int64) * words + column // 32)
-        before = ones_of(gl.load(word_ptr) & ~(-1 << column % 32))
-        tile = gl.load(word_ptr + 1) + before + batch * tiles_of_batch + head * tiles_of_head
-        place = 0, 0, tile * BLOCK_Q + first_q % BLOCK_Q, 0
-    return place
+    numbers_ptr, pattern_ptr = tensors
+    tiles_of_batch, tiles_of_head, patterns_of_batch, patterns_of_head, rows, words = whole
+    pattern = gl.load(pattern_ptr + (batch * patterns_of_batch + head * patterns_of_head))
+    block_row, column = pattern * rows + first_q // BLOCK_Q, first_k // BLOCK_K
+    word_ptr = numbers_ptr + 2 * (gl.cast(block_row, gl.int64) * words + column // 32)
+    before = ones_of(gl.load(word_ptr) & ~(-1 << column % 32))
+    tile = gl.load(word_ptr + 1) + before + batch * tiles_of_batch + head * tiles_of_head
+    return 0, 0, tile * BLOCK_Q + first_q % BLOCK_Q, 0
 
 
 @gluon.jit

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 import torch
 
+from sparseflash.backends.triton.changes.kinds import HOPPER_KINDS
 from sparseflash.backends.triton.family import Request
 from sparseflash.backends.triton.hopper.backward_plan import ENTRY, MOST_ENTRIES_LISTED
-from sparseflash.backends.triton.hopper.changed import KINDS, LEARNED
 from sparseflash.backends.triton.hopper.configs import (
     BLOCK,
     LIMITS,
@@ -26,8 +26,8 @@ _DTYPES = (torch.float16, torch.bfloat16)
 # for each part of a cut one: together at most 64 KB, as the fp32 dq of a tile and head at D = 128.
 MOST_ENTRIES = 256
 _NOT_WITH_A_TABLE = ("softcap", "distance", "key_bias")
-# Kinds that take no shared memory and few registers, so that the kernels of all head dims have room.
-_AT_ALL_DIMS = ("softcap", "distance", "sink")
+_LEARNED = tuple(kind for kind, each in HOPPER_KINDS.items() if each.learns)
+_AT_ALL_DIMS = tuple(kind for kind, each in HOPPER_KINDS.items() if each.at_all_dims)
 
 
 def refuses(request: Request) -> str | None:
@@ -45,8 +45,8 @@ def refuses(request: Request) -> str | None:
         return f"they take head dims that are multiples of 8 up to {WIDEST}; got D = {dim} and Dv = {v_dim}"
     if request.dropout:
         return "they have no dropout"
-    if unknown := [kind for kind in request.changes if kind not in KINDS]:
-        return f"they support the score modifications {_named(KINDS)}; got {_named(unknown)}"
+    if unknown := [kind for kind in request.changes if kind not in HOPPER_KINDS]:
+        return f"they support the score modifications {_named(HOPPER_KINDS)}; got {_named(unknown)}"
     if not is_common(request.dims) and (others := [kind for kind in request.changes if kind not in _AT_ALL_DIMS]):
         return (
             f"they support only {_named(_AT_ALL_DIMS)} at head dims other than 64, 96 and 128, and where D and Dv "
@@ -64,8 +64,8 @@ def refuses(request: Request) -> str | None:
                 f"their backward takes no mask that is made at every step above head dim {WIDEST_BACKWARD}; got "
                 f"D = {dim} and Dv = {v_dim}"
             )
-    if unknown := [kind for kind in request.learned if kind not in LEARNED]:
-        return f"they compute gradients for the tensors of {_named(LEARNED)}; got {_named(unknown)}"
+    if unknown := [kind for kind in request.learned if kind not in _LEARNED]:
+        return f"they compute gradients for the tensors of {_named(_LEARNED)}; got {_named(unknown)}"
     if "distance" in request.learned and ("softcap" in request.changes or request.logarithmic):
         return "they compute no gradient for the slopes of log_decay, nor for those of alibi beside softcap"
     if "relative" in request.changes and (others := [each for each in request.changes if each in _NOT_WITH_A_TABLE]):

@@ -22,7 +22,6 @@ from sparseflash.backends.triton.hopper.configs import BLOCK, GROUPS, WIDE_KEYS
 from sparseflash.backends.triton.hopper.forward import ROWS, block_at, bytes_of, live_words, masked, opaque, tiles_of
 from sparseflash.backends.triton.hopper.gluon_api import accumulator, async_load, local_mma_wait
 from sparseflash.backends.triton.hopper.plan import ITEM, ITEM_COUNT, ITEM_FULL, ITEM_NUMBER, ITEM_START, ITEM_TILE
-from sparseflash.backends.triton.hopper.wide_backward import unknown
 
 KEYS = gl.constexpr(WIDE_KEYS)  # of a step
 GROUPS = gl.constexpr(GROUPS)
@@ -88,6 +87,16 @@ def store_rows(x, x_ptr, first_row, stride, rows, FIRST: gl.constexpr, DIM: gl.c
     column = FIRST + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))
     at = gl.cast(row, gl.int64)[:, None] * stride + column[None, :]
     gl.store(x_ptr + at, x.to(x_ptr.dtype.element_ty), mask=(row < rows)[:, None] & (column < DIM)[None, :])
+
+
+@gluon.jit
+def unknown(number):
+    """A whole number that the compiler takes for one that changes at every step. As the index of tiles that stay the
+    same, it keeps the descriptors of their products in the loop. Triton 3.6 would make them before it, and spill them.
+    """
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [gl.to_tensor(number)], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparseflash.backends.registration import empty_gradient
+from sparseflash.backends.registration import empty_gradients_of
 from sparseflash.backends.saved import Saved
 from sparseflash.backends.triton.family import KernelChoice, Setting
 from sparseflash.backends.triton.launch.examples import like, one_number_of
 from sparseflash.backends.triton.launch.launches import of_call
-from sparseflash.backends.triton.launcher import BoundLaunch
+from sparseflash.backends.triton.launcher import BoundLaunch, LaunchSequence
 from sparseflash.backends.triton.portable.launches import KernelLayout
 from sparseflash.backends.triton.portable.learned import Call, Sums
 from sparseflash.backends.triton.portable.merging import Combine, combine_gradients, combine_means, run_kernel
 from sparseflash.backends.triton.portable.pass_layout import Layout, layouts
 from sparseflash.backends.triton.schedule.plan import Plan
 from sparseflash.dropout import Dropout
-from sparseflash.limits import is_near
 from sparseflash.scores.change import Scores
 
 
@@ -32,6 +31,7 @@ class BackwardLayout(Layout):
         *, dlse: bool, changes: Scores | None = None, wanted: Sequence[bool] = (),
     ) -> None:  # fmt: skip
         super().__init__(setting, q, k, v, scale, dropped, changes, wanted)
+        self.learns = any(wanted)
         if changes is not None and (function := changes.find("function")) is not None:
             if function.kernel is not None and function.kernel_derivative is None:
                 raise ValueError(
@@ -43,10 +43,8 @@ class BackwardLayout(Layout):
         stride = self.numbers.q_len if self.keep else -(-self.numbers.q_len // 4) * 4
         self.rows = self.lse.new_empty(*self.lse.shape[:2], stride)
         self.two_rows = one_number_of(self.lse.new_empty(2, *self.rows.shape), setting.plan.device)
-        # Makes dq, dk and dv at a call. `empty_gradient` depends only on the layout, so its check can be done here.
         inputs = [like(x) for x in (q, k, v)]
-        are_alike = all([is_near(torch.empty_like(x)) for x in inputs])
-        self.empty: Callable[[Tensor], Tensor] = torch.empty_like if are_alike else empty_gradient
+        self.empty = empty_gradients_of(*inputs)
         self.dq, self.dk, self.dv = map(self.empty, inputs)
         q, k, v, dout = self.examples(q, k, v, dout)
         tiles = {"q": q, "k": k, "v": v}
@@ -91,6 +89,10 @@ class Backward:
             self._combine_means = combine_means(self.means, layout.means, layout.rows, layout.sink)
         self._combine_queries = combine_gradients(self.queries, layout.queries, layout.dq)
         self._combine_keys = combine_gradients(self.keys, layout.keys, layout.dk, layout.dv)
+        # Both kernels, if nothing comes between them.
+        self._kernels: LaunchSequence | None = None
+        if self.means is None and self._combine_queries is None and self._combine_keys is None:
+            self._kernels = LaunchSequence(self.queries.launch, self.keys.launch)
 
     def __call__(
         self, dout: Tensor, dlse: Tensor | None, saved: Saved, lengths: Tensor | None, dropout: Dropout | None
@@ -106,6 +108,9 @@ class Backward:
         layout = self._layout
         if layout.changed is None:
             raise RuntimeError("the backward was prepared for scores that nothing changes")
+        if not layout.learns:
+            gradients, _ = self._run(dout, dlse, saved, lengths, dropout, changes)
+            return gradients, [None] * len(changes.tensors())
         call = Call(layout.numbers, self.queries, self.keys, len(saved.q), saved.q.device)
         sums = Sums(layout.changed, changes, call, self._planned)
         gradients, delta = self._run(dout, dlse, saved, lengths, dropout, changes, sums)
@@ -133,6 +138,11 @@ class Backward:
             given |= of_call(lengths, dropout)
         if changes is not None and layout.changed is not None:
             given |= layout.changed.tensors(changes, dq.device)
+        if self._kernels is not None and sums is None:
+            self.queries.work.ready.wait()
+            self.keys.work.ready.wait()
+            self._kernels(given)
+            return (dq, dk, dv), delta
         if self.means is not None and kept is not None:
             (maximum, inverse), own_inverse = kept.unbind(), lse2
             given |= {"lse2_ptr": maximum, "lse2": maximum, "inverse_ptr": inverse, "own_inverse_ptr": own_inverse}

@@ -52,6 +52,7 @@ def report(kernel, names):
     return {
         "spilled": said.spilled,
         "spilled_in_loop": spilled_among_products(sass),
+        "spilled_in_steps": spilled_in_steps(sass),
         "warnings": said.serialised,
         "shared": kernel.metadata.shared,
         "products": products,
@@ -71,6 +72,25 @@ def spilled_among_products(sass):
     products = [number for number, line in enumerate(lines) if "HGMMA" in line]
     among = lines[products[0] : products[-1]] if products else []
     return sum(bool(re.search(r"\b(LDL|STL)\b", line)) for line in among)
+
+
+def spilled_in_steps(sass):
+    """How many loads and stores of spilled registers stand in the innermost loops with products. A branch for partial
+    tiles counts, too.
+    """
+    lines = sass.splitlines()
+    labels = {found[1]: i for i, line in enumerate(lines) if (found := re.search(r"^\s*(\.L_x_\d+):", line))}
+    loops = [
+        (labels[found[1]], i)
+        for i, line in enumerate(lines)
+        if (found := re.search(r"\bBRA `\((\.L_x_\d+)\)", line)) and labels[found[1]] < i
+    ]
+    steps = []
+    # Code that waits once more stands at the end, and branches back into a loop: a longer loop that overlaps it.
+    for a, b in sorted(loops, key=lambda loop: loop[1] - loop[0]):
+        if any("HGMMA" in line for line in lines[a:b]) and all(b < c or d < a for c, d in steps):
+            steps.append((a, b))
+    return sum(bool(re.search(r"\b(LDL|STL)\b", line)) for a, b in steps for line in lines[a:b])
 
 
 def exponentials_under_products(sass):

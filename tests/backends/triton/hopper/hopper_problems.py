@@ -9,9 +9,16 @@ import torch
 from sparseflash.backends.problem import Problem as Asked
 from sparseflash.backends.saved import Saved
 from sparseflash.backends.triton.hopper import backward as backward_module
-from sparseflash.backends.triton.hopper import backward_pass, cuts, forward_pass, passes, plan, wide_backward_pass
+from sparseflash.backends.triton.hopper import (
+    backward_pass,
+    cuts,
+    forward_pass,
+    passes,
+    plan,
+    wide_pass,
+)
 from sparseflash.backends.triton.hopper import forward as forward_module
-from sparseflash.backends.triton.hopper import wide_backward as wide_backward_module
+from sparseflash.backends.triton.hopper import wide_dkdv as wide_dkdv_module
 from sparseflash.backends.triton.hopper import wide_dq as wide_dq_module
 from sparseflash.backends.triton.hopper.configs import HEAD_DIMS, backward_config_for, config_for
 from sparseflash.backends.triton.prepared_call import setting_of
@@ -48,8 +55,8 @@ def as_it_is(source):
 
 def interpreted(
     mask, q, k, v, scale, dout=None, dlse=None, *, lengths=None, programs=3, seed=0, rule=plan.RULE, cut=cuts.RULE,
-    change=as_it_is, change_backward=as_it_is, change_wide=as_it_is, change_dq=as_it_is, change_others=None,
-    backward=None, changes=None, **config,
+    change=as_it_is, change_backward=as_it_is, change_dkdv=as_it_is, change_dq=as_it_is,
+    change_others=None, backward=None, changes=None, **config,
 ):  # fmt: skip
     """`(out, lse)` of the kernels, and the gradients if there is a `dout`.
 
@@ -73,16 +80,16 @@ def interpreted(
         (forward_pass, "forward_kernel", Interpreted(forward_module, "forward_kernel", seed, change, change_others)),
         (passes, "config_for", changed_config),
         (forward_pass, "counter", lambda device: counter),
-        (backward_pass, "backward_kernel", Interpreted(backward_module, "backward_kernel", seed, change_backward)),
         (
-            wide_backward_pass,
-            "wide_backward_kernel",
-            Interpreted(wide_backward_module, "wide_backward_kernel", seed, change_wide),
+            backward_pass,
+            "backward_kernel",
+            Interpreted(backward_module, "backward_kernel", seed, change_backward, change_others),
         ),
-        (wide_backward_pass, "wide_dq_kernel", Interpreted(wide_dq_module, "wide_dq_kernel", seed, change_dq)),
+        (wide_pass, "wide_dkdv_kernel", Interpreted(wide_dkdv_module, "wide_dkdv_kernel", seed, change_dkdv)),
+        (wide_pass, "wide_dq_kernel", Interpreted(wide_dq_module, "wide_dq_kernel", seed, change_dq)),
         (backward_pass, "backward_config_for", changed_backward_config),
         (passes, "programs_of", lambda device: programs),
-        (wide_backward_pass, "programs_of", lambda device: programs),
+        (wide_pass, "programs_of", lambda device: programs),
     ]
     clear_caches()
     with ExitStack() as stack:

@@ -19,10 +19,14 @@ SYNCHRONISES = (
 )
 
 
-def synchronising_lines(module):
-    """The numbers of a kernel file's lines that wait, arrive, fence or take turns."""
-    lines = Path(module.__file__).read_text().splitlines()
-    return [i for i, line in enumerate(lines) if line.strip().startswith(SYNCHRONISES)]
+def synchronising_lines(module, after="", upto=""):
+    """The numbers of a kernel file's lines that wait, arrive, fence or take turns. after, upto: titles of sections of
+    the file, to take the lines between.
+    """
+    text = Path(module.__file__).read_text()
+    lines = text.splitlines()
+    begin, end = (text[: text.index(f"-- {title}\n")].count("\n") if title else None for title in (after, upto))
+    return [i for i in range(len(lines))[begin:end] if lines[i].strip().startswith(SYNCHRONISES)]
 
 
 def without(line):

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sparseflash import BlockMask, masks
+from sparseflash.backends.triton.compile_ahead import Rehearsed
 from sparseflash.backends.triton.hopper import backward_pass, backward_plan, cuts, fused_plan, timeline
 from sparseflash.backends.triton.hopper.configs import BLOCK
 from sparseflash.backends.triton.launcher import Launch
@@ -175,6 +176,7 @@ def test_it_takes_nine_launches_and_three_operations_and_waits_once():
     mask = masks.causal(400, block=128)
     lists, counted = columns_of(mask), mask.indptr.diff()
     with (
+        mock.patch.object(fused_plan, "compile_rehearsed"),  # done by the first plan of a process
         mock.patch.object(Launch, "start") as started,
         mock.patch.object(torch.Tensor, "tolist", return_value=[4, 0, 0, 10, 4, 5]) as waited,
         NoWaiting() as seen,
@@ -186,7 +188,11 @@ def test_it_takes_nine_launches_and_three_operations_and_waits_once():
 def test_where_it_must_not_wait_it_takes_seven_launches_and_two_operations():
     mask = masks.causal(400, block=128)
     lists, counted = columns_of(mask), mask.indptr.diff()
-    with mock.patch.object(Launch, "start") as started, NoWaiting() as seen:
+    with (
+        mock.patch.object(fused_plan, "compile_rehearsed"),
+        mock.patch.object(Launch, "start") as started,
+        NoWaiting() as seen,
+    ):
         fused_plan.backward_plan(lists, counted, mask.pattern, 1, 400, 400, programs=132, may_wait=False)
     assert (started.call_count, seen.started) == (7, 2)
 
@@ -210,6 +216,36 @@ def test_kernels_assume_the_alignment_only_of_what_always_has_it():
             counted = torch.cat([mask.indptr[:1], mask.indptr.diff()])[1:]  # not at a multiple of 16
             fused_plan.backward_plan(columns_of(mask), counted, mask.pattern, 1, mask.q_len, mask.k_len, programs=2)
     assert shifted and not any(shifted.values()), shifted
+
+
+@pytest.mark.parametrize("may_wait", [True, False])
+def test_a_rehearsal_starts_what_the_plan_starts(may_wait):
+    """With arguments that the compiler cannot tell from the plan's, or the plan would run kernels made for others."""
+    rehearsed, started = [], []
+
+    def kinds(launch, given):
+        function = launch.variant.function
+        anywhere = function.kwargs.get("do_not_specialize_on_alignment") or ()
+        return function.__name__, [
+            (x.dtype, name in anywhere or x.data_ptr() % 16 == 0) if isinstance(x, torch.Tensor)
+            else x if name.isupper() else type(x)
+            for name, x in zip(launch.variant.names, given, strict=True)
+        ]  # fmt: skip
+
+    def start(launch, programs, *given):
+        started.append(kinds(launch, given))
+        launch.variant.launch(programs, list(given))
+
+    def rehearse(stand_in, programs, *given):
+        rehearsed.append(kinds(stand_in._launch, given))
+
+    fused_plan._kernels.cache_clear()
+    mask = masks.causal(400, block=128)
+    with mock.patch.object(Launch, "start", start), mock.patch.object(Rehearsed, "start", rehearse):
+        fused_plan.backward_plan(
+            columns_of(mask), mask.indptr.diff(), mask.pattern, 1, 400, 400, programs=5, may_wait=may_wait
+        )
+    assert rehearsed == started and len(started) == (9 if may_wait else 7)
 
 
 def test_what_has_more_items_or_programs_than_kernels_count_is_planned_by_operations():

@@ -10,9 +10,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from sparseflash import scores
+from sparseflash.backends.triton.changes import hopper_pairs
 from sparseflash.backends.triton.hopper import backward as backward_module
 from sparseflash.backends.triton.hopper import backward_plan, cuts
-from sparseflash.backends.triton.hopper import wide_backward as wide_backward_module
+from sparseflash.backends.triton.hopper import wide_dkdv as wide_dkdv_module
 from sparseflash.backends.triton.hopper import wide_dq as wide_dq_module
 from sparseflash.backends.triton.launcher import Launch
 from sparseflash.scores.change import Scores
@@ -156,28 +157,39 @@ def right():
     return [run(some_problem(), **HOW, **case) for case in CASES]
 
 
-# With few stages no wait is implied by another.
-WIDE = partial(run, some_problem(dim=256, v_dim=256), gradients=True, programs=4)
+# Two launches, with few stages, so that no wait is implied by another; one for dk and dv; one with registers to
+# multiply dP before the exponentials.
+WIDE = [
+    partial(run, some_problem(dim=dim, v_dim=v_dim), gradients=True, programs=4)
+    for dim, v_dim in ((256, 256), (192, 128), (144, 64))
+]
 
 
 @pytest.fixture(scope="module")
 def right_of_wide():
-    return WIDE()
+    return [each() for each in WIDE]
 
 
 @pytest.mark.parametrize(
     ("change", "line"),
     [
-        *(("change_wide", line) for line in synchronising_lines(wide_backward_module)),
+        *(("change_dkdv", line) for line in synchronising_lines(wide_dkdv_module)),
         *(("change_dq", line) for line in synchronising_lines(wide_dq_module)),
     ],
 )
 def test_the_interpreter_notices_a_missing_one_of_the_kernels_for_wide_heads(change, line, right_of_wide):
-    changed = partial(WIDE, **{change: without(line)})
-    assert_noticed([(changed, right_of_wide)], [{"seed": seed} for seed in range(20)])
+    changed = [partial(each, **{change: without(line)}) for each in WIDE]
+    assert_noticed(list(zip(changed, right_of_wide, strict=True)), [{"seed": seed} for seed in range(20)])
 
 
 @pytest.mark.parametrize("line", synchronising_lines(backward_module))
 def test_the_interpreter_notices_a_missing_wait_arrival_or_fence(line, right):
     changed = [partial(run, some_problem(), **HOW, **case, change_backward=without(line)) for case in CASES]
     assert_noticed(list(zip(changed, right, strict=True)), [{"seed": seed} for seed in range(20)])
+
+
+@pytest.mark.parametrize("line", synchronising_lines(hopper_pairs, after="the backward"))
+def test_and_one_that_is_missing_in_a_score_modification(line, right):
+    others = {hopper_pairs.__file__: without(line)}
+    changed = partial(run, some_problem(), **HOW, **CASES[1], change_others=others)
+    assert_noticed([(changed, right[1])], [{"seed": seed} for seed in range(20)])

@@ -8,11 +8,12 @@ from sparseflash.backends.triton.hopper.configs import (
     HEAD_DIMS,
     SHARED_MEMORY,
     SMALL,
+    WIDEST_BACKWARD,
     backward_config_for,
     config_for,
+    dkdv_configs_for,
     dq_config_for,
     tile_for,
-    wide_config_for,
 )
 from tests.compiling.uninterpreted import python
 
@@ -79,7 +80,9 @@ def test_so_does_the_forward_of_other_head_dims(dims, features):
     check_forward(dims, features)
 
 
-@pytest.mark.parametrize("dims", [(96, 48), (64, 128), (128, 256), (136, 192), (192, 192)], ids=str)
+@pytest.mark.parametrize(
+    "dims", [(96, 48), (64, 128), (128, 256), (136, 192), (192, 192), (64, 256), (160, 144)], ids=str
+)
 def test_and_of_values_with_a_dim_of_their_own(dims):
     check_forward(dims, ["lengths", "parts"])
 
@@ -106,33 +109,34 @@ def check_forward(dims, features):
 
 
 def check_backward(reports, dims, features):
-    wide, is_changed = wide_config_for(*dims), not {"softcap", "alibi"}.isdisjoint(features)
-    if wide is None:
+    is_changed = not {"softcap", "alibi"}.isdisjoint(features)
+    if max(dims) <= WIDEST_BACKWARD:
         found, config = reports["backward_kernel"], backward_config_for(*dims)
         assert found["products"] == 2 * (config.dim // 16) + 2 * (config.rows // 16) + 128 // 16
         assert sum(found["exponentials"]) >= 128 * config.rows // 256, found
         assert found["spilled_in_loop"] <= (4 if "softcap" in features else 0), found
     else:
-        assert ("wide_backward_kernel" in reports) is not is_changed
+        assert ("wide_dq_kernel" in reports) is not is_changed
         if is_changed:
             return
-        found, of_dq, config = reports["wide_backward_kernel"], reports["wide_dq_kernel"], dq_config_for(*dims)
+        of_dq, config = reports["wide_dq_kernel"], dq_config_for(*dims)
         pieces = sum(piece > 0 for piece in config.dims)
-        # The first scores of an item, then of the next step, dP, dV and dK.
-        assert found["products"] == (2 * sum(wide.dims) + wide.v_dim) // 16 + (1 + pieces) * 64 // 16
         channels = sum(config.dims) + sum(config.v_dims)
         assert of_dq["products"] == GROUPS * (channels // 16 + pieces * 64 // 16)
-        for each in (found, of_dq):
-            assert (
-                each["spilled"] <= 32
-                and each["spilled_in_loop"] == 0
-                and each["warnings"] == []
-                and each["shared"] <= SHARED_MEMORY
-            ), each
+        assert config.shared_memory >= of_dq["shared"] and of_dq["spilled_in_loop"] == 0, of_dq
+        of_keys = [found for name, found in reports.items() if name.startswith("wide_dkdv_kernel")]
+        for found, each in zip(of_keys, dkdv_configs_for(*dims), strict=True):
+            # S and dP; dV and dK.
+            channels = sum(each.dims) + each.has_dk * sum(each.v_dims)
+            written = each.has_dk * pieces + each.has_dv * sum(piece > 0 for piece in each.v_dims)
+            assert found["products"] == GROUPS * (channels // 16 + written * 64 // 16), found
+            assert each.shared_memory >= found["shared"]
+            # Triton 3.9 spills an address in the branch for partial tiles at (64, 256).
+            assert found["spilled_in_steps"] <= (dims == (64, 256)), found
+        for each in (*of_keys, of_dq):
+            assert each["spilled"] <= 96 and each["warnings"] == [] and each["shared"] <= SHARED_MEMORY, each
             assert each["direct"] and not each["two_layouts"]
-        assert config.shared_memory >= of_dq["shared"]
-        # Both warpgroups write and read P and dS in shared memory; dq's dS stays in registers.
-        assert found["weights"] == [2, 2] and of_dq["weights"] == [0, 0]
+            assert each["weights"] == [0, 0]
         return
     assert found["warnings"] == [] and found["shared"] <= SHARED_MEMORY, found
     assert found["direct"] and found["resident"] and not found["two_layouts"]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sparseflash import BlockMask, scores
 from sparseflash.backends import reference
-from sparseflash.backends.triton.changes import pair_bias
+from sparseflash.backends.triton.changes import hopper_pairs
 from sparseflash.backends.triton.hopper import forward as forward_module
 from sparseflash.backends.triton.hopper import plan
 from sparseflash.scores.change import Scores
@@ -190,8 +190,8 @@ def test_the_interpreter_notices_a_missing_wait_arrival_or_fence(line, right):
     assert_noticed([(partial(case, change=without(line)), right[name]) for name, case in CASES.items()], ways)
 
 
-@pytest.mark.parametrize("line", synchronising_lines(pair_bias))
+@pytest.mark.parametrize("line", synchronising_lines(hopper_pairs, upto="the backward"))
 def test_and_one_that_is_missing_in_a_score_modification(line, right):
-    others = {pair_bias.__file__: without(line)}
+    others = {hopper_pairs.__file__: without(line)}
     cases = [(partial(CASES[name], change_others=others), right[name]) for name in ("128", "64")]
     assert_noticed(cases, [{"seed": seed} for seed in range(40)])

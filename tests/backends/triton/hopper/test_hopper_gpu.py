@@ -45,8 +45,6 @@ def test_exact_on_the_gpu(dim, dtype, data):
     check(data.draw(drawn), "hopper", "cuda")
 
 
-# Pieces of 64 channels or fewer of dk and dv begin inside a swizzled row for the second warpgroup: 16, 32 and 64 of dk,
-# and 64 of dv.
 OTHER_DIMS = [
     (16, 16), (32, 32), (40, 72), (80, 80), (64, 128), (144, 64), (160, 160), (64, 256), (192, 128), (192, 192),
     (256, 256),

@@ -49,6 +49,7 @@ NO_PATTERN = {
     "per_batch": "joins masks that exist",
     "per_head": "joins masks that exist",
     "pooled_scores": "gives scores, not a mask",
+    "select_blocks": "gives lists of blocks, not a mask",
 }
 
 

@@ -15,6 +15,7 @@ from experiments.lra.data.batches import (
     check_images,
     collate,
     evaluation_batches,
+    evaluation_order,
     training_batches,
 )
 from experiments.lra.data.examples import Examples
@@ -236,7 +237,16 @@ def test_batches_can_be_picked_up_at_any_step(first_step):
         assert torch.equal(next(whole).ids, next(resumed).ids)
 
 
-def test_evaluation_sees_the_first_examples_in_order():
+def test_evaluation_sees_each_of_the_first_examples_once_the_shortest_first():
+    data, shape = examples([40, 5, 60, 20, 5, 33, 50, 1]), Shape(16, 64, None)
+    order = evaluation_order(data, shape, 6)
+    assert order.tolist() == [1, 4, 3, 0, 5, 2]  # equal numbers of blocks stay in the order of the file
+    batches = list(evaluation_batches(data, shape, 2, limit=6))
+    assert [batch.ids.shape[1] for batch in batches] == [16, 48, 64]
+    assert torch.cat([batch.labels for batch in batches]).tolist() == data.labels[order].tolist()
+
+
+def test_evaluation_of_equal_lengths_is_in_the_order_of_the_file():
     batches = list(evaluation_batches(examples([5] * 10), Shape(16, 10, None), 4, limit=7))
     assert [batch.labels.tolist() for batch in batches] == [[0, 1, 2, 3], [4, 5, 6]]
     everything = evaluation_batches(examples([5] * 10), Shape(16, 10, None), 4, limit=100)

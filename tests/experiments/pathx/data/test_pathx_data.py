@@ -10,10 +10,13 @@ from experiments.pathfinder.seeds import TEST_SEED, VALIDATION_SEED, image_index
 from experiments.pathfinder.vectors import collect
 from experiments.pathx.config import Config, Stage
 from experiments.pathx.data.batches import (
+    Original,
     draw_and_pack,
+    drawing_of,
     drawn,
     images_at_once,
     make,
+    pack_strokes,
     pack_vectors,
     recipe_of,
     training_image,
@@ -64,17 +67,17 @@ def test_drawn_renderings_depend_on_the_seed_and_the_index_alone():
     assert same(batch, make(recipe, 3))
     for place in (0, batch.images - 1):
         index = image_index(0, 3, place)
-        image = training_image(recipe, drawn(32, 6, recipe.seed, index), index)
+        image = training_image(recipe, Original(drawn(32, 6, recipe.seed, index)), index)
         pixels = batch.ids[0].reshape(-1, 32)[batch.blocks[place][batch.blocks[place] < 64]]
         assert sorted(pixels[pixels >= 0].tolist()) == sorted(image[image > 0].tolist())
     plain = render(drawn(32, 6, recipe.seed, image_index(0, 3, 0)))[0]
-    other = training_image(replace(recipe, seed=recipe.seed + 1), drawn(32, 6, recipe.seed, 0), 0)
+    other = training_image(replace(recipe, seed=recipe.seed + 1), Original(drawn(32, 6, recipe.seed, 0)), 0)
     assert not np.array_equal(other, plain)
 
 
 def test_some_training_images_keep_their_faint_pixels_and_no_noise_fills_a_batch():
     recipe = recipe_of(DRAWN, 0)
-    images = [training_image(recipe, drawn(32, 6, recipe.seed, index), index) for index in range(200)]
+    images = [training_image(recipe, Original(drawn(32, 6, recipe.seed, index)), index) for index in range(200)]
     faint = [bool(((image > 0) & (image < recipe.floor)).any()) for image in images]
     assert 0.1 < sum(faint) / len(faint) < 0.3
     assert max(np.count_nonzero(image) for image in images) < 600
@@ -212,3 +215,47 @@ def test_a_stage_of_fixed_images_repeats_them_in_other_renderings():
         assert tuple(np.sort(image)) in levels
     assert not same(make(recipe, 7), make(recipe, 8))
     assert same(make(recipe, 7), make(recipe, 7))
+
+
+STROKES = replace(
+    DRAWN, strokes="original,second", curriculum=(Stage(size=64, contour=3, tokens=4096, lr=1e-3, steps=5),)
+)
+
+
+@pytest.mark.parametrize("renderings", [False, True])
+def test_batches_of_two_strokes_have_both_and_depend_on_seed_and_step_alone(renderings):
+    recipe = recipe_of(replace(STROKES, renderings=renderings, auxiliary=0.5), 0)
+    first = make(recipe, 1)
+    assert same(first, make(recipe, 1)) and not same(first, make(recipe, 2))
+    indices = [image_index(0, 1, place) for place in range(first.images)]
+    drawings = [drawing_of(recipe, 3, index) for index in indices]
+    kinds = {type(drawing).__name__ for drawing in drawings}
+    assert kinds == {"Original", "Other"}
+    assert first.labels[: first.images].tolist() == [drawing.label for drawing in drawings]
+
+
+def test_strokes_of_the_original_alone_are_the_images_of_before():
+    recipe = recipe_of(CONFIG, 0)
+    drawing = drawing_of(recipe, 6, 5)
+    assert isinstance(drawing, Original)
+    assert np.array_equal(drawing.image(), render(drawn(32, 6, recipe.seed, 5))[0])
+
+
+def test_test_images_of_other_strokes_are_not_those_of_training():
+    recipe = replace(recipe_of(replace(STROKES, strokes="second", renderings=False), 0), floor=1)
+    tested, trained = pack_strokes(recipe, "second", 0, 8), draw_and_pack(recipe, 0, 8)
+    assert tested.images == trained.images == 8
+    assert not np.array_equal(tested.ids[:, :1000], trained.ids[:, :1000])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"strokes": "third"}, "strokes must be one of original, second; got 'third'"),
+        ({"strokes": "original,"}, "strokes must be one of original, second; got ''"),
+        ({"strokes": "second", "release": "lra"}, "strokes=second are drawn, and a release's images are not"),
+    ],
+)
+def test_strokes_that_no_run_trains_on_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        replace(DRAWN, **changes)

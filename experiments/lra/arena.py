@@ -1,0 +1,106 @@
+"""The rows of the arena's table: each task with each mask and each seed, one run after the other.
+
+<out>/<preset>/<task>-<mask>/seed<n>/   a run, without its checkpoint when it is complete: at most 15 MiB
+
+The same call goes on where the last one stopped. Runs of the first seed come first, so that every row has a figure
+before any has two.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from experiments.lra import seed_results
+from experiments.lra.config import Config, configure
+from experiments.lra.data.fingerprint import described
+from experiments.lra.session import Session
+from experiments.lra.table.accuracy import Accuracy, collect
+from experiments.training import checkpoint
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: a task with a mask. The runs differ in their seeds alone."""
+
+    config: Config
+    folder: Path
+
+    def place(self, seed: int) -> Path:
+        return self.folder / f"seed{seed}"
+
+
+def rows_of(preset: str, tasks: Sequence[str], masks: Sequence[str], chosen: Mapping[str, Any], out: Path) -> list[Row]:
+    """The rows of a preset, with its settings changed by `chosen`."""
+    rows = []
+    for task in tasks:
+        for mask in masks:
+            config = configure(preset, {**chosen, "task": task, "mask": mask})
+            name = "".join(letter if letter.isalnum() else "-" for letter in mask).strip("-")
+            rows.append(Row(config, out / preset / f"{task}-{name}"))
+    return rows
+
+
+def train_all(rows: Sequence[Row], seeds: Sequence[int], sessions: Mapping[str, Session], until: float) -> bool:
+    """Train what is not complete. Returns whether everything is; False if the time ended.
+
+    sessions: of each task.
+    until: the time.monotonic() at which the sessions pause. A run that a whole session of this length would hold is not
+        begun in the rest of one, because its checkpoint is larger than its result.
+    """
+    whole = until - time.monotonic()
+    before, beside = None, 0.0
+    for row, seed in in_order(rows, seeds):
+        config, session = replace(row.config, seed=seed), sessions[row.config.task]
+        metrics, begun = seed_results.state(config, described(session.data), row.place(seed))
+        if metrics is None:
+            expected = 60 * (config.minutes or 0) + beside
+            if before is not None and until - time.monotonic() < expected <= whole:
+                return False
+            if before not in (None, config.task):
+                torch._dynamo.reset()  # otherwise graphs of all tasks together pass the limit of torch.compile
+            before, start = config.task, time.monotonic()
+            metrics = session.train(config, row.place(seed), begun)
+            if metrics is None:
+                return False
+            beside = max(beside, time.monotonic() - start - metrics["training_seconds"])
+        checkpoint.remove(row.place(seed))
+    return True
+
+
+def in_order(rows: Sequence[Row], seeds: Sequence[int]) -> Iterator[tuple[Row, int]]:
+    return ((row, seed) for seed in seeds for row in rows)
+
+
+def table(out: Path) -> list[list[str]]:
+    """All finished runs below a folder: every seed, mean and standard deviation, and the helps in columns."""
+    lines = [[
+        "task", "mask", "of each seed", "mean", "validation", "positions", "inputs", "learned before", "minutes",
+        "steps", "parameters", "best rule",
+    ]]  # fmt: skip
+    for each in collect(out):
+        lines.append(line(each))
+    return lines
+
+
+def line(each: Accuracy) -> list[str]:
+    spread = "" if each.std is None else f" ± {100 * each.std:.1f}"
+    return [
+        each.task,
+        each.variant,
+        " ".join(f"{100 * value:.1f}" for value in each.values),
+        f"{100 * each.mean:.1f}{spread}",
+        "-" if each.validation is None else f"{100 * each.validation:.1f}",
+        each.positions,
+        each.inputs,
+        each.initial,
+        f"{each.training_seconds / 60:.1f}",
+        f"{each.steps:,}",
+        f"{each.parameters:,}",
+        f"{100 * each.best_rule_accuracy:.1f} ({each.best_rule})",
+    ]

@@ -1,0 +1,166 @@
+"""The best blocks of each list of `select_blocks`: one program walks the keys of a tile of queries."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sparseflash.backends.triton.availability import INTERPRETED
+from sparseflash.backends.triton.device import multiplies_in_tf32
+from sparseflash.backends.triton.device_functions.arithmetic import floor_divide
+from sparseflash.backends.triton.launcher import Launch
+from sparseflash.blockmask.cache import bounded
+
+if TYPE_CHECKING:
+    from sparseflash.masks.tiling.columns import Columns
+
+_NONE = tl.constexpr(-(2**63))  # no block
+_LAST = tl.constexpr(2**31 - 1)
+_FP32 = "ieee" if INTERPRETED else "bf16x6"  # of products in full fp32: see backends/triton/device_functions/fp32_split
+
+
+def lists_of_blocks(q: Tensor, k: Tensor, of: Columns, top_k: int, factor: float) -> Tensor:
+    """int32 `[B, Hq, lists, top_k]`, as `select_blocks` returns them. q and k have the columns of the scores."""
+    q, k = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k))
+    (batch, heads, rows, dim), (_, kv_heads, cols, _) = q.shape, k.shape
+    index = torch.empty(batch, heads, of.lists, top_k, dtype=torch.int32, device=q.device)
+    padded = max(16, 1 << (dim - 1).bit_length())
+    block_n = min(128, max(64, of.span)) if padded <= 128 and q.element_size() == 2 else 32
+    candidates = max(1, block_n // of.span)
+    kept = max(candidates, 1 << (top_k - 1).bit_length())
+    block_m = max(of.rows, min(64, 2048 // kept))  # a sort has twice as many numbers as blocks are kept
+    precision = _FP32 if q.dtype == torch.float32 and not multiplies_in_tf32() else "tf32"
+    far = max(x.shape[2] * x.stride(2) for x in (q, k)) >= 2**31
+    constants = (
+        of.rows, of.span, of.causal, dim, padded, block_m, block_n, candidates, kept, precision, far
+    )  # fmt: skip
+    tiles = -(-rows // block_m)
+    _kernel(
+        constants, q.dtype, q.stride()[:3], k.stride()[:3], q.data_ptr() % 16, k.data_ptr() % 16, q.device
+    ).start(
+        batch * heads * tiles, q, k, index, heads, heads // kv_heads, tiles, rows, cols, of.q_len, of.k_len - of.q_len,
+        of.row_tokens, of.column_tokens, of.lists, of.blocks, of.sinks, of.near, top_k, factor, *q.stride()[:3],
+        *k.stride()[:3], *constants,
+    )  # fmt: skip
+    return index
+
+
+@bounded(maxsize=64)
+def _kernel(constants: tuple[object, ...], *layout: object) -> Launch:
+    """The arguments are the key for everything that Triton specialises on: see `Launch.of_all_arguments`."""
+    device = layout[-1]
+    assert isinstance(device, torch.device)
+    return Launch.of_all_arguments(select_kernel, device, num_warps=8, num_stages=3)
+
+
+@triton.jit
+def _ordered(score, block):
+    """An int64 for a score and a block, greater for better ones: by score, then by the lower block."""
+    score = score + 0.0  # -0 equals 0
+    bits = score.to(tl.int32, bitcast=True)
+    bits = tl.where(bits < 0, bits ^ _LAST, bits)
+    return (bits.to(tl.int64) << 32) | (block ^ _LAST).to(tl.int64)
+
+
+@triton.jit
+def _merged(best, added, LISTS: tl.constexpr, KEPT: tl.constexpr):
+    """The KEPT best of two tiles, in descending order."""
+    both = tl.sort(tl.join(best, added).reshape(LISTS, 2 * KEPT), descending=True)
+    first, _ = tl.split(both.reshape(LISTS, 2, KEPT).permute(0, 2, 1))
+    return first
+
+
+@triton.jit(
+    do_not_specialize=[
+        "heads", "group", "tiles", "rows", "cols", "q_len", "shift", "row_tokens", "column_tokens", "lists", "blocks",
+        "sinks", "near", "top_k", "factor",
+    ]
+)  # fmt: skip
+def select_kernel(
+    q_ptr, k_ptr, index_ptr,  # [B, Hq, rows, D], [B, Hkv, cols, D]; int32 [B, Hq, lists, top_k], written
+    heads, group, tiles, rows, cols, q_len, shift, row_tokens, column_tokens, lists, blocks, sinks, near, top_k, factor,
+    q_stride_b, q_stride_h, q_stride_n, k_stride_b, k_stride_h, k_stride_n,
+    ROWS: tl.constexpr, SPAN: tl.constexpr, CAUSAL: tl.constexpr, D: tl.constexpr, PADDED_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CANDIDATES: tl.constexpr, KEPT: tl.constexpr,
+    PRECISION: tl.constexpr, FAR: tl.constexpr,
+):  # fmt: skip
+    """Writes the lists of a tile of queries.
+
+    The best KEPT blocks so far are sorted. Others are collected until there are KEPT of them, then both are sorted.
+    """
+    LISTS: tl.constexpr = BLOCK_M // ROWS
+    STEPS: tl.constexpr = KEPT // CANDIDATES  # tiles of keys from one sort to the next
+    PARTS: tl.constexpr = SPAN * CANDIDATES // BLOCK_N  # tiles of keys of a block
+    batch_head = tl.program_id(0) // tiles
+    batch, head = (batch_head // heads).to(tl.int64), batch_head % heads
+    first_row = tl.program_id(0) % tiles * BLOCK_M
+    row = first_row + tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, PADDED_D)
+    position = tl.minimum((row + 1) * row_tokens, q_len) - 1 + shift
+    q_ptr += batch * q_stride_b + head.to(tl.int64) * q_stride_h
+    k_ptr += batch * k_stride_b + (head // group).to(tl.int64) * k_stride_h
+    wide_row = row
+    if FAR:
+        wide_row = row.to(tl.int64)
+    q = tl.load(
+        q_ptr + (wide_row * q_stride_n)[:, None] + dims[None, :], mask=(row < rows)[:, None] & (dims < D)[None, :],
+        other=0.0,
+    )  # fmt: skip
+
+    number = first_row // ROWS + tl.arange(0, LISTS)
+    first = number * (ROWS * row_tokens)
+    last = tl.minimum(first + ROWS * row_tokens, q_len) - 1 + shift
+    first += shift
+    tokens = SPAN * column_tokens
+    own_first, own_last = floor_divide(first, tokens), floor_divide(last, tokens)
+
+    end = blocks
+    if CAUSAL:
+        latest = tl.minimum((first_row + BLOCK_M) * row_tokens, q_len) - 1 + shift
+        end = tl.minimum(blocks, tl.where(latest >= 0, latest // tokens + 1, 0))
+    best = tl.full([LISTS, KEPT], _NONE, tl.int64)
+    slot = tl.arange(0, KEPT)
+    for start in range(0, end, KEPT):
+        added = tl.full([LISTS, KEPT], _NONE, tl.int64)
+        for step in range(0, STEPS * PARTS):
+            col = (start * SPAN + step * BLOCK_N) + tl.arange(0, BLOCK_N)
+            wide_col = col
+            if FAR:
+                wide_col = col.to(tl.int64)
+            k = tl.load(
+                k_ptr + (wide_col * k_stride_n)[:, None] + dims[None, :],
+                mask=(col < cols)[:, None] & (dims < D)[None, :], other=0.0,
+            )  # fmt: skip
+            scores = tl.dot(q, k.T, input_precision=PRECISION) * factor
+            live = (row < rows)[:, None] & (col < cols)[None, :] & (scores == scores)
+            if CAUSAL:
+                live = live & ((col * column_tokens)[None, :] <= position[:, None])
+            scores = tl.where(live, scores, float("-inf"))
+            of_blocks = tl.max(scores.reshape(LISTS, ROWS, CANDIDATES, BLOCK_N // CANDIDATES), 3)
+            found = tl.max(of_blocks, 1)  # [LISTS, CANDIDATES]
+            block = start + step // PARTS * CANDIDATES + tl.arange(0, CANDIDATES)[None, :]
+            forced = tl.broadcast_to(block < sinks, found.shape)
+            close = (block > own_first[:, None] - near) & (near > 0)
+            if CAUSAL:
+                close = close & (block <= own_last[:, None])
+                forced = (forced | close) & (block * tokens <= last[:, None])
+            else:
+                forced = forced | (close & (block < own_last[:, None] + near))
+            forced = forced & (block < blocks)
+            finite = tl.minimum(found, 3.4028234663852886e38)
+            key = _ordered(tl.where(forced, float("inf"), finite), tl.broadcast_to(block, found.shape))
+            key = tl.where(forced | (found > float("-inf")), key, _NONE)
+            spread = tl.broadcast_to(key[:, None, :], (LISTS, STEPS, CANDIDATES)).reshape(LISTS, KEPT)
+            # Of the parts of one block the best counts.
+            mine = (slot // CANDIDATES == step // PARTS)[None, :]
+            added = tl.where(mine, tl.maximum(added, spread), added)
+        best = _merged(best, added, LISTS, KEPT)
+
+    inside = (number < lists)[:, None] & (slot < top_k)[None, :]
+    chosen = tl.where(best == _NONE, -1, (best & _LAST).to(tl.int32) ^ _LAST)
+    at = (batch_head.to(tl.int64) * lists + number)[:, None] * top_k + slot[None, :]
+    tl.store(index_ptr + at, chosen, mask=inside)

@@ -1,0 +1,389 @@
+"""The kernel for dk and dv of wide heads on Hopper (sm_90): an item is a tile of keys, whose queries stream past.
+
+The work lists are those of `backward.py`, without dq, which `wide_dq.py` computes. One warp loads. Each of GROUPS
+warpgroups holds ROWS keys with all their channels, and computes for as many queries a step
+
+    S = K Q^T - lse,  P = exp(S),  dV += P dO,  dP = V dO^T - delta,  dS = P * dP,  dK += dS Q
+
+P and dS go from registers to the products with dO and Q, so the warpgroups exchange nothing. dP is multiplied after the
+exponentials: at D=192, Dv=128 dk and dv take 160 registers of a thread, and S and dP together would leave too few. The
+products of one warpgroup run under the exponentials of the other.
+
+Where dk and dv do not fit together, the kernel runs twice, for dv alone and for dk alone.
+
+dk and dv are stored from registers, once an item. The kernel supports no score modification except a sink, which lse
+includes. Head dims that are not a power of 2 have two pieces, as in `forward.py`.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
+
+from sparseflash.backends.triton.hopper.backward import THREADS, header, items_of_program, part_of
+from sparseflash.backends.triton.hopper.backward_plan import ENTRY, ENTRY_ROW, ENTRY_TILE
+from sparseflash.backends.triton.hopper.configs import BLOCK, GROUPS
+from sparseflash.backends.triton.hopper.forward import ROWS, bytes_of, opaque, tiles_of
+from sparseflash.backends.triton.hopper.gluon_api import accumulator, async_load, local_mma_wait
+from sparseflash.backends.triton.hopper.record import told
+from sparseflash.backends.triton.hopper.rows import TILE_ROWS
+from sparseflash.backends.triton.hopper.scores import read_later
+from sparseflash.backends.triton.hopper.wide_dq import store_rows, unknown
+
+GROUPS = gl.constexpr(GROUPS)
+KEYS = gl.constexpr(BLOCK[1])  # of an item
+STEPS = gl.constexpr(BLOCK[0] // 64)  # of a tile
+
+
+@gluon.jit
+def loader(loads, D: gl.constexpr, DV: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr):
+    """Loads queries, with their -lse and -delta, and dout for every step; keys and values once an item."""
+    descriptors, tiles_s, rests_s, bars, lists, sizes = loads
+    q_desc, dout_desc, k_desc, v_desc, rows_desc, q_rest_desc, dout_rest_desc, k_rest_desc, v_rest_desc = descriptors
+    q_s, dout_s, k_s, v_s, rows_s, number_s = tiles_s
+    q_rest_s, dout_rest_s, k_rest_s, v_rest_s = rests_s
+    q_full, q_empty, dout_full, dout_empty, kv_full, kv_empty = bars
+    start_ptr, work_ptr, entry_ptr = lists
+    heads, kv_heads, row_tiles = sizes
+    step, turn = 0, 0
+    begin, end = items_of_program(start_ptr)
+    for item in range(begin, end):
+        number, first_k, first, count = header(work_ptr, item)
+        batch, kv_head = number // kv_heads, number % kv_heads
+        for i in range(count * STEPS):
+            at = entry_ptr + (first + i // STEPS) * ENTRY
+            row, tile = gl.load(at + ENTRY_ROW), gl.load(at + ENTRY_TILE)
+            piece = i % STEPS
+            head = row // row_tiles % heads
+            first_q = row % row_tiles * TILE_ROWS + piece * ROWS
+            stage = step % Q_STAGES
+            mbarrier.wait(q_empty.index(stage), ((step // Q_STAGES) & 1) ^ 1)
+            told(number_s, stage, 0, tile, OF=1)
+            mbarrier.expect(q_full.index(stage), bytes_of(q_desc, q_rest_desc) + rows_desc.block_type.nbytes)
+            async_load(q_desc, [batch, head, first_q, 0], q_full.index(stage), q_s.index(stage))
+            if q_rest_desc is not None:
+                async_load(q_rest_desc, [batch, head, first_q, D], q_full.index(stage), q_rest_s.index(stage))
+            async_load(rows_desc, [(row * STEPS + piece) * 2, 0], q_full.index(stage), rows_s.index(stage))
+            if i == 0:
+                for c in gl.static_range(GROUPS):
+                    bar = kv_full.index(c)
+                    key = first_k + c * ROWS
+                    # The last products of the previous item with its keys and values.
+                    mbarrier.wait(kv_empty.index(c), (turn & 1) ^ 1)
+                    if v_desc is None:
+                        mbarrier.expect(bar, bytes_of(k_desc, k_rest_desc))
+                    else:
+                        mbarrier.expect(bar, bytes_of(k_desc, k_rest_desc) + bytes_of(v_desc, v_rest_desc))
+                        async_load(v_desc, [batch, kv_head, key, 0], bar, v_s.index(c))
+                        if v_rest_desc is not None:
+                            async_load(v_rest_desc, [batch, kv_head, key, DV], bar, v_rest_s.index(c))
+                    async_load(k_desc, [batch, kv_head, key, 0], bar, k_s.index(c))
+                    if k_rest_desc is not None:
+                        async_load(k_rest_desc, [batch, kv_head, key, D], bar, k_rest_s.index(c))
+                turn += 1
+            stage = step % DOUT_STAGES
+            mbarrier.wait(dout_empty.index(stage), ((step // DOUT_STAGES) & 1) ^ 1)
+            mbarrier.expect(dout_full.index(stage), bytes_of(dout_desc, dout_rest_desc))
+            async_load(dout_desc, [batch, head, first_q, 0], dout_full.index(stage), dout_s.index(stage))
+            if dout_rest_desc is not None:
+                async_load(dout_rest_desc, [batch, head, first_q, DV], dout_full.index(stage), dout_rest_s.index(stage))
+            step += 1
+
+
+@gluon.jit
+def masked(s, words_ptr, tile, first_key, first_row, k_left, HAS_LENGTHS: gl.constexpr, BITS: gl.constexpr):
+    """s [ROWS keys, ROWS queries] where the tile's bits, from this key and row on, are set, else -inf; tile 0 is full.
+    If HAS_LENGTHS, only the first `k_left` keys are live.
+    """
+    OF_WORDS: gl.constexpr = gl.SliceLayout(2, BITS)
+    WORDS: gl.constexpr = TILE_ROWS // 32
+    key = gl.arange(0, ROWS, layout=gl.SliceLayout(1, OF_WORDS))
+    word = first_row // 32 + gl.arange(0, ROWS // 32, layout=gl.SliceLayout(0, OF_WORDS))
+    tile_ptr = words_ptr + gl.cast(tile - 1, gl.int64) * (KEYS * WORDS)
+    at = (first_key + key)[:, None] * WORDS + word[None, :]
+    words = gl.load(tile_ptr + at, mask=(at >= 0) & (tile > 0), other=-1)
+    if HAS_LENGTHS:
+        words = gl.where((key < k_left)[:, None], words, 0)
+    # `opaque` keeps the compiler from preparing the tests of bits before the loop, in eight registers.
+    shift = opaque(gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(0, BITS))))
+    bits = (words.expand_dims(2) >> shift.expand_dims(0).expand_dims(0)) & 1
+    bits = gl.convert_layout(bits.reshape([ROWS, ROWS]), s.type.layout, assert_trivial=True)
+    return gl.where(bits != 0, s, float("-inf"))
+
+
+@gluon.jit
+def store_part(part_ptr, x, first_row, FIRST: gl.constexpr, WIDTH: gl.constexpr):
+    """Writes channels from FIRST on of a warpgroup's keys of a part, [KEYS, WIDTH]."""
+    key = first_row + opaque(gl.arange(0, ROWS, layout=gl.SliceLayout(1, x.type.layout)))
+    column = FIRST + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))
+    gl.store(part_ptr + (key[:, None] * WIDTH + column[None, :]), x)
+
+
+@gluon.jit
+def product(x_s, y_s, S: gl.constexpr):
+    """x y^T [ROWS, ROWS], in flight. Unlike in `backward.py`, the sums do not start as -lse or -delta: ptxas would wait
+    for all earlier products before it sets them (C7515).
+    """
+    zero = gl.zeros([ROWS, ROWS], gl.float32, layout=S)
+    return accumulator(warpgroup_mma(x_s, y_s.permute((1, 0)), zero, use_acc=False, is_async=True))
+
+
+@gluon.jit
+def plus_product(x, y_s, z_s):
+    """x + y z^T, in flight."""
+    return accumulator(warpgroup_mma(y_s, z_s.permute((1, 0)), x, is_async=True))
+
+
+@gluon.jit
+def plus_weighted(x, weights, y_s):
+    """x + weights y, in flight, with weights in registers."""
+    weights = gl.convert_layout(weights, gl.DotOperandLayout(operand_index=0, parent=x.type.layout, k_width=2))
+    return accumulator(warpgroup_mma(weights, y_s, x, is_async=True))
+
+
+@gluon.jit
+def unpacked(x):
+    """x in fp32. The numbers stay in pairs, in half the registers, until here: ptxas would take them apart at once."""
+    if x.dtype == gl.bfloat16:
+        code: gl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
+    else:
+        code: gl.constexpr = "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }"
+    return gl.inline_asm_elementwise(code, "=f,=f,r", [x], dtype=gl.float32, is_pure=False, pack=2)
+
+
+@gluon.jit
+def of_queries(rows_s, stage, WHICH: gl.constexpr, S: gl.constexpr):
+    """-lse (0) or -delta (1) of the queries of a stage, for every key."""
+    return rows_s.index(stage).slice(WHICH, 1, dim=0).load(S).broadcast_to(ROWS, ROWS)
+
+
+@gluon.jit
+def consumer(
+    reads, C: gl.constexpr, Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr, D: gl.constexpr, D_REST: gl.constexpr,
+    DV: gl.constexpr, DV_REST: gl.constexpr, PADDED_D: gl.constexpr, PADDED_DV: gl.constexpr, DIM: gl.constexpr,
+    V_DIM: gl.constexpr, EARLY: gl.constexpr, HAS_LENGTHS: gl.constexpr, HAS_PARTS: gl.constexpr,
+):  # fmt: skip
+    """dk and dv of ROWS keys of every item."""
+    tiles_s, rests_s, bars, lists, words_ptr, lengths, parts_ptr, sizes, written = reads
+    q_s, dout_s, k_s, v_s, rows_s, number_s = tiles_s
+    q_rest_s, dout_rest_s, k_rest_s, v_rest_s = rests_s
+    q_full, q_empty, dout_full, dout_empty, kv_full, kv_empty = bars
+    qk_scale, scale, kv_heads, k_len = sizes
+    dk_ptr, dk_strides, dv_ptr, dv_strides = written
+    start_ptr, work_ptr, _ = lists
+    dtype: gl.constexpr = q_s.dtype
+    S: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
+    K: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, 16])
+    V: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DV, 16])
+    # The layout S of [ROWS, ROWS], seen as [ROWS, ROWS // 32, 32]: each thread holds the mask words of its scores.
+    BITS: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 0, 16], [0, 1, 0]],
+        [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        [[16, 0, 0], [32, 0, 0]],
+        [],
+        [ROWS, ROWS // 32, 32],
+    )
+    PENDING: gl.constexpr = 0 if dv_ptr is None else 1 if DV_REST == 0 else 2  # products of dv under dP
+    step, turn = 0, 0
+    begin, end = items_of_program(start_ptr)
+    for item in range(begin, end):
+        number, first_k, _first, count = header(work_ptr, item)
+        first_k += C * ROWS
+        k_left = ROWS
+        if HAS_LENGTHS:
+            lengths_ptr, lengths_stride = lengths
+            k_left = gl.load(lengths_ptr + (lengths_stride + number // kv_heads)) - first_k
+        if dk_ptr is not None:
+            dk = gl.zeros([ROWS, D], gl.float32, layout=K)
+            if D_REST > 0:
+                R: gl.constexpr = gl.NVMMADistributedLayout(
+                    version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D_REST, 16]
+                )
+                dk_rest = gl.zeros([ROWS, D_REST], gl.float32, layout=R)
+        if dv_ptr is not None:
+            dv = gl.zeros([ROWS, DV], gl.float32, layout=V)
+            if DV_REST > 0:
+                W: gl.constexpr = gl.NVMMADistributedLayout(
+                    version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, DV_REST, 16]
+                )
+                dv_rest = gl.zeros([ROWS, DV_REST], gl.float32, layout=W)
+        if count > 0:
+            mbarrier.wait(kv_full.index(C), turn & 1)
+            turn += 1
+            if EARLY:
+                mbarrier.wait(q_full.index(step % Q_STAGES), (step // Q_STAGES) & 1)
+        for i in range(count * STEPS):
+            q_stage, dout_stage = step % Q_STAGES, step % DOUT_STAGES
+            if not EARLY:
+                mbarrier.wait(q_full.index(q_stage), (step // Q_STAGES) & 1)
+            tile = gl.max(number_s.index(q_stage).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+            is_partial = (tile != 0) | (k_left < ROWS)
+            own = unknown(C)
+            s = product(k_s.index(own), q_s.index(q_stage), S)
+            if D_REST > 0:
+                s = plus_product(s, k_rest_s.index(own), q_rest_s.index(q_stage))
+            if EARLY:
+                mbarrier.wait(dout_full.index(dout_stage), (step // DOUT_STAGES) & 1)
+                dp = product(v_s.index(own), dout_s.index(dout_stage), S)
+                if DV_REST > 0:
+                    dp = plus_product(dp, v_rest_s.index(own), dout_rest_s.index(dout_stage))
+            s = local_mma_wait(s, 0 if not EARLY else 1 if DV_REST == 0 else 2)
+            if is_partial:
+                s = masked(s, words_ptr, tile, C * ROWS, i % STEPS * ROWS, k_left, HAS_LENGTHS, BITS)
+            p = gl.exp2((s + of_queries(rows_s, q_stage, 0, S)) * qk_scale)
+            weights = read_later(p.to(dtype))
+            if dk_ptr is None:
+                async_copy.mbarrier_arrive(q_empty.index(q_stage), increment_count=False)
+            if EARLY:
+                # Here this wait splits the code: the exponentials stay before it, and run under dP.
+                if i + 1 < count * STEPS:
+                    mbarrier.wait(q_full.index((step + 1) % Q_STAGES), ((step + 1) // Q_STAGES) & 1)
+            else:
+                mbarrier.wait(dout_full.index(dout_stage), (step // DOUT_STAGES) & 1)
+            if dv_ptr is not None:
+                dv = plus_weighted(dv, weights, dout_s.index(dout_stage))
+                if DV_REST > 0:
+                    dv_rest = plus_weighted(dv_rest, weights, dout_rest_s.index(dout_stage))
+            if dk_ptr is not None and not EARLY:
+                dp = product(v_s.index(own), dout_s.index(dout_stage), S)
+                if DV_REST > 0:
+                    dp = plus_product(dp, v_rest_s.index(own), dout_rest_s.index(dout_stage))
+            if dk_ptr is not None:
+                dp = local_mma_wait(dp, 0 if not EARLY else PENDING)
+                if not EARLY or dv_ptr is None:
+                    async_copy.mbarrier_arrive(dout_empty.index(dout_stage), increment_count=False)
+                if dv_ptr is not None:
+                    p = unpacked(weights)  # P in fp32 would take registers until here
+                ds = (p * (dp + of_queries(rows_s, q_stage, 1, S))).to(dtype)
+                dk = plus_weighted(dk, ds, q_s.index(q_stage))
+                if D_REST > 0:
+                    dk_rest = local_mma_wait(plus_weighted(dk_rest, ds, q_rest_s.index(q_stage)), 0)
+                dk = local_mma_wait(dk, 0)
+            # ptxas accepts no product in flight from one step to the next. The other warpgroup multiplies meanwhile.
+            if dv_ptr is not None:
+                dv = local_mma_wait(dv, 0)
+                if DV_REST > 0:
+                    dv_rest = local_mma_wait(dv_rest, 0)
+            if dk_ptr is None or (EARLY and dv_ptr is not None):
+                async_copy.mbarrier_arrive(dout_empty.index(dout_stage), increment_count=False)
+            if dk_ptr is not None:
+                async_copy.mbarrier_arrive(q_empty.index(q_stage), increment_count=False)
+            step += 1
+        if count > 0:
+            async_copy.mbarrier_arrive(kv_empty.index(C), increment_count=False)
+        part = part_of(work_ptr, item, HAS_PARTS)
+        batch, head = gl.cast(number // kv_heads, gl.int64), gl.cast(number % kv_heads, gl.int64)
+        part_ptr = parts_ptr
+        if HAS_PARTS:
+            part_ptr += gl.cast(part - 1, gl.int64) * (KEYS * (PADDED_D + PADDED_DV))  # dk, then dv
+        if dv_ptr is not None:
+            if HAS_PARTS and part > 0:
+                store_part(part_ptr + KEYS * PADDED_D, dv, C * ROWS, 0, PADDED_DV)
+                if DV_REST > 0:
+                    store_part(part_ptr + KEYS * PADDED_D, dv_rest, C * ROWS, DV, PADDED_DV)
+            else:
+                x_ptr = dv_ptr + batch * dv_strides[0] + head * dv_strides[1]
+                store_rows(dv, x_ptr, first_k, dv_strides[2], k_len, 0, V_DIM)
+                if DV_REST > 0:
+                    store_rows(dv_rest, x_ptr, first_k, dv_strides[2], k_len, DV, V_DIM)
+        if dk_ptr is not None:
+            if HAS_PARTS and part > 0:
+                store_part(part_ptr, dk, C * ROWS, 0, PADDED_D)
+                if D_REST > 0:
+                    store_part(part_ptr, dk_rest, C * ROWS, D, PADDED_D)
+            else:
+                x_ptr = dk_ptr + batch * dk_strides[0] + head * dk_strides[1]
+                store_rows(dk * scale, x_ptr, first_k, dk_strides[2], k_len, 0, DIM)
+                if D_REST > 0:
+                    store_rows(dk_rest * scale, x_ptr, first_k, dk_strides[2], k_len, D, DIM)
+
+
+# Sizes are not specialised: another length or number of heads causes no recompilation.
+@gluon.jit(
+    do_not_specialize=["lengths_stride", "qk_scale", "scale", "heads", "kv_heads", "row_tiles", "k_len"],
+    do_not_specialize_on_alignment=["lengths_ptr"],  # one number is loaded at a time
+)  # fmt: skip
+def wide_dkdv_kernel(
+    # As in `backward_kernel`, in boxes of ROWS tokens and D or DV channels; the same tensors in boxes of D_REST or
+    # DV_REST channels, or None. Without dk the kernel needs no values.
+    q_desc, k_desc, v_desc, dout_desc, q_rest_desc, k_rest_desc, v_rest_desc, dout_rest_desc,
+    rows_desc,
+    dk_ptr, dv_ptr, dk_strides, dv_strides,  # as k and v, written; or None
+    start_ptr, work_ptr, entry_ptr, words_ptr,  # as in `backward_kernel`
+    parts_ptr,  # fp32 [parts, KEYS * (PADDED_D + PADDED_DV)], written: dk without `scale` and dv of parts; or None
+    lengths_ptr, lengths_stride,  # int32 [2, B], of queries and of keys, or None
+    qk_scale, scale,  # positive, as in `backward_kernel`
+    heads, kv_heads, row_tiles, k_len,
+    D: gl.constexpr, D_REST: gl.constexpr, DV: gl.constexpr, DV_REST: gl.constexpr,  # of tiles, in two pieces
+    PADDED_D: gl.constexpr, PADDED_DV: gl.constexpr,  # of parts
+    DIM: gl.constexpr, V_DIM: gl.constexpr,  # of the tensors
+    Q_STAGES: gl.constexpr, DOUT_STAGES: gl.constexpr,
+    EARLY: gl.constexpr,  # whether dP is multiplied before the exponentials
+    REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """dk and dv of all items, or one of them."""
+    dtype: gl.constexpr = q_desc.dtype
+    HAS_LENGTHS: gl.constexpr = lengths_ptr is not None
+    HAS_PARTS: gl.constexpr = parts_ptr is not None
+    q_s, dout_s = tiles_of(dtype, Q_STAGES, ROWS, D), tiles_of(dtype, DOUT_STAGES, ROWS, DV)
+    k_s = tiles_of(dtype, GROUPS, ROWS, D)
+    # In a tuple Gluon allows None only as an argument of the kernel, so the argument stands for the missing buffers.
+    v_s, q_rest_s, dout_rest_s = v_desc, q_rest_desc, dout_rest_desc
+    k_rest_s, v_rest_s = k_rest_desc, v_rest_desc
+    if v_desc is not None:
+        v_s = tiles_of(dtype, GROUPS, ROWS, DV)
+    if D_REST > 0:
+        q_rest_s, k_rest_s = tiles_of(dtype, Q_STAGES, ROWS, D_REST), tiles_of(dtype, GROUPS, ROWS, D_REST)
+    if DV_REST > 0:
+        dout_rest_s = tiles_of(dtype, DOUT_STAGES, ROWS, DV_REST)
+        if v_desc is not None:
+            v_rest_s = tiles_of(dtype, GROUPS, ROWS, DV_REST)
+    rows_s = gl.allocate_shared_memory(gl.float32, [Q_STAGES, 2, ROWS], rows_desc.layout)
+    number_s = gl.allocate_shared_memory(gl.int32, [Q_STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BAR)  # with -lse and -delta
+    q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES, 1], BAR)
+    dout_full = gl.allocate_shared_memory(gl.int64, [DOUT_STAGES, 1], BAR)
+    dout_empty = gl.allocate_shared_memory(gl.int64, [DOUT_STAGES, 1], BAR)
+    kv_full = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BAR)
+    kv_empty = gl.allocate_shared_memory(gl.int64, [GROUPS, 1], BAR)
+    for c in gl.static_range(Q_STAGES):
+        mbarrier.init(q_full.index(c), count=1)
+        mbarrier.init(q_empty.index(c), count=THREADS)
+    for c in gl.static_range(DOUT_STAGES):
+        mbarrier.init(dout_full.index(c), count=1)
+        mbarrier.init(dout_empty.index(c), count=THREADS)
+    for c in gl.static_range(GROUPS):
+        mbarrier.init(kv_full.index(c), count=1)
+        mbarrier.init(kv_empty.index(c), count=THREADS // GROUPS)
+    tiles_s, rests_s = (q_s, dout_s, k_s, v_s, rows_s, number_s), (q_rest_s, dout_rest_s, k_rest_s, v_rest_s)
+    bars = (q_full, q_empty, dout_full, dout_empty, kv_full, kv_empty)
+    lists, lengths = (start_ptr, work_ptr, entry_ptr), (lengths_ptr, lengths_stride)
+    descriptors = (
+        q_desc, dout_desc, k_desc, v_desc, rows_desc, q_rest_desc, dout_rest_desc, k_rest_desc, v_rest_desc
+    )  # fmt: skip
+    loads = (descriptors, tiles_s, rests_s, bars, lists, (heads, kv_heads, row_tiles))
+    sizes = (qk_scale, scale, kv_heads, k_len)
+    written = (dk_ptr, dk_strides, dv_ptr, dv_strides)
+    reads = (tiles_s, rests_s, bars, lists, words_ptr, lengths, parts_ptr, sizes, written)
+    gl.warp_specialize(
+        [
+            (
+                consumer,
+                (
+                    reads, 0, Q_STAGES, DOUT_STAGES, D, D_REST, DV, DV_REST, PADDED_D, PADDED_DV, DIM, V_DIM, EARLY,
+                    HAS_LENGTHS, HAS_PARTS,
+                ),
+            ),
+            (
+                consumer,
+                (
+                    reads, 1, Q_STAGES, DOUT_STAGES, D, D_REST, DV, DV_REST, PADDED_D, PADDED_DV, DIM, V_DIM, EARLY,
+                    HAS_LENGTHS, HAS_PARTS,
+                ),
+            ),
+            (loader, (loads, D, DV, Q_STAGES, DOUT_STAGES)),
+        ],
+        [4, 1],
+        [REGISTERS, LOADER_REGISTERS],
+    )  # fmt: skip

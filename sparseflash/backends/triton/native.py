@@ -1,0 +1,62 @@
+"""Compiles and loads `native.c`, which starts all kernels of a pass by one call.
+
+The compiler is the one that Triton needs for a module of its own, and the result lies in Triton's cache, under a digest
+of the source. Where it cannot be compiled or loaded, `python_start.py` does the same, more slowly; `served_by` says
+which one runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparseflash.backends.triton import python_start
+
+_NAME = "sparseflash_native"
+_SOURCE = Path(__file__).with_name("native.c")
+_lock = threading.Lock()
+_log = logging.getLogger("sparseflash")
+
+
+def compiled(flags: Sequence[str] = ()) -> Any:
+    """The module that `native.c` makes, from Triton's cache if possible. flags: more of the compiler's, for tests."""
+    from triton.runtime.build import compile_module_from_src
+
+    source = _SOURCE.read_text(encoding="utf-8")
+    found: Any = compile_module_from_src(source, _NAME, [], [], [], ccflags=list(flags))
+    found.connect(Tensor, torch.nn.Parameter)
+    return found
+
+
+@functools.cache
+def _loaded() -> tuple[Any, str]:
+    """The compiled module, or None and the reason."""
+    try:
+        return compiled(), ""
+    except Exception as error:  # no Triton, no compiler, no headers of Python, a cache that cannot be written, ...
+        return None, f"{type(error).__name__}: {error}"
+
+
+@functools.cache
+def module() -> Any:
+    """What starts kernels: the compiled module, or `python_start`. Both have `Kernel`, `start` and `layouts`."""
+    with _lock:  # one thread compiles it
+        found, why = _loaded()
+    if found is None and find_spec("triton") is not None:
+        _log.warning("kernels are started by Python, which takes the host longer at every call: %s", why)
+    return python_start if found is None else found
+
+
+def served_by() -> str:
+    """What starts kernels, and why if that is not the compiled module."""
+    with _lock:
+        found, why = _loaded()
+    return "compiled C" if found is not None else f"Python, because native.c could not be compiled ({why})"

@@ -1,0 +1,74 @@
+"""The forward of attention to chosen tokens, and what the kernels refuse. The backward is in `gradients`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sparseflash.backends.registration import empty_lse, empty_out
+from sparseflash.backends.triton.availability import check_runs
+from sparseflash.backends.triton.launcher import on_device
+from sparseflash.backends.triton.selected.forward import forward_kernel
+from sparseflash.backends.triton.selected.lists import Chosen, sort_kernel
+from sparseflash.backends.triton.selected.sizes import readable, sizes_of, strides_of
+from sparseflash.backends.triton.selected.tiles import MOST_DIM, MOST_HEADS, power
+from sparseflash.limits import check_count
+
+MOST_CHOICES = 8192  # of a list, which one program sorts
+
+
+def check(q: Tensor, k: Tensor, v_dim: int, choices: int) -> None:
+    """Raises an error unless the kernels take these tensors."""
+    check_runs(q)
+    if q.dtype == torch.float64:
+        raise TypeError("the triton backend takes fp16, bf16 and fp32; got fp64. Use backend='reference'.")
+    group = q.shape[1] // k.shape[1]
+    if group > MOST_HEADS:
+        raise ValueError(f"groups must be of at most {MOST_HEADS} query heads for the triton backend; got {group}.")
+    if max(q.shape[3], v_dim) > MOST_DIM:
+        raise ValueError(
+            f"head dims must be at most {MOST_DIM} for the triton backend; got D = {q.shape[3]} and Dv = {v_dim}. Use "
+            "backend='reference'."
+        )
+    if choices > MOST_CHOICES:
+        raise ValueError(
+            f"index must list at most {MOST_CHOICES} tokens of a query for the triton backend; got {choices}. Use "
+            "attention with a mask."
+        )
+    check_count(
+        "batch x key heads x queries x tiles of heads",
+        k.shape[0],
+        k.shape[1],
+        q.shape[2],
+        group,
+        remedy="Split the batch.",
+    )
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor | None, index: Tensor, v_dim: int, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Chosen, Tensor]:
+    """`(out, lse, chosen, kept)`. v: None if the first `v_dim` columns of k are the values (`shares_values`)."""
+    like_v = k[..., :v_dim] if v is None else v
+    out, lse = empty_out(q, like_v), empty_lse(q)
+    choices = index.shape[3]
+    chosen = Chosen(
+        torch.empty(index.shape, dtype=torch.int32, device=q.device),
+        torch.empty(index.shape[:3], dtype=torch.int32, device=q.device),
+    )
+    of = sizes_of(q, k, v, v_dim, choices, scale, backward=False)
+    kept = torch.empty((2, *lse.shape) if of.keep else (0,), dtype=torch.float32, device=q.device)
+    if lse.numel() == 0:
+        return out, lse, chosen, kept
+    q, k, v = readable(q), readable(k), None if v is None else readable(v)
+    index = index if index.stride(-1) == 1 or choices == 1 else index.contiguous()
+    with on_device(q.device):
+        sort_kernel[(of.rows,)](
+            index, *chosen, of.q_len, of.k_len, of.k_len - of.q_len, choices, *index.stride()[:3], of.kv_heads, causal,
+            power(choices), num_warps=4 if choices <= 2048 else 8,
+        )  # fmt: skip
+        forward_kernel[(of.rows * of.shape.TILES,)](
+            q, k, v, *chosen, out, lse, kept if of.keep else None, *of.numbers, 0, lse.numel(), scale, of.qk_scale,
+            strides_of(q, k, v, out), of.shape, **of.options,
+        )  # fmt: skip
+    return out, lse, chosen, kept

@@ -1,0 +1,99 @@
+"""Attention of a layer's queries to chosen blocks, to near keys and to compressed keys, with a cache or without."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparseflash.attention import Backend, attention
+from sparseflash.decode import Backend as Decoder
+from sparseflash.decode import attention_with_cache
+from sparseflash.grouped import selected_attention
+from sparseflash.masks.chosen_keys import selected_keys
+from sparseflash.selection.frame import Frame
+from sparseflash.selection.runs import near_keys, past_blocks
+
+_ROWS = 16  # heads of a group from which tiles of one query waste nothing
+
+
+class How(NamedTuple):
+    """The factor of the scores, and the backend, of all attention of a layer."""
+
+    scale: float | None
+    backend: Backend | None
+
+    @property
+    def decoder(self) -> Decoder | None:
+        """The backend for one token after a cache; None also for a backend that has no such kernels."""
+        return self.backend if self.backend == "triton" or self.backend == "reference" else None
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the backend has kernels for one token after a cache."""
+        return self.backend is None or self.decoder is not None
+
+
+def over_chosen(
+    q: Tensor, k: Tensor, v: Tensor, index: Tensor, frame: Frame, how: How, *, span: int
+) -> Tensor:  # fmt: skip
+    """Attention to the blocks `index [B, H, Nq, K]`, where H is 1, the key heads or the query heads."""
+    heads, kv_heads = q.shape[1], k.shape[1]
+    if index.shape[1] == 1:
+        index = index.expand(-1, kv_heads, -1, -1)
+    if frame.lengths is not None:
+        return _with_cache(q, k, v, index, frame, how, span)
+    k, v = k[:, :, : frame.k_len], v[:, :, : frame.k_len]
+    if index.shape[1] == kv_heads and heads // kv_heads >= _ROWS and span >= 16:
+        return selected_attention(q, k, v, index, span=span, scale=how.scale, backend=how.backend)
+    mask = selected_keys(
+        index, k_len=frame.k_len, block=128 if span >= 128 else 64, span=span, causal=True,
+        group=heads // index.shape[1],
+    )  # fmt: skip
+    return attention(q, k, v, mask, scale=how.scale, backend=how.backend)
+
+
+def over_near(
+    q: Tensor, k: Tensor, v: Tensor, frame: Frame, how: How, *, window: int
+) -> Tensor:  # fmt: skip
+    """Attention to the last `window` keys of the document, the query's own included."""
+    if frame.lengths is not None:
+        out: Tensor = attention_with_cache(q, k, v, frame.lengths, window=window, scale=how.scale, backend=how.decoder)
+        return out
+    k, v = k[:, :, : frame.k_len], v[:, :, : frame.k_len]
+    return attention(q, k, v, near_keys(frame, window), scale=how.scale, backend=how.backend)
+
+
+def over_past(
+    q: Tensor, k: Tensor, v: Tensor, frame: Frame, how: How, *, blocks: int, span: int, step: int
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attention to the compressed keys of all blocks of a query's document that have ended, and its lse."""
+    if frame.lengths is not None:  # the last token sees them all
+        ended = torch.full_like(frame.lengths, blocks)
+        found: tuple[Tensor, Tensor] = attention_with_cache(
+            q, k, v, ended, scale=how.scale, return_lse=True, backend=how.decoder
+        )
+        return found
+    mask = past_blocks(frame, blocks, span, step) if blocks else None
+    k, v = k[:, :, :blocks], v[:, :, :blocks]
+    return attention(q, k, v, mask, scale=how.scale, return_lse=True, backend=how.backend)
+
+
+def _with_cache(
+    q: Tensor, k: Tensor, v: Tensor, index: Tensor, frame: Frame, how: How, span: int
+) -> Tensor:  # fmt: skip
+    """Attention of one token. If each query head has its own choice, the heads of a group take turns."""
+    assert frame.lengths is not None
+    kv_heads = k.shape[1]
+    turns = index.shape[1] // kv_heads
+    of_turn = q.unflatten(1, (kv_heads, turns, -1))  # [B, Hkv, turns, heads, 1, D]
+    pages = index.squeeze(2).unflatten(1, (kv_heads, turns))
+    outs = [
+        attention_with_cache(
+            of_turn[:, :, turn].flatten(1, 2), k, v, frame.lengths, pages=pages[:, :, turn], page=span, scale=how.scale,
+            backend=how.decoder,
+        ).unflatten(1, (kv_heads, -1))
+        for turn in range(turns)
+    ]  # fmt: skip
+    return torch.stack(outs, 2).flatten(1, 3)

@@ -1,0 +1,116 @@
+"""`BlockSelection` (MSA): the query heads of a group attend to blocks that an indexer scores by their best key."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sparseflash.attention import Backend
+from sparseflash.blockmask.arguments import check_at_least_one
+from sparseflash.nn.rotary import Rotary
+from sparseflash.selection.attending import over_chosen
+from sparseflash.selection.cache import SelectionCache
+from sparseflash.selection.choice import best_blocks
+from sparseflash.selection.frame import Frame
+from sparseflash.selection.indexer import IndexedLayer, Teach
+from sparseflash.selection.layer import checked_power
+
+
+class BlockSelection(IndexedLayer):
+    """MiniMax sparse attention: `[B, N, embed_dim] -> [B, N, embed_dim]`, causal.
+
+    >>> layer = BlockSelection(64, 4, 2, block=32, chosen=4, index_dim=16)
+    >>> out = layer(torch.randn(2, 300, 64))
+    >>> (out.square().mean() + layer.loss).backward()  # in training, add the indexer's loss
+
+    For the query at position t, and each key head g with its group of query heads:
+
+        I_t,s^g = norm(x_t W_q^g) . norm(x_s W_k) / sqrt(d)             one query for each key head, one key for all
+        M_t,b^g = max(I_t,s^g for keys s <= t of block b)
+        out     = attention to the keys of the blocks with the `chosen` highest M_t^g, the query's own block always
+
+    and the indexer learns from
+
+        loss = mean over t and g of KL(p_t^g || softmax(I_t^g)),    p_t^g = the mean attention weights of the group
+
+    over all visible keys, or over the chosen ones.
+
+    Args:
+        embed_dim, num_heads, kv_heads: features of a token, query heads, and key heads; the query heads of a key head
+            share a choice.
+        block, chosen: keys of a block, a power of two from 16 to 256; and blocks of a query, its own included.
+        index_dim: d.
+        first: blocks at the beginning of the sequence that are always chosen.
+        teach: the loss is over `"visible"` keys, as while the indexer warms up, or over `"chosen"` ones.
+        taught: the loss is a mean over this many random queries; None: all. Their scores of all keys dominate the time.
+        qk_norm: normalise the features of queries and keys, with learned weights, before they are rotated.
+        head_dim, bias, rotary, scale, backend: as for `nn.SparseSelfAttention`. `rotary` also rotates the indexer's
+            queries and keys.
+
+    Source: Lai et al., 2026, MiniMax Sparse Attention, arXiv 2606.13392; its sizes are the defaults.
+    """
+
+    def __init__(
+        self, embed_dim: int, num_heads: int, kv_heads: int | None = None, *, block: int = 128, chosen: int = 16,
+        index_dim: int = 128, first: int = 0, teach: Teach = "visible", taught: int | None = None,
+        head_dim: int | None = None, bias: bool = False, qk_norm: bool = False, rotary: Rotary | None = None,
+        scale: float | None = None, backend: Backend | None = None, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            embed_dim, num_heads, kv_heads, head_dim=head_dim, bias=bias, qk_norm=qk_norm, rotary=rotary, scale=scale,
+            backend=backend, device=device, dtype=dtype,
+        )  # fmt: skip
+        self.block = self.aligned = checked_power(block, "block")
+        check_at_least_one(chosen=chosen)
+        if first < 0 or first + 1 > chosen:
+            raise ValueError(f"chosen must be at least first + 1, {first} and the query's own block; got {chosen}.")
+        self.chosen, self.first = chosen, first
+        self.make_indexer(self.kv_heads, index_dim, teach, taught, device, dtype)
+        self.index_norm_q = nn.RMSNorm(index_dim, device=device, dtype=dtype)
+        self.index_norm_k = nn.RMSNorm(index_dim, device=device, dtype=dtype)
+
+    def kept(self, capacity: int) -> dict[str, tuple[int, int, int]]:
+        return {"index_k": (1, capacity, self.index_dim)}
+
+    def mix(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, frame: Frame, cache: SelectionCache | None
+    ) -> Tensor:  # fmt: skip
+        """See `SelectionLayer.mix`."""
+        index_q = self.index_queries(x, frame, self.index_norm_q)
+        new = torch.arange(frame.start, frame.k_len, device=x.device)
+        index_k = self.rotated(self.index_norm_k(self.index_k(x.detach())).unsqueeze(1), frame, new)
+        if cache is not None:
+            index_k = cache.write("index_k", frame.start, index_k)[:, :, : frame.k_len]
+        index = self.choice(index_q, index_k, frame)
+        if self.teaches:
+            self.loss = self.distillation(q, k, index_q, index_k, index, frame)
+        return over_chosen(q, k, v, index, frame, self.how, span=self.block)
+
+    def choice(self, index_q: Tensor, index_k: Tensor, frame: Frame) -> Tensor:
+        """The chosen blocks of each query, `[B, Hkv, N, chosen]`."""
+        blocks = -(-frame.k_len // self.block)
+        k = F.pad(index_k, (0, 0, 0, blocks * self.block - frame.k_len))
+        # A block with keys of the future is the query's own, which is always chosen.
+        return best_blocks(
+            lambda rows: (index_q[:, :, rows] @ k.mT).unflatten(3, (blocks, self.block)).amax(4), frame, blocks=blocks,
+            k=self.chosen, span=self.block, first=self.first, last=1,
+            per_row=index_q.shape[0] * self.kv_heads * k.shape[2],
+        )  # fmt: skip
+
+    def distillation(
+        self, q: Tensor, k: Tensor, index_q: Tensor, index_k: Tensor, index: Tensor, frame: Frame
+    ) -> Tensor:  # fmt: skip
+        """The indexer's loss."""
+        q, k = q.detach(), k.detach()
+
+        def target_of(rows: Tensor) -> tuple[Tensor, Tensor]:
+            weights = self.attention_weights(q, k, frame, rows, index, self.block)
+            live = self.support(frame, rows, index, self.block)
+            return weights.unflatten(1, (self.kv_heads, -1)).mean(2), live[:, :: self.group]
+
+        return self.divergence(
+            target_of, lambda rows: index_q[:, :, rows] @ index_k.mT * self.index_dim**-0.5, frame,
+            q.shape[0] * self.num_heads * frame.k_len,
+        )  # fmt: skip

@@ -1,0 +1,65 @@
+"""The cache of a layer that chooses: keys and values, and what its choice is made from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from sparseflash.nn.kv_cache import KVCache
+from sparseflash.selection.frame import Frame
+
+
+class SelectionCache(KVCache):
+    """A `KVCache` with more tensors by name: keys of an indexer, or compressed keys of blocks.
+
+    >>> cache = SelectionCache(2, 4, 100, 16, {"index_k": (1, 100, 8)})
+    >>> cache.more["index_k"].shape
+    torch.Size([2, 1, 100, 8])
+
+    `new_cache` of a layer makes one that fits. more: `(heads, rows, features)` of each tensor. `truncate` forgets
+    tokens of all of them, because rows past the tokens are not read, and are written again.
+    """
+
+    def __init__(
+        self, batch: int, kv_heads: int, capacity: int, head_dim: int, more: Mapping[str, tuple[int, int, int]], *,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(batch, kv_heads, capacity, head_dim, device=device, dtype=dtype)
+        with torch.inference_mode(False):
+            self.more = {name: self.k.new_zeros(batch, *shape) for name, shape in more.items()}
+
+    def write(self, name: str, start: int, x: Tensor) -> Tensor:
+        """Puts rows `x [B, H, n, F]` from `start` on, and returns the whole tensor."""
+        whole = self.more[name]
+        whole[:, :, start : start + x.shape[2]] = x
+        return whole
+
+
+def ended(tokens: int, span: int, step: int) -> int:
+    """The blocks of keys `[step * j, step * j + span)` that are complete among the first `tokens` keys."""
+    return max(0, (tokens - span) // step + 1)
+
+
+def of_blocks(
+    summary: Callable[[Tensor, Tensor], Tensor], x: Tensor, frame: Frame, cache: SelectionCache | None, name: str, *,
+    span: int, step: int,
+) -> Tensor:  # fmt: skip
+    """One row for each complete block: `[B, H, blocks, F]`, or with room past them if there is a cache.
+
+    Args:
+        summary: takes the keys of blocks `[B, H, n, span, D]` and the first places of these blocks, int64 `[n]`, and
+            returns their rows `[B, H, n, F]`.
+        x: `[B, H, Nk, D]`, of all keys, the cached ones included. Blocks that were complete before are not computed
+            again.
+    """
+    start = 0 if cache is None else ended(frame.start, span, step)
+    stop = ended(frame.k_len, span, step)
+    firsts = torch.arange(start, stop, device=frame.device) * step
+    if stop > start:
+        blocks = x[:, :, start * step : (stop - 1) * step + span].unfold(2, span, step).transpose(3, 4)
+    else:
+        blocks = x[:, :, :0, None].expand(-1, -1, -1, span, -1)
+    rows = summary(blocks, firsts)
+    return rows if cache is None else cache.write(name, start, rows)

@@ -1,0 +1,91 @@
+"""Where the queries of a call are among its keys: packed documents, and tokens that follow a cache."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparseflash.varlen import running_sums
+
+
+class Packing(NamedTuple):
+    """Documents with room between them, so that each begins at a multiple of a number of tokens.
+
+    >>> packing = packing_of([0, 3, 5], 4, 5, torch.device("cpu"))
+    >>> packing.places.tolist(), packing.firsts.tolist()
+    ([0, 1, 2, 4, 5], [0, 0, 0, 0, 4, 4, 4, 4])
+
+    places: the place of each token, int64 `[N]`. firsts: the first place of the document of each place, int64 `[room]`.
+    stops: where the room of each document ends.
+    """
+
+    places: Tensor
+    firsts: Tensor
+    stops: tuple[int, ...]
+
+    def spread(self, x: Tensor) -> Tensor:
+        """`[1, N, F]` to `[1, room, F]`, zeros between the documents."""
+        return x.new_zeros(1, len(self.firsts), x.shape[2]).index_copy(1, self.places, x)
+
+    def collect(self, x: Tensor) -> Tensor:
+        """`[1, room, F]` back to `[1, N, F]`."""
+        return x.index_select(1, self.places)
+
+
+@torch.compiler.disable(reason="lengths are read on the host")  # type: ignore[untyped-decorator]
+def packing_of(cu_seqlens: Any, block: int, tokens: int, device: torch.device) -> Packing:
+    """The packing of documents, whose running sums are `cu_seqlens`, at multiples of `block`."""
+    sums = running_sums(cu_seqlens, "cu_seqlens")
+    if sums[-1] != tokens:
+        raise ValueError(f"cu_seqlens must end with the number of tokens of x, {tokens}; got {sums[-1]}.")
+    lengths = torch.tensor(sums, device="cpu").diff()
+    rooms = (lengths + block - 1) // block * block
+    stops = rooms.cumsum(0)
+    firsts = stops - rooms
+    begins = firsts - torch.tensor(sums[:-1], device="cpu")
+    places = torch.arange(tokens, device="cpu") + begins.repeat_interleave(lengths)
+    return Packing(places.to(device), firsts.repeat_interleave(rooms).to(device), tuple(stops.tolist()))
+
+
+class Frame(NamedTuple):
+    """Query i is at place `start + i` of the keys, of which there are `start + q_len`.
+
+    packing: of packed documents, which have no cache. lengths: int32 `[B]` on the device, if one token follows a cache:
+    then keys and values are the whole cache, with room past them.
+    """
+
+    start: int
+    q_len: int
+    device: torch.device
+    packing: Packing | None = None
+    lengths: Tensor | None = None
+
+    @property
+    def k_len(self) -> int:
+        return self.start + self.q_len
+
+    @property
+    def rows(self) -> Tensor:
+        """The numbers of the queries that are tokens, not room between documents."""
+        return torch.arange(self.q_len, device=self.device) if self.packing is None else self.packing.places
+
+    def places(self, rows: Tensor | slice) -> Tensor:
+        """The places of these queries, int64 `[rows, 1]`."""
+        return torch.arange(self.start, self.k_len, device=self.device)[rows].unsqueeze(1)
+
+    def firsts(self, rows: Tensor | slice) -> Tensor:
+        """The first place of the document of each of these queries, int64 `[rows, 1]`."""
+        if self.packing is None:
+            return torch.zeros_like(self.places(rows))
+        return self.packing.firsts[rows].unsqueeze(1)
+
+    def positions(self, places: Tensor) -> Tensor:
+        """The positions of these places in their documents."""
+        return places if self.packing is None else places - self.packing.firsts[places]
+
+    def visible(self, rows: Tensor | slice) -> Tensor:
+        """Which keys these queries may see: bool `[rows, Nk]`."""
+        key = torch.arange(self.k_len, device=self.device)
+        return (key >= self.firsts(rows)) & (key <= self.places(rows))

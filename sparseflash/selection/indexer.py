@@ -1,0 +1,110 @@
+"""What the layers with an indexer share: its projections, and the loss that teaches it the attention weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from sparseflash.blockmask.arguments import check_at_least_one
+from sparseflash.nn.rotary import Rotary, rotate
+from sparseflash.selection.choice import chunks, keys_of
+from sparseflash.selection.frame import Frame
+from sparseflash.selection.layer import SelectionLayer
+
+Teach = Literal["visible", "chosen"]
+
+
+class IndexedLayer(SelectionLayer):
+    """A layer whose small queries and keys score all tokens. In training, `loss` is the indexer's loss of a call.
+
+    The indexer sees x without its gradient, and the choice has none: the model learns from its own loss, the indexer
+    from `loss`. Add it to the model's loss.
+    """
+
+    loss: Tensor | None
+    index_heads: int
+
+    def make_indexer(
+        self, index_heads: int, index_dim: int, teach: Teach, taught: int | None, device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:  # fmt: skip
+        """Makes the projections; the argument of `__init__` of the same names."""
+        check_at_least_one(
+            index_heads=index_heads, index_dim=index_dim, **({} if taught is None else {"taught": taught})
+        )
+        if teach not in ("visible", "chosen"):
+            raise ValueError(f"teach must be 'visible' or 'chosen'; got {teach!r}.")
+        self.index_heads, self.index_dim, self.teach, self.taught, self.loss = (
+            index_heads,
+            index_dim,
+            teach,
+            taught,
+            None,
+        )
+        self.index_q = nn.Linear(self.embed_dim, index_heads * index_dim, bias=False, device=device, dtype=dtype)
+        self.index_k = nn.Linear(self.embed_dim, index_dim, bias=False, device=device, dtype=dtype)
+        self.index_rotary = None if self.rotary is None else Rotary(index_dim, base=self.rotary.base)
+
+    def index_queries(self, x: Tensor, frame: Frame, norm: nn.Module | None = None) -> Tensor:
+        """The indexer's queries `[B, Hi, N, d]`, rotated."""
+        q = self.index_q(x.detach()).unflatten(2, (self.index_heads, -1)).transpose(1, 2)
+        return self.rotated(
+            q if norm is None else norm(q), frame, torch.arange(frame.start, frame.k_len, device=x.device)
+        )
+
+    def rotated(self, x: Tensor, frame: Frame, places: Tensor) -> Tensor:
+        """The indexer's queries or keys `[B, H, n, d]` at these places, rotated."""
+        return x if self.index_rotary is None else rotate(x, self.index_rotary(frame.positions(places)))
+
+    @property
+    def teaches(self) -> bool:
+        """Whether this call computes the indexer's loss."""
+        return self.training and torch.is_grad_enabled()
+
+    def attention_weights(self, q: Tensor, k: Tensor, frame: Frame, rows: Tensor, index: Tensor, span: int) -> Tensor:
+        """The weights `[B, Hq, rows, Nk]` of some queries, over visible or over chosen keys: see `teach`."""
+        scale = self.head_dim**-0.5 if self.scale is None else self.scale
+        scores: Tensor = q[:, :, rows].unflatten(1, (self.kv_heads, -1)) @ k.unsqueeze(2).mT * scale
+        scores = scores.flatten(1, 2).to(torch.promote_types(q.dtype, torch.float32))
+        return scores.masked_fill(~self.support(frame, rows, index, span), -torch.inf).softmax(-1)
+
+    def support(self, frame: Frame, rows: Tensor, index: Tensor, span: int) -> Tensor:
+        """The keys that are taught: bool `[B or 1, Hq or 1, rows, Nk]`."""
+        visible = frame.visible(rows)[None, None]
+        if self.teach == "visible":
+            return visible
+        chosen = keys_of(index, frame, span, rows)
+        return visible & (chosen if chosen.shape[1] == 1 else chosen.repeat_interleave(self.group, 1))
+
+    def divergence(
+        self, target_of: Callable[[Tensor], tuple[Tensor, Tensor]], scores_of: Callable[[Tensor], Tensor], frame: Frame,
+        per_row: int,
+    ) -> Tensor:  # fmt: skip
+        """The mean over queries, sequences and heads of KL(target || softmax(scores)).
+
+        Args:
+            target_of: takes numbers of queries and returns weights `[B, H, rows, n]`, and which of the n are taught.
+            scores_of: the indexer's scores of the same shape.
+            per_row: scores in memory for a query.
+
+        With `taught`, it is the mean over that many random queries. The scores of each chunk of queries are computed
+        again in the backward, so that only one chunk's are in memory.
+        """
+        rows = frame.rows
+        if self.taught is not None and self.taught < len(rows):
+            rows = rows[torch.randperm(len(rows), device=rows.device)[: self.taught]]
+
+        def of_chunk(some: Tensor) -> Tensor:
+            with torch.no_grad():
+                target, live = target_of(some)
+            logs = scores_of(some).to(target.dtype).masked_fill(~live, -torch.inf).log_softmax(-1)
+            # A query without keys to be taught has NaN there, in the backward too, and is filled with zeros.
+            logs = logs.masked_fill(~live, 0.0)
+            return (torch.xlogy(target, target) - target * logs).sum(-1).mean((0, 1)).sum()
+
+        parts = [checkpoint(of_chunk, rows[part], use_reentrant=False) for part in chunks(len(rows), per_row)]
+        return torch.stack(parts).sum() / len(rows)

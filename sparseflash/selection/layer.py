@@ -1,0 +1,173 @@
+"""The base of the layers that choose their keys: projections, rotary positions, packed documents and the cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparseflash.attention import Backend
+from sparseflash.blockmask.arguments import check_at_least_one, checked_device, flag
+from sparseflash.nn.heads import REMEDIES, Heads, check_features, check_input, plain_weight
+from sparseflash.nn.rotary import Rotary, Rotation, rotate
+from sparseflash.remedies import refuse, without_others
+from sparseflash.selection.attending import How
+from sparseflash.selection.cache import SelectionCache
+from sparseflash.selection.frame import Frame, packing_of
+
+_REMEDIES = REMEDIES | {
+    "mask": "it chooses its keys itself. Use nn.SparseSelfAttention with a mask",
+    "scores": "it has no score modifications. Use nn.SparseSelfAttention, or the functions of masks and attention",
+    "lengths": "pack the sequences one behind the other, and pass cu_seqlens, their running sums",
+    "positions": "positions are counted from the beginning of each sequence",
+    "is_causal": "it is always causal",
+}
+
+
+class SelectionLayer(Heads):
+    """Causal self-attention `[B, N, embed_dim] -> [B, N, embed_dim]`, whose keys `mix` chooses.
+
+    `qkv` projects to the features of query heads, key heads and value heads; `out` projects back.
+    """
+
+    pairs = 1  # keys and values that a token has: one of each for every branch
+    unrotated = 0  # the first key heads, which `rotary` does not rotate
+    aligned = 1  # packed documents begin at multiples of this number of tokens
+
+    def __init__(
+        self, embed_dim: int, num_heads: int, kv_heads: int | None, *, head_dim: int | None, bias: bool,
+        qk_norm: bool, rotary: Rotary | None, scale: float | None, backend: Backend | None,
+        device: torch.device | str | None, dtype: torch.dtype | None,
+    ) -> None:  # fmt: skip
+        super().__init__(embed_dim, num_heads, None, kv_heads, head_dim, 0.0, scale, backend)
+        bias = flag(bias, "bias")
+        if not (rotary is None or isinstance(rotary, Rotary)):
+            raise TypeError(f"rotary must be Rotary or None; got {type(rotary).__name__}.")
+        if rotary is not None and rotary.head_dim != self.head_dim:
+            raise ValueError(f"rotary must be for heads of {self.head_dim} features; it is for {rotary.head_dim}.")
+        features = (self.num_heads + 2 * self.pairs * self.kv_heads) * self.head_dim
+        self.qkv = nn.Linear(embed_dim, features, bias=bias, device=device, dtype=dtype)
+        self.out = nn.Linear(self.num_heads * self.head_dim, embed_dim, bias=bias, device=device, dtype=dtype)
+        self.rotary = rotary
+        made = [
+            nn.RMSNorm(self.head_dim, device=device, dtype=dtype) if flag(qk_norm, "qk_norm") else None for _ in "qk"
+        ]
+        self.norm_q, self.norm_k = made
+
+    @property
+    def group(self) -> int:
+        """Query heads for each key head."""
+        return self.num_heads // self.kv_heads
+
+    @property
+    def how(self) -> How:
+        """The arguments of all attention of the layer."""
+        return How(self.scale, self.backend)
+
+    def extra_repr(self) -> str:
+        return f"{self.embed_dim}, {self.num_heads} heads of {self.head_dim}, kv_heads={self.kv_heads}"
+
+    def mix(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, frame: Frame, cache: SelectionCache | None
+    ) -> Tensor:  # fmt: skip
+        """The attention `[B, Hq, N, D]` of queries q to keys k and values v `[B, pairs * Hkv, Nk, D]`."""
+        raise NotImplementedError
+
+    def kept(self, capacity: int) -> dict[str, tuple[int, int, int]]:
+        """What the cache holds besides keys and values: see `SelectionCache`."""
+        return {}
+
+    def new_cache(
+        self, batch: int, capacity: int, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> SelectionCache:
+        """An empty cache for `batch` sequences of up to `capacity` tokens.
+
+        device, dtype: by default the weights'.
+        """
+        check_at_least_one(batch=batch, capacity=capacity)
+        device = checked_device(self.out.weight.device if device is None else device)
+        dtype = self.out.weight.dtype if dtype is None else dtype
+        heads = self.pairs * self.kv_heads
+        return SelectionCache(batch, heads, capacity, self.head_dim, self.kept(capacity), device=device, dtype=dtype)
+
+    def forward(
+        self, x: Tensor, *, cu_seqlens: Any = None, cache: SelectionCache | None = None, **others: Any
+    ) -> Tensor:  # fmt: skip
+        """Attention within x, or within each of the sequences that are packed in it.
+
+        Args:
+            x: `[B, N, embed_dim]`.
+            cu_seqlens: running sums of the lengths of sequences that lie one behind the other in x `[1, N, embed_dim]`,
+                beginning with 0. No sequence sees or chooses keys of another. They are read on the host: pass them on
+                the CPU. In compiled code they break the graph.
+            cache: x holds the tokens that follow the tokens in the cache, and is added to it. For inference only.
+        """
+        if others:
+            refuse(others, type(self).__name__, _REMEDIES)
+        check_input(x, "x", plain_weight(self.qkv), "cu_seqlens")
+        check_features(x, "x", self.embed_dim)
+        packing = None
+        if cu_seqlens is not None:
+            if cache is not None:
+                raise ValueError("cache must not be given with cu_seqlens; got both.")
+            if x.shape[0] != 1:
+                raise ValueError(
+                    f"x must have shape [1, tokens, {self.embed_dim}] with cu_seqlens; got {list(x.shape)}."
+                )
+            packing = packing_of(cu_seqlens, self.aligned, x.shape[1], x.device)
+            x = packing.spread(x)
+        if cache is not None:
+            self._check_cache(cache)
+        if x.shape[1] == 0:
+            mixed = x.new_zeros(x.shape[0], 0, self.num_heads * self.head_dim)
+        else:
+            lengths = cache.lengths if cache is not None and x.shape[1] == 1 and self.how.decodes else None
+            start = 0 if cache is None else cache.length
+            mixed = self._mixed(x, Frame(start, x.shape[1], x.device, packing, lengths), cache)
+        out: Tensor = self.out(mixed if packing is None else packing.collect(mixed))
+        return out
+
+    without_others(forward)
+
+    def rotation(self, frame: Frame, places: Tensor) -> Rotation | None:
+        """The rotation of keys at these places; None without rotary positions."""
+        return None if self.rotary is None else self.rotary(frame.positions(places))
+
+    def _mixed(self, x: Tensor, frame: Frame, cache: SelectionCache | None) -> Tensor:
+        pairs = self.pairs * self.kv_heads
+        q, k, v = self.split(self.qkv(x), self.num_heads, pairs, pairs)
+        if self.norm_q is not None and self.norm_k is not None:
+            q, k = self.norm_q(q), self.norm_k(k)
+        rotation = self.rotation(frame, torch.arange(frame.start, frame.k_len, device=x.device))
+        if rotation is not None:
+            q = rotate(q, rotation)
+            rotated = rotate(k[:, self.unrotated :], rotation)
+            k = torch.cat([k[:, : self.unrotated], rotated], 1) if self.unrotated else rotated
+        if cache is None:
+            return self.mix(x, q, k, v, frame, None).transpose(1, 2).flatten(2)
+        try:
+            cache.append(k.to(cache.k.dtype), v.to(cache.v.dtype))
+            room = slice(None) if frame.lengths is not None else slice(frame.k_len)
+            mixed = self.mix(x, q.to(cache.k.dtype), cache.k[:, :, room], cache.v[:, :, room], frame, cache)
+        except BaseException:
+            cache.truncate(frame.start)  # otherwise the tokens would be there twice when the call is made again
+            raise
+        return mixed.to(q.dtype).transpose(1, 2).flatten(2)
+
+    def _check_cache(self, cache: object) -> None:
+        if not isinstance(cache, SelectionCache):
+            raise TypeError(f"cache must be a SelectionCache, as layer.new_cache makes it; got {type(cache).__name__}.")
+        if self.training or torch.is_grad_enabled():
+            raise ValueError(
+                "cache must be used for inference, without gradients: call layer.eval(), and the layer under "
+                "torch.inference_mode() or torch.no_grad()."
+            )
+
+
+def checked_power(value: int, name: str, *, least: int = 16, most: int = 256) -> int:
+    """The number of tokens of a block; raises ValueError unless it is a power of two in these bounds."""
+    check_at_least_one(**{name: value})
+    if value & (value - 1) or not least <= value <= most:
+        raise ValueError(f"{name} must be a power of two from {least} to {most} tokens; got {value}.")
+    return value

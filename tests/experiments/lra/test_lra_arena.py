@@ -1,0 +1,119 @@
+"""The arena's rows: the order of the runs, what a later call goes on with, and the table."""
+
+import re
+import time
+
+import pytest
+
+from experiments.lra import arena, cli
+from experiments.lra.presets import PRESETS
+from experiments.lra.session import Session
+from experiments.lra.tasks import load
+from experiments.training.distributed import SINGLE
+from experiments.training.trainer import never
+from tests.experiments.lra.commands import call
+from tests.experiments.lra.tasks.released_files import write_image, write_text
+
+SMALL = {
+    "steps": 3, "batch": 4, "width": 16, "heads": 1, "mlp": 16, "depth": 1, "block": 16, "window": 16,
+    "max_tokens": 64, "warmup": 1, "log_every": 1, "device": "cpu", "compiled": False, "precision": "fp32",
+}  # fmt: skip
+OPTIONS = {name: value for name, value in SMALL.items() if name != "compiled"}
+
+
+@pytest.fixture
+def data(tmp_path):
+    write_text(tmp_path)
+    write_image(tmp_path, "bin")
+    return [word for task in ("text", "image") for word in ("--data", f"{task}={tmp_path}")]
+
+
+def command(data, out, seeds="0,1", **more):
+    return call(
+        "arena", "--no-compiled", *data, out=out, rows="text,image", masks="dense,local", seeds=seeds, **OPTIONS, **more
+    )
+
+
+def test_every_row_has_one_seed_before_any_has_two():
+    rows = arena.rows_of("rules", ["text", "image"], ["dense", "local"], SMALL, arena.Path("out"))
+    order = [(row.folder.name, seed) for row, seed in arena.in_order(rows, (0, 1))]
+    assert order[:5] == [
+        ("text-dense", 0),
+        ("text-local", 0),
+        ("image-dense", 0),
+        ("image-local", 0),
+        ("text-dense", 1),
+    ]
+
+
+def test_rows_differ_in_task_and_mask_alone_and_have_no_help_but_positions():
+    for task in PRESETS["rules"]:
+        (config,) = {row.config for row in arena.rows_of("rules", [task], ["dense"], {}, arena.Path("out"))}
+        assert (config.augment, config.background, config.auxiliary, config.initial) == ("none", "keep", 0.0, None)
+        assert config.positions in ("rotary", "rotary2d")
+        assert config.keep == "last"
+
+
+def test_a_later_call_trains_what_is_missing_and_the_table_has_every_seed(data, tmp_path):
+    result = command(data, tmp_path / "out", seeds="0")
+    assert result.exit_code == 0, result.output
+    first = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("metrics.json")}
+    assert len(first) == 4
+    result = command(data, tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert "All runs are complete." in result.output
+    assert all(path.stat().st_mtime_ns == when for path, when in first.items())
+    assert len(list((tmp_path / "out").rglob("metrics.json"))) == 8
+    assert not list((tmp_path / "out").rglob("checkpoint-*"))  # a result is small
+    (line,) = re.findall(r"\| image \| local \| ([\d.]+) ([\d.]+) \| ([\d.]+) ± ([\d.]+) \|.*", result.output)
+    one, two, mean, deviation = map(float, line)
+    assert mean == pytest.approx((one + two) / 2, abs=0.11)
+    assert deviation == pytest.approx(abs(one - two) / 2**0.5, abs=0.11)
+    assert "| rotary2d | as they are | nothing |" in result.output
+
+
+def test_a_paused_run_goes_on_where_it_was(data, tmp_path):
+    result = command(data, tmp_path / "out", pause_after=0)
+    assert result.exit_code == 0, result.output
+    assert "Paused: the same command goes on." in result.output
+    assert len(list((tmp_path / "out").rglob("checkpoint-*"))) == 1
+    result = command(data, tmp_path / "out")
+    assert "dense seed 0 goes on after step 1" in result.output
+    assert "All runs are complete." in result.output
+
+
+def test_other_settings_are_refused(data, tmp_path):
+    assert command(data, tmp_path / "out", seeds="0").exit_code == 0
+    result = command(data, tmp_path / "out", seeds="0", lr=0.5)
+    assert result.exit_code == 2
+    assert "a resumed run must keep its settings: --lr was 0.001, got 0.5" in result.output
+
+
+def test_a_run_that_would_not_end_in_the_rest_is_left_to_the_next_session(tmp_path):
+    """Each takes 3 of 5 seconds, so one call makes one of them, and leaves no checkpoint."""
+    write_text(tmp_path)
+    chosen = {**SMALL, "steps": 10**6, "minutes": 3 / 60}
+    rows = arena.rows_of("rules", ["text"], ["dense", "local"], chosen, tmp_path / "out")
+    session = Session(load("text", tmp_path), False, never, SINGLE, False, cli.console)
+    begun = time.monotonic()
+    assert not arena.train_all(rows, (0,), {"text": session}, begun + 5)
+    assert time.monotonic() < begun + 5
+    assert [path.parent.parent.name for path in tmp_path.rglob("metrics.json")] == ["text-dense"]
+    assert not list(tmp_path.rglob("checkpoint-*"))
+    assert not (tmp_path / "out" / "rules" / "text-local").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--rows", "listops"], "the runs need an end that is equal for all: give --minutes or --steps"),
+        (["--rows", "text", "--steps", "1", "--data", "image=x"], "--data image=... must be of one of the rows text"),
+        (["--rows", "text", "--steps", "1", "--data", "x"], "--data must be TASK=PATH with one of the tasks listops,"),
+        (["--rows", "text", "--steps", "1"], "the task text needs --data"),
+        (["--rows", "film", "--steps", "1"], "the preset rules is for listops, text"),
+    ],
+)
+def test_mistakes_are_answered_in_one_line(words, message):
+    result = call("arena", *words, device="cpu")
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())

@@ -1,0 +1,139 @@
+"""`select_blocks` against its formula, an entry at a time, by both ways to the choice."""
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from sparseflash import BlockMask, masks
+from sparseflash.grouped import selected_attention
+from sparseflash.masks import select_blocks
+from tests.drawn.masks import SEEDS
+from tests.masks.chosen_blocks import WAYS, by, generator
+
+few = settings(max_examples=max(1, settings().max_examples // 2))
+
+
+def by_formula(q, k, top_k, span, block_q, reduce, causal, sinks, near):
+    """The docstring's rule, with Python's sort: int64 `[B, H, lists, top_k]`."""
+    (batch, heads, q_len, _), (_, kv_heads, k_len, _) = q.shape, k.shape
+    scores = q.double() @ k.double().repeat_interleave(heads // kv_heads, 1).mT
+    shift = k_len - q_len
+    live = torch.ones(q_len, k_len, dtype=torch.bool)
+    if causal:
+        live = torch.arange(k_len) <= torch.arange(q_len)[:, None] + shift
+    index = torch.full((batch, heads, -(-q_len // block_q), top_k), -1)
+    for i in range(index.shape[2]):
+        rows = slice(i * block_q, min(q_len, i * block_q + block_q))
+        own = (rows.start + shift) // span, (rows.stop - 1 + shift) // span
+        for b, h in torch.cartesian_prod(torch.arange(batch), torch.arange(heads)).tolist():
+            found = []
+            for j in range(-(-k_len // span)):
+                tile, seen = (x[rows, j * span : j * span + span] for x in (scores[b, h], live))
+                value = float(tile.mean() if reduce == "mean" else tile.masked_fill(~seen, -torch.inf).max())
+                near_end = own[1] + (1 if causal else near)
+                forced = j < sinks or (near > 0 and own[0] - near < j < near_end)
+                if seen.any() and (forced or value > -torch.inf):
+                    found.append((not forced, 0 if forced else -value, j))
+            best = torch.tensor([j for _, _, j in sorted(found)[:top_k]], dtype=torch.int64)
+            index[b, h, i, : len(best)] = best
+    return index
+
+
+@few
+@given(
+    WAYS, st.integers(1, 40), st.integers(1, 150), st.sampled_from([(1, 2, 1), (2, 2, 2)]),
+    st.sampled_from([1, 4, 16, 32, 64, 128]), st.sampled_from([1, 1, 2, 16, 64]), st.sampled_from([3, 4, 9]),
+    st.sampled_from(["max", "mean"]), st.booleans(), st.integers(0, 1), st.integers(0, 1),
+    st.sampled_from([torch.float32, torch.float16]), SEEDS,
+)  # fmt: skip
+@example("kernels", 5, 150, (1, 2, 1), 4, 1, 4, "max", True, 1, 1, torch.float16, 0)  # several sorts of a list
+@example("kernels", 40, 20, (1, 2, 1), 16, 1, 4, "max", True, 0, 1, torch.float32, 1)  # queries before all keys
+@example("kernels", 3, 150, (1, 2, 1), 128, 2, 3, "max", False, 0, 0, torch.float32, 2)  # two tiles of keys a block
+def test_the_best_blocks_are_those_of_the_formula(
+    way, q_len, k_len, heads, span, block_q, top_k, reduce, causal, sinks, near, dtype, seed
+):
+    batch, q_heads, kv_heads = heads
+    if block_q > span and near:  # such lists would always have more than top_k
+        near = 0
+    if reduce == "mean" and (q_len % block_q or k_len % span):  # thirds are not exact
+        q_len, k_len = q_len * block_q, k_len // span * span + span
+    g = generator(seed)
+    q, k = (  # whole numbers, so every sum is exact, with many ties
+        torch.randint(-2, 3, (batch, h, n, 8), generator=g).to(dtype) for h, n in ((q_heads, q_len), (kv_heads, k_len))
+    )
+    more = {"top_k": top_k, "span": span, "block_q": block_q, "reduce": reduce, "causal": causal}
+    with by(way):
+        got = select_blocks(q, k, scale=1.0, sink_blocks=sinks, local_blocks=near, **more)
+    assert got.dtype == torch.int32
+    assert torch.equal(got.long(), by_formula(q, k, **more, sinks=sinks, near=near))
+
+
+@pytest.mark.parametrize("way", ["operations", "kernels"])
+def test_minus_infinity_and_nan_are_never_chosen(way):
+    q, k = torch.ones(1, 1, 3, 8), torch.ones(1, 1, 64, 8)
+    k[:, :, 16:32], k[:, :, 32:48, 0], k[:, :, 33, 0] = -torch.inf, torch.nan, 1.0
+    k[:, :, 48:] = -0.0
+    q[:, :, 2] = torch.nan
+    with by(way):
+        got = select_blocks(q, k, top_k=4, span=16)
+        lists = got[0, 0].tolist()
+    assert lists == [[0, 2, 3, -1]] * 2 + [[-1] * 4]  # in block 2 one score is a number
+
+
+@pytest.mark.parametrize("way", ["operations", "kernels"])
+def test_of_equal_scores_the_first_block_wins(way):
+    q, k = torch.zeros(1, 1, 2, 8), torch.ones(1, 1, 160, 8)
+    q[:, :, 1] = -0.0  # minus zero equals zero
+    k[:, :, ::32] = -1.0
+    with by(way):
+        assert select_blocks(q, k, top_k=3, span=16).tolist() == [[[[0, 1, 2]] * 2]]
+
+
+def test_lists_serve_the_calls_that_they_are_for():
+    q, k, v = (torch.randn(1, h, 100, 16, generator=generator(h)) for h in (4, 2, 3))
+    v = v[:, :2]
+    index = select_blocks(q[:, ::2], k, top_k=2, span=16, causal=True, local_blocks=1)
+    selected_attention(q, k, v, index, span=16)
+    mask = masks.selected_keys(index, k_len=100, block=16, span=16, causal=True, group=2)
+    assert mask.to_dense().any(-1).all()
+    shared = select_blocks(q, k, top_k=2, span=32, block_q=32)
+    assert BlockMask.from_block_index(shared, block=32, q_len=100).density > 0
+
+
+Q, K = torch.zeros(1, 4, 100, 16), torch.zeros(1, 2, 100, 16)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"top_k": 0}, ValueError, r"top_k must be at least 1 block; got 0"),
+        ({"span": 48}, ValueError, r"span must be a power of two from 1 to 256; got 48"),
+        ({"block_q": 256}, ValueError, r"block_q must be a power of two from 1 to 128; got 256"),
+        ({"reduce": "sum"}, ValueError, r"reduce must be 'max' or 'mean'; got 'sum'"),
+        ({"causal": 1}, TypeError, r"causal must be True or False; got 1"),
+        ({"scale": "1"}, TypeError, r"scale must be a number; got"),
+        (
+            {"sink_blocks": 2, "local_blocks": 1, "span": 16},
+            ValueError,
+            r"top_k must be at least the 3 blocks that sink_blocks and local_blocks may keep; got 2",
+        ),
+    ],
+)
+def test_what_is_refused_and_why(arguments, error, message):
+    with pytest.raises(error, match=message):
+        select_blocks(Q, K, **({"top_k": 2} | arguments))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(
+    ("span", "block_q", "reduce"), [(128, 1, "max"), (64, 64, "max"), (4, 1, "max"), (64, 1, "mean")]
+)
+def test_the_best_blocks_are_those_of_the_formula_on_the_gpu(dtype, span, block_q, reduce):
+    g = generator(0)
+    q, k = (torch.randint(-2, 3, (2, h, 384, 128), generator=g).to(dtype) for h in (4, 2))
+    more = {"top_k": 3, "span": span, "block_q": block_q, "reduce": reduce, "causal": True}
+    got = select_blocks(q.cuda(), k.cuda(), scale=1.0, local_blocks=1, **more)
+    assert torch.equal(got.cpu().long(), by_formula(q, k, **more, sinks=0, near=1))
+    assert torch.equal(got, select_blocks(q.cuda(), k.cuda(), scale=1.0, local_blocks=1, **more))

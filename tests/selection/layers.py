@@ -1,0 +1,89 @@
+"""Small layers, drawn: of each kind, with the function of `papers` that it must equal."""
+
+import torch
+from hypothesis import strategies as st
+
+from sparseflash import nn, selection
+from tests.selection import papers
+
+DIM, WIDTH = 16, 24
+PAPERS = {
+    "NativeSparseAttention": papers.native,
+    "MixtureOfBlocks": papers.mixture,
+    "BlockSelection": papers.blocks,
+    "TokenSelection": papers.tokens,
+    "SpanSelection": papers.spans,
+}
+KINDS = list(PAPERS)
+INDEXED = KINDS[2:]
+
+
+def filled(layer, seed):
+    """The layer in fp64, with random weights, of which norms stay near one."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in layer.double().named_parameters():
+            drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.copy_(
+                1 + 0.2 * drawn if "norm" in name and "weight" in name else drawn * parameter.shape[-1] ** -0.5
+            )
+    return layer
+
+
+def sequence(tokens, seed, batch=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, tokens, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def options_of(kind):
+    """Sizes of a kind of layer."""
+    common = {"chosen": st.integers(1, 4)}
+    indexed = {**common, "index_dim": st.sampled_from([2, 6]), "teach": st.sampled_from(["visible", "chosen"])}
+    return {
+        "NativeSparseAttention": st.fixed_dictionaries(
+            {
+                "block": st.sampled_from([16, 32]), "chosen": st.integers(2, 4), "window": st.integers(1, 40),
+                "first": st.integers(0, 1), "last": st.just(1),
+                "stride": st.sampled_from([4, 8, 16]), "compression": st.sampled_from([16, 32]),
+            }
+        ),
+        "MixtureOfBlocks": st.fixed_dictionaries({**common, "block": st.sampled_from([16, 32])}),
+        "BlockSelection": st.fixed_dictionaries(
+            {**indexed, "chosen": st.integers(2, 4), "block": st.sampled_from([16, 32]), "first": st.integers(0, 1)}
+        ),
+        "TokenSelection": st.fixed_dictionaries(
+            {**indexed, "chosen": st.integers(1, 20), "index_heads": st.integers(1, 3)}
+        ),
+        "SpanSelection": st.fixed_dictionaries(
+            {**indexed, "span": st.sampled_from([1, 4, 8]), "index_heads": st.integers(1, 3)}
+        ),
+    }[kind]  # fmt: skip
+
+
+HEADS = st.sampled_from([(1, 1), (2, 1), (4, 2), (16, 1), (3, 3)])
+
+
+@st.composite
+def layers(draw, kind):
+    """A layer of this kind."""
+    heads, kv_heads = draw(HEADS)
+    rotary = nn.Rotary(DIM) if draw(st.booleans()) else None
+    scale = draw(st.sampled_from([None, 0.7]))
+    options = draw(options_of(kind))
+    made = getattr(selection, kind)(
+        WIDTH, heads, kv_heads, head_dim=DIM, rotary=rotary, scale=scale, bias=draw(st.booleans()),
+        qk_norm=draw(st.booleans()), **options,
+    )  # fmt: skip
+    return filled(made, draw(st.integers(0, 100)))
+
+
+def example_of(kind, heads=4, kv_heads=2, **more):
+    """One layer of this kind, with several choices in 100 tokens."""
+    options = {
+        "NativeSparseAttention": {"block": 16, "chosen": 3, "compression": 16, "stride": 8, "window": 20, "last": 1},
+        "MixtureOfBlocks": {"block": 16, "chosen": 3},
+        "BlockSelection": {"block": 16, "chosen": 3, "index_dim": 6},
+        "TokenSelection": {"chosen": 9, "index_heads": 2, "index_dim": 6},
+        "SpanSelection": {"chosen": 3, "index_heads": 2, "index_dim": 6},
+    }[kind]
+    return filled(getattr(selection, kind)(WIDTH, heads, kv_heads, head_dim=DIM, **options | more), 0)

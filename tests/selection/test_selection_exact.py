@@ -1,0 +1,225 @@
+"""Every layer that chooses its keys, against its paper's equations: output, choice, loss and all gradients."""
+
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sparseflash import selection
+from sparseflash.selection.choice import keys_of
+from tests.selection import papers
+from tests.selection.layers import DIM, INDEXED, KINDS, PAPERS, WIDTH, example_of, filled, layers, sequence
+
+SEEDS = st.integers(0, 1000)
+
+
+def chosen_by(layer, x, **how):
+    """The output of a call, and the keys that it chose: bool `[B, Hq, N, Nk]`."""
+    found = []
+    kind = type(layer)
+    real = kind.choice
+
+    def watched(self, *args, **kwargs):
+        found.append(real(self, *args, **kwargs))
+        return found[-1]
+
+    with mock.patch.object(kind, "choice", watched):
+        out = layer(x, **how)
+    (index,) = found
+    n = index.shape[2]
+    frame = selection.frame.Frame(0, n, x.device)
+    span = getattr(layer, "block", getattr(layer, "span", 1))
+    live = keys_of(index, frame, span, torch.arange(n)) & torch.ones(n, n, dtype=torch.bool).tril()
+    return out, live.repeat_interleave(layer.num_heads // live.shape[1], 1)
+
+
+def gradients(layer, x, out, loss, pull):
+    total = (out * pull).sum() + (0.0 if loss is None else loss)
+    leaves = {"x": x, **dict(layer.named_parameters())}
+    found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    return dict(zip(leaves, found))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=12)
+@given(st.data(), SEEDS)
+def test_a_layer_is_its_papers_equations(kind, data, seed):
+    layer = data.draw(layers(kind))
+    n = data.draw(st.integers(1, 60))
+    x = sequence(n, seed).requires_grad_()
+    error = {"rtol": 1e-9, "atol": 1e-9} if layer.rotary is None else {"rtol": 1e-5, "atol": 1e-5}  # rotated in fp32
+    out, live = chosen_by(layer, x)
+    want, want_live, want_loss = PAPERS[kind](layer, x[0])
+    assert torch.equal(live[0], want_live)
+    torch.testing.assert_close(out[0], want, **error)
+    loss = getattr(layer, "loss", None)
+    if want_loss is not None:
+        torch.testing.assert_close(loss, torch.as_tensor(want_loss, dtype=torch.float64), **error)
+    pull = sequence(n, seed + 1)
+    got = gradients(layer, x, out, loss, pull)
+    torch.testing.assert_close(got, gradients(layer, x, want[None], want_loss, pull), **error)
+
+
+VIDEOS = st.tuples(st.integers(1, 3), st.integers(1, 6), st.integers(1, 6))
+
+
+@settings(max_examples=12)
+@given(
+    VIDEOS, st.sampled_from([(1, 4, 4), (2, 2, 4)]), st.integers(1, 3), st.sampled_from([(2, 1), (2, 2), (1, 1)]), SEEDS
+)
+def test_a_video_layer_is_its_papers_equations(shape, cube, chosen, heads, seed):
+    layer = selection.VideoSparseAttention(WIDTH, *heads, head_dim=DIM, cube=cube, chosen=chosen)
+    layer = filled(layer, seed)
+    x = sequence(shape[0] * shape[1] * shape[2], seed).requires_grad_()
+    out, pull = layer(x, shape), sequence(x.shape[1], seed + 1)
+    want, _, _ = papers.video(layer, x[0], shape)
+    torch.testing.assert_close(out[0], want, rtol=1e-7, atol=1e-8)
+    got = gradients(layer, x, out, None, pull)
+    torch.testing.assert_close(got, gradients(layer, x, want[None], None, pull), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=12)
+@given(st.data(), SEEDS)
+def test_packed_sequences_are_as_separate_ones(kind, data, seed):
+    layer = data.draw(layers(kind))
+    lengths = data.draw(st.lists(st.integers(0, 50), min_size=1, max_size=4).filter(any))
+    x = sequence(sum(lengths), seed).requires_grad_()
+    pull = sequence(sum(lengths), seed + 1)
+    packed = layer(x, cu_seqlens=[0, *torch.tensor(lengths).cumsum(0).tolist()])
+    loss = getattr(layer, "loss", None)
+    outs, losses = [], 0.0
+    for part in x.split(lengths, 1):
+        outs.append(layer(part))
+        if loss is not None and part.shape[1]:
+            losses = losses + layer.loss * part.shape[1] / sum(lengths)
+    separate = torch.cat(outs, 1)
+    torch.testing.assert_close(packed, separate, rtol=1e-9, atol=1e-10)
+    if loss is None:
+        losses = None
+    got = gradients(layer, x, packed, loss, pull)
+    torch.testing.assert_close(got, gradients(layer, x, separate, losses, pull), rtol=1e-7, atol=1e-8)
+
+
+@settings(max_examples=12)
+@given(st.lists(VIDEOS, min_size=1, max_size=3), st.integers(1, 3), SEEDS)
+def test_packed_videos_are_as_separate_ones(shapes, chosen, seed):
+    layer = filled(selection.VideoSparseAttention(WIDTH, 2, 1, head_dim=DIM, cube=(1, 4, 4), chosen=chosen), seed)
+    counts = [t * h * w for t, h, w in shapes]
+    x = sequence(sum(counts), seed).requires_grad_()
+    pull = sequence(sum(counts), seed + 1)
+    packed = layer(x, shapes)
+    separate = torch.cat([layer(part, shape) for part, shape in zip(x.split(counts, 1), shapes)], 1)
+    torch.testing.assert_close(packed, separate, rtol=1e-9, atol=1e-10)
+    got = gradients(layer, x, packed, None, pull)
+    torch.testing.assert_close(got, gradients(layer, x, separate, None, pull), rtol=1e-7, atol=1e-8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=12)
+@given(st.data(), SEEDS)
+def test_tokens_after_a_cache_are_as_in_one_call(kind, data, seed):
+    layer = data.draw(layers(kind)).eval()
+    steps = data.draw(st.lists(st.sampled_from([1, 1, 1, 2, 17, 40]), min_size=1, max_size=6))
+    x = sequence(sum(steps), seed, batch=2)
+    with torch.no_grad():
+        want = layer(x)
+        cache = layer.new_cache(2, sum(steps) + data.draw(st.integers(0, 20)))
+        outs = [layer(part, cache=cache) for part in x.split(steps, 1)]
+    torch.testing.assert_close(torch.cat(outs, 1), want, rtol=1e-6, atol=1e-7)
+    assert cache.length == sum(steps)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_token_of_a_long_generation_is_right(kind):
+    layer = example_of(kind).eval()
+    x = sequence(100, 3, batch=2)
+    with torch.no_grad():
+        cache = layer.new_cache(2, 100)
+        outs = [layer(x[:, :5], cache=cache), *(layer(x[:, t : t + 1], cache=cache) for t in range(5, 100))]
+        torch.testing.assert_close(torch.cat(outs, 1), layer(x), rtol=1e-6, atol=1e-7)
+        cache.truncate(61)  # drafts that were not accepted
+        again = [layer(x[:, t : t + 1], cache=cache) for t in range(61, 100)]
+    torch.testing.assert_close(torch.cat(again, 1), torch.cat(outs[57:], 1), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_future_changes_nothing_and_a_call_repeats_to_the_bit(kind):
+    layer = example_of(kind).float()
+    x = sequence(100, 1, batch=2).float().requires_grad_()
+    pull = sequence(100, 2, batch=2).float()
+
+    def run(x):
+        torch.manual_seed(0)
+        out = layer(x)
+        return out, gradients(layer, x, out, getattr(layer, "loss", None), pull)
+
+    (out, grads), (again, grads_again) = run(x), run(x)
+    assert torch.equal(out, again) and all(torch.equal(grads[name], grads_again[name]) for name in grads)
+    later = x.detach().clone()
+    later[:, 77:] += 1.0
+    torch.testing.assert_close(layer(later)[:, :77], out[:, :77], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_keys_chosen_are_dense_attention(kind):
+    if kind == "NativeSparseAttention":
+        layer = example_of(kind, chosen=7)
+        torch.nn.init.zeros_(layer.gate.weight)
+        layer.gate.bias.data = torch.tensor([-100.0] * 4 + [100.0] * 4 + [-100.0] * 4).double()  # the chosen keys alone
+    else:
+        layer = example_of(kind, chosen=100)
+    x = sequence(100, 1)
+    heads = layer.qkv(x).unflatten(2, (-1, DIM)).transpose(1, 2)
+    q, k, v = heads.split([4, 2 * layer.pairs, 2 * layer.pairs], 1)
+    k, v = (y[:, 2 * (layer.pairs > 1) :][:, :2] for y in (k, v))
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    torch.testing.assert_close(layer(x), layer.out(want.transpose(1, 2).flatten(2)), rtol=1e-7, atol=1e-8)
+
+
+@pytest.mark.parametrize("kind", INDEXED)
+def test_the_indexer_learns_from_its_own_loss_alone(kind):
+    layer, x = example_of(kind), sequence(100, 1).requires_grad_()
+    names = {name for name, _ in layer.named_parameters()}
+    indexer = {name for name in names if name.startswith(("index_", "weights"))}
+    of_out = gradients(layer, x, layer(x), None, sequence(100, 2))
+    of_loss = gradients(layer, x, layer(x).detach(), layer.loss, sequence(100, 2))
+    assert {name for name in of_out if of_out[name].any()} == (names - indexer) | {"x"}
+    assert {name for name in of_loss if of_loss[name].any()} == names & indexer
+    layer.loss = None
+    layer.eval()(x)
+    assert layer.loss is None
+
+
+@pytest.mark.parametrize("kind", INDEXED)
+def test_a_drawn_part_of_the_queries_may_teach_the_indexer(kind):
+    layer, x = example_of(kind, taught=30), sequence(100, 1)
+    drawn = []
+    with mock.patch.object(torch, "randperm", lambda n, **_: drawn.append(torch.arange(n).flip(0)) or drawn[-1]):
+        layer(x)
+    some = layer.loss.detach()
+    each = []
+    for t in range(70, 100):
+        with mock.patch.object(torch, "randperm", lambda n, t=t, **_: torch.tensor([t])):
+            layer.taught = 1
+            layer(x)
+        each.append(layer.loss.detach())
+    torch.testing.assert_close(some, torch.stack(each).mean())
+    layer.taught = 200
+    layer(x)
+    whole = layer.loss.detach()
+    layer.taught = None
+    layer(x)
+    assert torch.equal(layer.loss, whole) and not torch.isclose(whole, some)
+
+
+@pytest.mark.parametrize("kind", INDEXED)
+def test_the_loss_is_the_same_in_chunks(kind, monkeypatch):
+    layer, x = example_of(kind), sequence(100, 1).requires_grad_()
+    out = layer(x)
+    want = gradients(layer, x, out, layer.loss, sequence(100, 2))
+    monkeypatch.setattr("sparseflash.selection.choice.AT_ONCE", 5000)
+    out = layer(x)
+    torch.testing.assert_close(gradients(layer, x, out, layer.loss, sequence(100, 2)), want, rtol=1e-9, atol=1e-10)
