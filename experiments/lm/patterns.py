@@ -66,7 +66,7 @@ def of_layer(text: str, heads: int, length: int, *, window: int, block: int) -> 
 
 
 def of_layers(text: str, depth: int, heads: int, length: int, *, window: int, block: int) -> list[BlockMask]:
-    """Layers with one pattern share one mask object and its plans.
+    """The masks of all layers. Layers with one pattern share one mask object and its plans.
 
     >>> first, second, third = of_layers("local,dense", 3, 4, 256, window=64, block=32)
     >>> first is third, second.density > first.density

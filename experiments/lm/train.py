@@ -71,7 +71,7 @@ class Run(Trainer[Batch]):
         self.masks = patterns.of_layers(
             config.pattern, config.depth, config.sizes.heads, config.context, window=config.window, block=config.block
         )
-        # `clear` drops plans with a process group.
+        # After `clear` they hold no plan with a process group.
         self.shared = shared = SharedContext(ranks, self.masks) if ranks.mesh is not None else None
 
         def attention_of(mask: BlockMask) -> Attention:
