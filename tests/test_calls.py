@@ -17,6 +17,7 @@ from sparseflash.grouped import selected_attention
 from sparseflash.huggingface.layer import Attention
 from sparseflash.huggingface.model_mask import mask_of_forward
 from sparseflash.nn import MultiheadAttention, SparseSelfAttention
+from sparseflash.selected_tokens import token_attention
 from tests.watched.waiting import assert_replays_as_called
 
 BATCH, HEADS, TOKENS, DIM, BLOCK = 2, 4, 20, 16, 16
@@ -216,6 +217,14 @@ def packing(p):
     return packed, whole, sums
 
 
+def by_tokens(p):
+    more = p.options | ({"scores": scores.softcap(1.0)} if p.feature in SCORES else {})
+    more |= {"mask": p.mask()} if p.feature.startswith("mask") else {}
+    more |= {"lengths": p.lengths()} if p.feature == "lengths" else {}
+    index = torch.arange(TOKENS, device=p.device).expand(p.kv_heads, TOKENS, TOKENS)
+    return lambda q, k, v, *_: token_attention(q, k, v, index, **more)
+
+
 def by_layer(p):
     dropped, features = DROPPED if p.feature == "dropout" else 0.0, (HEADS + 2 * p.kv_heads) * DIM
     mask = p.pattern() if p.feature != "mask by batch" else p.mask()
@@ -301,8 +310,9 @@ def by_distributed(p):
 
 
 BY = {
-    "attention": by_attention, "varlen": by_varlen, "cache": by_cache, "selected": by_selected, "layer": by_layer,
-    "multihead": by_multihead, "sdpa": by_sdpa, "transformers": by_transformers, "distributed": by_distributed,
+    "attention": by_attention, "varlen": by_varlen, "cache": by_cache, "selected": by_selected, "tokens": by_tokens,
+    "layer": by_layer, "multihead": by_multihead, "sdpa": by_sdpa, "transformers": by_transformers,
+    "distributed": by_distributed,
 }  # fmt: skip
 CELLS = [(call, feature) for call in CALLS for feature in FEATURES if (call, feature) not in NOTHING]
 

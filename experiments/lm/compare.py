@@ -64,7 +64,8 @@ def configs_of(
     for case in cases:
         if tuned is not None and case not in tuned:
             raise ValueError(f"--lr-from must have runs of every case; it has none of {name_of(case)}")
-        for rate in [tuned[case]] if tuned is not None else rates or [None]:
+        of_case: Sequence[float | None] = [tuned[case]] if tuned is not None else rates or [None]
+        for rate in of_case:
             for seed in seeds:
                 name = name_of(case) + (f"-lr{rate:g}" if len(rates) > 1 else "")
                 name += f"-seed{seed}" if len(seeds) > 1 else ""

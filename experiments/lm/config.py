@@ -6,6 +6,7 @@ from typing import Any
 
 from experiments.lm.model.attention import IMPLEMENTATIONS
 from experiments.lm.model.transformer import Sizes
+from experiments.lm.patterns import has_choices
 from experiments.lm.presets import settings_of
 from experiments.training import run_folder
 from experiments.training.lr_schedule import SCHEDULES
@@ -30,9 +31,10 @@ class Config:
 
     pattern: str = setting(
         "dense",
-        "dense, local, butterfly or bigbird; a pattern of the library, 'streaming(n, window=64, sink=4)' for n "
-        "tokens; or your own, mine.py:rule. | joins patterns, / separates groups of heads, commas separate alternating "
-        "layers: 'local,dense' or 'local|butterfly'. Keys after their query are dropped.",
+        "dense, local, butterfly or bigbird; moba, blocks that each query chooses at every step; a pattern of the "
+        "library, 'streaming(n, window=64, sink=4)' for n tokens; or your own, mine.py:rule. | joins patterns, / "
+        "separates groups of heads, commas separate alternating layers: 'local,dense' or 'local|butterfly'. Keys after "
+        "their query are dropped.",
     )
     window: int = setting(1024, "Tokens of the local window, the query included.")
     block: int = setting(128, "Block size of the masks.")
@@ -105,6 +107,16 @@ class Config:
                 "documents must be joined if steps are recorded as CUDA graphs, which read the same masks in every "
                 "step; got separate: choose --no-recorded"
             )
+        if has_choices(self.pattern):
+            for name, allowed in (
+                ("documents", ("joined",)), ("context_parallel", (1,)), ("recorded", (False,)),
+                ("compiled", ("none", "block")), ("attention", ("sparseflash",)),
+            ):  # fmt: skip
+                if getattr(self, name) not in allowed:
+                    raise ValueError(
+                        f"{name} must be {' or '.join(map(str, allowed))} if blocks are chosen at every step; got "
+                        f"{getattr(self, name)} with the pattern {self.pattern}"
+                    )
         if self.context_parallel > 1:
             self._check_shared_sequences()
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
+from experiments.lm.model.chosen import ChosenBlocks
 from sparseflash import BlockMask
 
 # Dense bf16, by data sheets.
@@ -28,7 +29,7 @@ def matrix_weights(depth: int, width: int, mlp: int, vocabulary: int) -> int:
     return depth * (4 * width * width + 2 * width * mlp) + vocabulary * width
 
 
-def live_scores(layers: Sequence[BlockMask], heads: int) -> float:
+def live_scores(layers: Sequence[BlockMask | ChosenBlocks], heads: int) -> float:
     """The live scores of one sequence, over all layers and heads."""
     found = {id(mask): mask.density * mask.q_len * mask.k_len * heads for mask in layers}
     return sum(found[id(mask)] for mask in layers)

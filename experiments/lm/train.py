@@ -6,9 +6,9 @@ Besides the files of every run it writes metrics.json, run.png, positions.csv an
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from experiments.lm.data.store import Store
 from experiments.lm.data.tokenizer import FILE
 from experiments.lm.document_masks import DocumentMasks
 from experiments.lm.model.attention import Attention, attention_over
+from experiments.lm.model.chosen import ChosenBlocks
 from experiments.lm.model.shared_context import SharedContext
 from experiments.lm.model.transformer import LanguageModel
 from experiments.lm.steps import AccumulatingSteps, Batch, check_recordable
@@ -71,16 +72,17 @@ class Run(Trainer[Batch]):
         self.masks = patterns.of_layers(
             config.pattern, config.depth, config.sizes.heads, config.context, window=config.window, block=config.block
         )
+        fixed = cast("list[BlockMask]", self.masks)  # chosen blocks share no sequences and separate no documents
         # After `clear` they hold no plan with a process group.
-        self.shared = shared = SharedContext(ranks, self.masks) if ranks.mesh is not None else None
+        self.shared = shared = SharedContext(ranks, fixed) if ranks.mesh is not None else None
 
-        def attention_of(mask: BlockMask) -> Attention:
+        def attention_of(mask: BlockMask | ChosenBlocks) -> Attention:
             return attention_over(mask.to(device), config.attention)
 
         self.documents = None
         if config.documents == "separate":
             once = attention_of if shared is None else shared.attention_once
-            self.documents = DocumentMasks(self.masks, once)
+            self.documents = DocumentMasks(fixed, once)
         self.flops_a_token = flops.of_token(
             config.sizes.weights,
             config.head_dim,
@@ -88,7 +90,11 @@ class Run(Trainer[Batch]):
             config.context,
         )
         torch.manual_seed(config.seed)
-        of_layer = attention_of if shared is None else shared.attention
+        of_layer = (
+            attention_of
+            if shared is None
+            else cast("Callable[[BlockMask | ChosenBlocks], Attention]", shared.attention)
+        )
         made = {id(mask): of_layer(mask) for mask in self.masks}
         model = LanguageModel(
             config.sizes,

@@ -151,7 +151,7 @@ def train(
 
 
 @app.command("arena")
-@settings_as_options(Config, *(name for name in HELP if name not in ("task", "mask", "seed")))
+@settings_as_options(Config, *(name for name in HELP if name not in arena.OF_ROWS))
 def arena_command(
     rows: Annotated[str, typer.Option(help="Tasks, with commas between them.")] = "listops",
     masks: Annotated[str, typer.Option(help="Masks, with commas between them.")] = "dense,local,butterfly",
@@ -164,6 +164,14 @@ def arena_command(
     data: Annotated[
         list[str] | None,
         typer.Option(help="TASK=PATH of the task's files, once for each task but ListOps.", show_default="none"),
+    ] = None,
+    pretrain: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001,
+            help="Minutes of self-pretraining before each run: hidden tokens of the task's training inputs.",
+            show_default="none",
+        ),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder of all runs.")] = RUNS / "arena",
     pause_after: PauseAfter = None,
@@ -180,7 +188,7 @@ def arena_command(
         tasks = rows.split(",")
         if unknown := [task for task in places if task not in tasks]:
             raise ValueError(f"--data {unknown[0]}=... must be of one of the rows {rows}")
-        found = arena.rows_of(preset, tasks, masks.split(","), chosen, out)
+        found = arena.rows_of(preset, tasks, masks.split(","), chosen, out, pretrain)
         for row in found:
             check(row.config)
         until = deadline(pause_after)

@@ -31,8 +31,7 @@ _LIBRARY = {
     "merge.py": "backends/triton backends/triton:launching scores",
     "pattern.py": "blockmask",
     "scaled_dot_product.py": "attention.py blockmask interop masks scores",
-    "selected_tokens.py": "attention.py backends backends/reference.py backends/triton/selected blockmask "
-    "validation.py",
+    "selected_tokens.py": "attention.py backends/reference.py backends/selected.py blockmask validation.py",
     "validation.py": "blockmask scores",
     "varlen.py": "attention.py blockmask blockmask/ops masks pattern.py scores",
     "analysis": "blockmask",
@@ -60,6 +59,7 @@ _LIBRARY = {
     "backends:blockwise": "backends blockmask scores",
     "backends/cached.py": "backends/reference.py blockmask blockmask/ops scores",
     "backends/reference.py": "blockmask scores",
+    "backends/selected.py": "backends backends/triton/selected",
     "backends/triton": "backends backends/triton:choosing backends/triton:launching backends/triton/hopper "
     "backends/triton/launch backends/triton/portable backends/triton/schedule blockmask scores",
     "backends/triton:choosing": "backends/triton:launching backends/triton/schedule blockmask scores",

@@ -195,6 +195,7 @@ class HopperChanges(Changes):
         self.KEEPS_BRANCH = any(each.keeps_branch for each in kinds)
         self.MAY_BE_NAN = any(each.may_be_nan for each in kinds)
         self.BY_THREAD = any(each.adds == "threads" for each in kinds)
+        self.LEAVES_TO_ROWS = any("of_rows" in each.functions for each in kinds)
         self.BYTES_OF_KEY = sum(each.bytes_of_key for each in kinds)
         maxima = {each.maxima for each in kinds}
         self.MAY_BE_COARSE = "coarse" in maxima
