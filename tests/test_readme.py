@@ -99,6 +99,13 @@ def test_every_file_that_a_readme_names_exists(page):
 
 
 @pytest.mark.parametrize("page", PAGES)
+def test_no_star_inside_of_a_word_is_emphasis(page):
+    """Markdown takes two of them for emphasis, as in tiles:16*5,butterfly:8*4."""
+    prose = re.sub(r"`[^`]*`|<!--.*?-->", "", without_blocks(page), flags=re.DOTALL)
+    assert re.findall(r"\S*\w\*\w\S*", prose) == []
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_every_call_of_a_pattern_in_a_readme_is_right(page):
     """Calls in comments and between backticks. Names among the arguments stand for anything."""
     comments = [line.partition("#")[2] for example in examples(page) for line in example.splitlines()]
