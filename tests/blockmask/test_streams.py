@@ -114,3 +114,15 @@ def test_a_mask_that_is_kept_is_waited_for(mask):
     with mock.patch.object(ReadyEvent, "wait") as waited:
         assert mask() is first
     assert waited.call_count == 1
+
+
+def test_tensors_are_found_in_order_however_deep():
+    @dataclass
+    class Pair:
+        first: object
+        second: object
+
+    a, b, c, d, e = (torch.tensor(n) for n in range(5))
+    found = streams.tensors_in((a, [b, {"x": Pair(c, None), "y": (3, d)}], Pair, "text", Pair([e], a)))
+    assert [int(x) for x in found] == [0, 1, 2, 3, 4, 0]
+    assert streams.tensors_in(None) == [] and streams.tensors_in(a) == [a]

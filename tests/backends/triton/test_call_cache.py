@@ -16,6 +16,7 @@ from sparseflash.backends import blockwise
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton import api, call_cache, native, prepared_call
 from sparseflash.backends.triton.call_keys import key_of
+from sparseflash.backends.triton.launch.launches import _specialised
 from sparseflash.backends.triton.launcher import Variant
 from sparseflash.backends.triton.overrides import override
 from sparseflash.backends.triton.prepared_call import setting_of
@@ -403,3 +404,24 @@ def test_a_repeat_on_a_gpu_gives_the_same_bits():
         graph.replay()
     for other in (again, captured):
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+def test_numbers_that_triton_may_specialise_on_have_keys_of_their_own():
+    """Whatever tuples they are in; floats have none."""
+    different = [
+        (),
+        (1,),
+        (2,),
+        (1, 2),
+        ((1,), 2),
+        (1, (2,)),
+        ((1, 2),),
+        ((1,), (2,)),
+        ((), 1),
+        (1, ()),
+        (None,),
+        (1.0,),
+    ]
+    keys = [tuple(_specialised(x)) for x in different]
+    assert len(set(keys)) == len(keys)
+    assert _specialised((1, (0.5, 2))) == _specialised((1, (0.25, 2)))
