@@ -633,8 +633,7 @@ def consumer(
     Q_BUFFERS: gl.constexpr = SHAPE.Q_BUFFERS
     KEPT: gl.constexpr = SHAPE.KEPT
     IN_TURNS: gl.constexpr = SHAPE.IN_TURNS
-    # Triton 3.6 takes no tuple within a tuple as a target.
-    tiles_s, rests_s, changes_s = own
+    tiles_s, rests_s, changes_s = own  # Triton 3.6 takes no tuple within a tuple as a target
     tiles_s, o_s, record_s, bars = tiles_s
     q_s, k_s, v_s = tiles_s
     q_rest_s, k_rest_s, v_rest_s, o_rest_s = rests_s
@@ -649,8 +648,7 @@ def consumer(
     S_ROWS: gl.constexpr = gl.SliceLayout(1, S)
     A_ROWS: gl.constexpr = gl.SliceLayout(1, A)
     BITS: gl.constexpr = layout_of_bits(BLOCK_N)
-    PIECES: gl.constexpr = 1 if D_REST == 0 else 2
-    KEEPS_Q: gl.constexpr = KEPT == PIECES
+    KEEPS_Q: gl.constexpr = (1 if D_REST == 0 else 2) == KEPT
     Q: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=S, k_width=2)
 
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=S)
@@ -701,8 +699,7 @@ def consumer(
             words = words_of_step(
                 words_ptr, index_ptr, tile, place, k_limit, C, SHAPE, HAS_LENGTHS, CHANGES.READS_BLOCKS, BITS
             )
-        left -= 1
-        place += 1
+        left, place = left - 1, place + 1
         if HAS_LENGTHS and left == jump_left:
             place += field(record_s, turn, JUMP)
         # Prefetched for the next step: the mask's words depend on it, and two dependent loads would stall.
@@ -739,8 +736,7 @@ def consumer(
         if is_mixed:
             s = masked_scores(CHANGES, changes, s, of_tiles, words, block, item, C, BITS)
         s, added = left_to_rows(CHANGES, changes, s, of_tiles, item, BLOCK_N)
-        inverse = gl.zeros([ROWS], gl.float32, layout=S_ROWS)
-        ended = turn - 1
+        inverse, ended = gl.zeros([ROWS], gl.float32, layout=S_ROWS), turn - 1
         if begins:
             if turn > 0:
                 if Q_BUFFERS == 2:
@@ -754,8 +750,7 @@ def consumer(
         if IN_TURNS:
             at_turn_of(1 - C, "arrive")
         p, m_i, l_i, decay = softmax(CHANGES, s, added, m_i, l_i, qk_scale, IN_TURNS)
-        p = p.to(dtype)
-        alpha = gl.where(begins, inverse, decay)
+        p, alpha = p.to(dtype), gl.where(begins, inverse, decay)
 
         step += 1
         mbarrier.wait(k_full.index(step % SHAPE.STAGES), (step // SHAPE.STAGES) & 1)
