@@ -13,7 +13,7 @@ from experiments.measurements import Run, add_seed, current_run
 from experiments.pathfinder.parameters import FOLDS, LRA, SIZES
 from experiments.pathfinder.strokes import ORIGINAL, STYLES
 from experiments.pathfinder.testset import IMAGES, test_set
-from experiments.pathx import rendering_table, throughput, weights
+from experiments.pathx import images_plot, rendering_table, throughput, weights
 from experiments.pathx import table as tables
 from experiments.pathx.analyse import analyse as write_analysis
 from experiments.pathx.config import Config, Stage, resumed, stretched
@@ -322,6 +322,20 @@ def table_command(
         out.parent.mkdir(parents=True, exist_ok=True)
         write_text(out, text)
     say(text)
+
+
+@app.command("plot")
+def plot_command(
+    out: Annotated[Path, typer.Option(help="Picture to write.")] = RESULTS / "images.png",
+) -> None:
+    """Plot accuracy over images seen, of every stored run on Path-X from class labels: transformers and the U-Net."""
+    with short_errors():
+        found = images_plot.curves(RESULTS)
+        images_plot.plot(found, out)
+    for each in found:
+        tested = "-" if each.tested is None else f"{100 * each.tested:.2f} %"
+        say(f"{each.name}: {tested} after {each.seen:,} images")
+    console.print(f"Plot: {out}", soft_wrap=True)
 
 
 @app.command()

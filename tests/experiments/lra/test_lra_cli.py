@@ -315,7 +315,7 @@ def test_demo_fails_where_a_mask_is_not_exact(folder, tmp_path, monkeypatch):
             "file.py:function",
         ),
         (["--mask", "no_such_module:mask"], "there is no module no_such_module; a Python file ends with .py"),
-        (["--preset", "huge"], "the preset must be one of lra, flash, nystromformer, modern, demo; got 'huge'"),
+        (["--preset", "huge"], "the preset must be one of lra, flash, nystromformer, modern, rules, demo; got 'huge'"),
         (
             ["--task", "chess"],
             "task must be one of listops, text, retrieval",
