@@ -117,7 +117,7 @@ def line(each: Accuracy) -> list[str]:
     spread = "" if each.std is None else f" ± {100 * each.std:.1f}"
     return [
         each.task,
-        each.variant,
+        each.variant.replace("|", "\\|"),
         " ".join(f"{100 * value:.1f}" for value in each.values),
         f"{100 * each.mean:.1f}{spread}",
         "-" if each.validation is None else f"{100 * each.validation:.1f}",

@@ -79,7 +79,7 @@ def check_floating(dtype: Any) -> None:
 
 
 def _is_index(value: Any) -> bool:
-    # int first: the check of the protocol is slow, and is made a dozen times per mask that is rebuilt at every step.
+    # # int first: the check of the protocol is slow, and masks that are rebuilt at every step need it a dozen times.
     if isinstance(value, int):
         return True
     if isinstance(value, np.ndarray):  # arrays and tensors have __index__, but it works for single integers only
@@ -93,7 +93,12 @@ def dense_tensor(value: Any, name: str) -> Tensor:
     """Returns `value` if it is a dense tensor, raises TypeError otherwise."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a tensor; got {described(value)}.")
-    if value.is_nested or value.layout != torch.strided:
+    if value.is_nested:
+        raise TypeError(
+            f"{name} must be a plain tensor; got a nested one. Use attention_varlen, which takes nested tensors, or "
+            "pad the sequences and use mask.with_lengths(lengths)."
+        )
+    if value.layout != torch.strided:
         raise TypeError(f"{name} must be a dense tensor; got one with the layout {value.layout}. Call .to_dense().")
     return value
 

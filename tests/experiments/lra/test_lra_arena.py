@@ -73,6 +73,17 @@ def test_a_later_call_trains_what_is_missing_and_the_table_has_every_seed(data, 
     assert "| rotary2d | as they are | nothing |" in result.output
 
 
+def test_a_union_of_masks_is_one_row(data, tmp_path):
+    result = call(
+        "arena", "--no-compiled", *data[:2], out=tmp_path / "out", rows="text", seeds="0",
+        masks="dense,local(n, window=8) | butterfly(n)", **{n: v for n, v in OPTIONS.items() if n != "window"},
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    names = {each.name for each in (tmp_path / "out" / "rules").iterdir()}
+    assert names == {"text-dense", "text-local-n--window-8----butterfly-n"}
+    assert "| text | local(n, window=8) \\| butterfly(n) |" in result.output
+
+
 def test_a_paused_run_goes_on_where_it_was(data, tmp_path):
     result = command(data, tmp_path / "out", pause_after=0)
     assert result.exit_code == 0, result.output

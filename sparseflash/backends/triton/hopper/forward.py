@@ -625,6 +625,7 @@ def consumer(
 ):  # fmt: skip
     """out and lse of ROWS queries of every item."""
     BLOCK_N: gl.constexpr = SHAPE.BLOCK_N
+    D: gl.constexpr = SHAPE.D  # in a list, Triton 3.6 takes no attribute of a constant
     D_REST: gl.constexpr = SHAPE.D_REST
     DV: gl.constexpr = SHAPE.DV
     DV_REST: gl.constexpr = SHAPE.DV_REST
@@ -632,7 +633,11 @@ def consumer(
     Q_BUFFERS: gl.constexpr = SHAPE.Q_BUFFERS
     KEPT: gl.constexpr = SHAPE.KEPT
     IN_TURNS: gl.constexpr = SHAPE.IN_TURNS
-    ((q_s, k_s, v_s), o_s, record_s, bars), (q_rest_s, k_rest_s, v_rest_s, o_rest_s), changes_s = own
+    # Triton 3.6 takes no tuple within a tuple as a target.
+    tiles_s, rests_s, changes_s = own
+    tiles_s, o_s, record_s, bars = tiles_s
+    q_s, k_s, v_s = tiles_s
+    q_rest_s, k_rest_s, v_rest_s, o_rest_s = rests_s
     lists, words_ptr, out_descs, lse_ptr, parts_ptr, qk_scale, q_len, offset, changes = reads
     outputs = out_descs, (o_s, o_rest_s), parts_ptr
     q_full, q_empty, k_full, v_full, kv_empty = bars
@@ -658,7 +663,7 @@ def consumer(
         R_ROWS: gl.constexpr = gl.SliceLayout(1, R)
         acc_rest = gl.zeros([ROWS, DV_REST], gl.float32, layout=R)
     p = zero.to(dtype)
-    kept_q = gl.zeros([ROWS, SHAPE.D], dtype, layout=Q)
+    kept_q = gl.zeros([ROWS, D], dtype, layout=Q)
     if KEPT == 2:
         kept_rest = gl.zeros([ROWS, D_REST], dtype, layout=Q)
     goes_on = False  # whether the next product is added to acc; False for the first of an item
