@@ -43,8 +43,12 @@ _SDPA = (
     "others."
 )
 _SELECTED = (
-    "{} must not be given to selected_attention: its tiles hold one query of all heads of a group. Use attention with "
-    "the mask of the same blocks, masks.selected_keys(index, span=span, group=group)."
+    "scores of selected_attention must be of temperature, softcap, key_bias, bias and sink; got {}. Use attention with "
+    "the mask of the same blocks, masks.selected_keys(index, k_len=Nk, span=span, group=group)."
+)
+_OF_INDEX = (
+    "mask must not be given to selected_attention: index says what is live. Use attention with the mask of the same "
+    "blocks and another one, masks.selected_keys(index, k_len=Nk, span=span, group=group) & mask."
 )
 _TOKENS = (
     "{} must not be given to token_attention: its kernels gather tokens, and know no tiles. Use attention with the "
@@ -75,9 +79,11 @@ REFUSED = {
     ("cache", "dropout"): (
         "dropout_p must not be given to attention_with_cache: it is for inference. To train, use attention with a mask."
     ),
-    **{("selected", kind): _SELECTED.format("scores") for kind in SCORES},
-    ("selected", "dropout"): _SELECTED.format("dropout_p"),
-    **{("selected", kind): _SELECTED.format("mask") for kind in ("mask", "mask by head", "mask by batch")},
+    **{
+        ("selected", kind): _SELECTED.format(kind)
+        for kind in ("alibi", "log_decay", "relative", "tile_bias", "function")
+    },
+    **{("selected", kind): _OF_INDEX for kind in ("mask", "mask by head", "mask by batch")},
     **{("tokens", kind): _TOKENS.format("scores") for kind in SCORES},
     ("tokens", "dropout"): _TOKENS.format("dropout_p"),
     **{("tokens", kind): _TOKENS.format("mask") for kind in ("mask", "mask by head", "mask by batch")},

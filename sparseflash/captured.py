@@ -53,6 +53,10 @@ class Captured:
         if isinstance(x, _VALUES):
             self._values += type(x), x
             return
+        if isinstance(x, types.MethodType):  # a new object whenever it is asked for
+            self._visit(x.__func__, names)
+            self._visit(x.__self__, names | _names(x.__func__))
+            return
         if id(x) in self._seen:
             return
         self._seen.add(id(x))
@@ -66,9 +70,6 @@ class Captured:
             self._all(x.values(), names)
         elif isinstance(x, functools.partial):
             self._all((x.func, x.args, x.keywords), names)
-        elif isinstance(x, types.MethodType):
-            self._visit(x.__func__, names)
-            self._visit(x.__self__, names | _names(x.__func__))
         elif isinstance(x, types.FunctionType):
             self._function(x)
         elif isinstance(x, types.ModuleType):

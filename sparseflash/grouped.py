@@ -9,27 +9,34 @@ from torch import Tensor
 
 from sparseflash.attention import Backend, attention
 from sparseflash.blockmask.arguments import BLOCKS, flag, integer, integer_tensor
+from sparseflash.merge import with_sink
 from sparseflash.remedies import refuse, without_others
+from sparseflash.scores.change import Change, Scores, Sizes, scores_of
+from sparseflash.scores.rows import in_rows
 from sparseflash.validation import check_tensors, checked_lists, checked_scale
 
 
 @overload
 def selected_attention(
     q: Tensor, k: Tensor, v: Tensor, index: Tensor, *, span: int = 64, causal: bool = True, cu_seqlens: Any = None,
-    scale: float | None = None, return_lse: Literal[False] = False, backend: Backend | None = None,
+    scale: float | None = None, return_lse: Literal[False] = False, dropout_p: float = 0.0,
+    seed: int | Tensor | None = None, scores: Scores | Change | None = None, backend: Backend | None = None,
 ) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def selected_attention(
     q: Tensor, k: Tensor, v: Tensor, index: Tensor, *, span: int = 64, causal: bool = True, cu_seqlens: Any = None,
-    scale: float | None = None, return_lse: Literal[True], backend: Backend | None = None,
+    scale: float | None = None, return_lse: Literal[True], dropout_p: float = 0.0,
+    seed: int | Tensor | None = None, scores: Scores | Change | None = None, backend: Backend | None = None,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 def selected_attention(
     q: Tensor, k: Tensor, v: Tensor, index: Tensor, *, span: int = 64, causal: bool = True, cu_seqlens: Any = None,
-    scale: float | None = None, return_lse: bool = False, backend: Backend | None = None, **others: Any,
+    scale: float | None = None, return_lse: bool = False, dropout_p: float = 0.0,
+    seed: int | Tensor | None = None, scores: Scores | Change | None = None, backend: Backend | None = None,
+    **others: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Exact attention in which every query has a list of blocks of keys, shared by the heads of its group (NSA).
 
@@ -48,15 +55,17 @@ def selected_attention(
         index: integers `[Hkv, Nq, K]` or `[B, Hkv, Nq, K]`, in any order, with or without repetitions. A number of no
             block, such as -1, is ignored; K may be 0.
         span: tokens of a block, a power of two from 16 to 256.
+        dropout_p, seed: as for `attention`; other weights are dropped than by `attention` with the same seed.
+        scores: score modifications: temperature, softcap, key_bias (shared by the heads of a group), bias and sink.
         cu_seqlens: the running sums of the lengths of sequences that lie one behind the other, from 0 to `Nq = Nk`,
             integers `[S + 1]`. Positions and blocks are then those within a sequence: each begins with block 0, and a
             query sees keys of its own sequence only. Sequences may begin anywhere.
 
     The query heads of a group are put side by side, `[B, Hkv, Nq * group, D]`. So a tile of the kernels holds one query
     of a whole group, and reads only the blocks that this query has chosen. The live scores are the same as under
-    `masks.selected_keys(index, span=span, group=group)`, whose tiles also hold blocks that only a neighbour has chosen.
-    Groups of fewer than 16 heads are padded with zeros to 16. The host does not wait for the device. Gradients are
-    deterministic.
+    `masks.selected_keys(index, k_len=Nk, span=span, group=group)`, whose tiles also hold blocks that only a neighbour
+    has chosen. Groups of fewer than 16 heads are padded with zeros to 16. The host does not wait for the device.
+    Gradients are deterministic.
 
     Raises ValueError if the shapes do not fit together, `span` is not a block size, or `cu_seqlens` on the CPU are no
     running sums (on a GPU they are not read).
@@ -79,6 +88,7 @@ def selected_attention(
     from sparseflash.masks.block_index import mask_of_queries  # imported late: masks are not part of the core
 
     causal = flag(causal, "causal")
+    sizes, placed = Sizes(batch, heads, q_len, k_len, q.device), _as_it_is
     stop = None
     if cu_seqlens is not None:
         if q_len != k_len:
@@ -86,26 +96,30 @@ def selected_attention(
         of = _packed(cu_seqlens, k_len, span, causal, q.device)
         index = torch.where(index < 0, -1, index.long() + of.first[:, None])
         # Blocks of keys begin with their sequences. What lies between the sequences is dead.
-        k, v = (x.new_zeros(*x.shape[:2], of.room, x.shape[3]).index_copy(2, of.places, x) for x in (k, v))
+        placed = of.placed
+        k, v = (placed(x.mT).mT.contiguous() for x in (k, v))
         k_len, stop = of.room, of.stop
+    changes, sink = (None, None) if scores is None else in_rows(scores_of(scores), sizes, kv_heads, rows, placed)
     # A mask has at least one query and one key; `attention` gives zeros without either, and needs no mask.
     mask = mask_of_queries(index, rows, span, k_len, causal, stop) if q_len and k_len else None
     packed = torch.nn.functional.pad(
         q.unflatten(1, (kv_heads, group)).transpose(2, 3), (0, 0, 0, rows - group)
     )  # [B, Hkv, Nq, rows, D]
     out, lse = attention(
-        packed.flatten(2, 3), k, v, mask, scale=checked_scale(scale, dim), return_lse=True, backend=backend
-    )
-    out = _by_heads(out.unflatten(2, (q_len, rows)), group)
-    return (out, _by_heads(lse.unflatten(2, (q_len, rows)), group)) if return_lse else out
+        packed.flatten(2, 3), k, v, mask, scale=checked_scale(scale, dim), return_lse=True, dropout_p=dropout_p,
+        seed=seed, scores=changes, backend=backend,
+    )  # fmt: skip
+    out, lse = (_by_heads(x.unflatten(2, (q_len, rows)), group) for x in (out, lse))
+    if sink is not None:
+        out, lse = with_sink(out, lse, sink)
+    return (out, lse) if return_lse else out
 
 
-_BY_MASK = (
-    "its tiles hold one query of all heads of a group. Use attention with the mask of the same blocks, "
-    "masks.selected_keys(index, span=span, group=group)"
-)
 _REMEDIES = {
-    **dict.fromkeys(("scores", "dropout_p", "seed", "mask"), _BY_MASK),
+    "mask": (
+        "index says what is live. Use attention with the mask of the same blocks and another one, "
+        "masks.selected_keys(index, k_len=Nk, span=span, group=group) & mask"
+    ),
     "lengths": "pack the sequences one behind the other, and pass cu_seqlens, their running sums",
 }
 without_others(selected_attention)
@@ -118,6 +132,14 @@ class _Packing(NamedTuple):
     first: Tensor  # int64 [N]: the first block of its sequence
     stop: Tensor  # int64 [N]: the end of what it may see
     room: int  # tokens of all blocks, and of some that no query sees, so that the host need not know the lengths
+
+    def placed(self, x: Tensor) -> Tensor:
+        """`[..., N]` as `[..., room]`, zeros where there is no token."""
+        return x.new_zeros(*x.shape[:-1], self.room).index_copy(-1, self.places, x)
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
 
 
 def _packed(cu_seqlens: Any, tokens: int, span: int, causal: bool, device: torch.device) -> _Packing:

@@ -44,12 +44,13 @@ def sdpa(
     torch.Size([2, 4, 100, 16])
 
     Args:
-        query, key, value: `[..., Hq, Nq, D]`, `[..., Hkv, Nk, D]` and `[..., Hkv, Nk, Dv]`, of 2 to 4 dimensions.
-        attn_mask: which scores are live. A `BlockMask`; or a bool tensor, True where a score is live, of 2 to 4
-            dimensions that broadcast to `[B, Hq, Nq, Nk]`; or a floating tensor that is added to the scores. Entries of
-            -inf in a floating tensor are dead; the others are added to live scores and receive gradients. Large
-            negative numbers such as `torch.finfo(dtype).min` are finite: they are added, and save no work. To save it,
-            make them dead: `attn_mask.masked_fill(attn_mask <= torch.finfo(attn_mask.dtype).min, -torch.inf)`.
+        query, key, value: `[..., Hq, Nq, D]`, `[..., Hkv, Nk, D]` and `[..., Hkv, Nk, Dv]`, of 2 dimensions or more;
+            all before the heads are batch dimensions.
+        attn_mask: which scores are live. A `BlockMask`; or a bool tensor, True where a score is live, whose
+            dimensions, 2 or more, broadcast to `[..., Hq, Nq, Nk]`; or a floating tensor that is added to the scores.
+            Entries of -inf in a floating tensor are dead; the others are added to live scores and receive gradients.
+            Large negative numbers such as `torch.finfo(dtype).min` are finite: they are added, and save no work. Make
+            them dead to save it: `attn_mask.masked_fill(attn_mask <= torch.finfo(attn_mask.dtype).min, -torch.inf)`.
         dropout_p, scale: as for `attention`. With the same generator, other weights are dropped than in PyTorch.
         is_causal: query i sees keys 0..i. The diagonal starts at the upper left, as in PyTorch; `masks.causal` aligns
             it at the lower right by default, which differs unless Nq = Nk.
@@ -74,13 +75,24 @@ def sdpa(
     for name, x in (("query", query), ("key", key), ("value", value)):
         dense_tensor(x, name)
     for x in (query, key, value):
-        if x.ndim != query.ndim or not 2 <= x.ndim <= 4:
+        if x.ndim != query.ndim or x.ndim < 2 or x.shape[:-3] != query.shape[:-3]:
             raise ValueError(
-                "query, key and value must have one number of dimensions, 2 to 4: [..., heads, tokens, head dim]; got "
-                f"{list(query.shape)}, {list(key.shape)} and {list(value.shape)}."
+                "query, key and value must have the same dimensions before the heads: [..., heads, tokens, head dim]; "
+                f"got {list(query.shape)}, {list(key.shape)} and {list(value.shape)}."
             )
     leading = 4 - query.ndim
-    q, k, v = (x[(None,) * leading] for x in (query, key, value))
+    batch = query.shape[:-3]
+    if leading < 0:
+        q, k, v = (x.flatten(0, -leading) for x in (query, key, value))
+        if isinstance(attn_mask, Tensor) and attn_mask.ndim > 3:
+            own = (1,) * (query.ndim - attn_mask.ndim) + tuple(attn_mask.shape)
+            if len(own) != query.ndim or any(n not in (1, size) for n, size in zip(own, batch)):
+                raise ValueError(
+                    f"attn_mask must broadcast to [*{list(batch)}, Hq, Nq, Nk]; got {list(attn_mask.shape)}."
+                )
+            attn_mask = attn_mask.expand(*batch, *own[-3:]).flatten(0, -leading)
+    else:
+        q, k, v = (x[(None,) * leading] for x in (query, key, value))
     if flag(is_causal, "is_causal") and attn_mask is not None:
         raise ValueError(
             "is_causal must not be given with an attn_mask; got both. Pass attn_mask & masks.causal(Nq, Nk, offset=0)."
@@ -97,7 +109,7 @@ def sdpa(
     elif attn_mask is not None:
         mask, added = live_and_bias(attn_mask, q.shape[2], k.shape[2], block, device=q.device)
     out = attention(q, k, v, mask, scale=scale, dropout_p=dropout_p, scores=added, backend=backend)
-    return out[(0,) * leading]
+    return out[(0,) * leading] if leading >= 0 else out.unflatten(0, batch)
 
 
 _OWN = "it has the arguments of PyTorch's own attention. Use attention, which has the others"

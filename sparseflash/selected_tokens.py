@@ -54,9 +54,9 @@ def token_attention(
         causal: no query sees a key after it; such tokens of a list are ignored. The last query is at the last key.
         scale: `1 / sqrt(D)` by default.
         return_lse: also return lse `[B, Hq, Nq]`, the logarithm of the sum of exponentials.
-        backend: `"triton"` by default for CUDA tensors, which takes fp16, bf16 and fp32, head dims up to 576, groups of
-            up to 256 heads and lists of up to 8,192 tokens. `"reference"`, the default for others, takes every size
-            and has memory for `Nq * Nk` scores.
+        backend: `"triton"` by default for CUDA tensors, which takes fp16, bf16 and fp32, head dims up to 576 (fp32:
+            256), groups of up to 256 heads and lists of up to 8,192 tokens. `"reference"`, the default for others,
+            takes every size and needs memory for `Nq * Nk` scores.
 
     A query without a token has `out = 0`, `lse = -inf` and gradients of 0. Equal inputs have equal bits, forward and
     backward, in whatever order a list is. Time and memory follow the lists: a program gathers the tokens of one query,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparseflash.blockmask import BlockMask
-from sparseflash.blockmask.arguments import MADE_FROM, alternatives, checked_integers, described
+from sparseflash.blockmask.arguments import MADE_FROM, alternatives, checked_integers, dense_tensor, described
 from sparseflash.scores.change import Scores, Sizes, scores_of
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -52,15 +52,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 def _explain(q: Tensor, k: Tensor, v: Tensor) -> NoReturn:
     """Raises the error that says why these tensors do not fit together."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name} must be a tensor; got {type(x).__name__}.")
-        if x.is_nested:
-            raise TypeError(
-                f"{name} must be a plain tensor; got a nested one. Use attention_varlen, which takes "
-                "nested tensors, or pad the sequences and use mask.with_lengths(lengths)."
-            )
-        if x.layout != torch.strided:
-            raise TypeError(f"{name} must be a dense tensor; got one with the layout {x.layout}. Call .to_dense().")
+        dense_tensor(x, name)
         if x.ndim != 4:
             raise ValueError(f"{name} must have shape [batch, heads, tokens, head dim]; got {list(x.shape)}.")
         if x.dtype not in _DTYPES:

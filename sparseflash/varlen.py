@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import count, pairwise
+from types import MethodType
 from typing import Any, Literal, overload
 
 import torch
@@ -26,7 +27,7 @@ from sparseflash.scores.packed import packed
 
 _masks = BoundedDict(32)  # by lengths, pattern, its version, block and device
 _versions = BoundedDict(32)  # of patterns: what they captured when their masks were made, and a number for it
-_numbers = count()
+_numbers = count(1)
 _sums = BoundedDict(32)  # the running sums of tensors on GPUs, by id: every layer passes the same tensor
 
 
@@ -240,7 +241,8 @@ def _mask_and_scores(
     def make() -> BlockMask:
         with contents_when_faking():
             made = _made(q_sums, k_sums, pattern, block)
-        _versions[pattern] = Captured(pattern), version  # as the pattern has left it, which may count its calls
+        if version:
+            _versions[pattern] = Captured(pattern), version  # as the pattern has left it, which may count its calls
         return made.to(device)
 
     mask = once(_masks, key, make) if q_len and k_len else None
@@ -249,7 +251,9 @@ def _mask_and_scores(
 
 
 def _version(pattern: Pattern | None) -> int:
-    """A new number whenever what a pattern captures has changed."""
+    """A new number whenever what a pattern captures has changed; 0 for an object that itself says what it equals."""
+    if not isinstance(pattern, MethodType) and type(pattern).__eq__ is not object.__eq__:
+        return 0
     known = _versions.get(pattern)
     if known is not None and known[0].is_still(Captured(pattern)):
         return int(known[1])

@@ -197,11 +197,11 @@ def by_cache(p):
 
 
 def by_selected(p):
-    more = p.options | ({"scores": scores.softcap(1.0)} if p.feature in SCORES else {})
-    more |= {"mask": p.mask()} if p.feature.startswith("mask") else {}
+    more = p.options | ({"mask": p.mask()} if p.feature.startswith("mask") else {})
     index = torch.tensor([0, 1], device=p.device).expand(BATCH, p.kv_heads, TOKENS, 2)
+    mask = p.mask()
     if p.feature != "lengths":
-        return lambda q, k, v, *_: selected_attention(q, k, v, index, span=16, **more)
+        return lambda q, k, v, *x: selected_attention(q, k, v, index, span=16, **more, **p.scored(x, mask))
     packed, whole, sums = packing(p)
     index = index[:1, :, :1].expand(1, -1, sums[-1], 2)
     return lambda *x: whole(selected_attention(*packed(*x), index, span=16, cu_seqlens=sums))
@@ -377,6 +377,8 @@ def kept(call):
     torch.manual_seed(3)
     seed = seed_tensor(None, torch.device("cpu"))
     torch.manual_seed(3)
+    if call == "selected":  # 16 rows for each query and key head, the first of which is its one query head
+        return keep_mask(seed, DROPPED, BATCH, HEADS, 16 * TOKENS, TOKENS)[:, :, ::16]
     if call != "varlen":
         return keep_mask(seed, DROPPED, BATCH, HEADS, TOKENS, TOKENS)
     whole = keep_mask(seed, DROPPED, 1, HEADS, BATCH * TOKENS, BATCH * TOKENS)[0]

@@ -5,7 +5,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sparseflash import BlockMask, masks, testing
+from sparseflash import BlockMask, attention, masks, scores, testing
 from sparseflash.backends.problem import Problem
 from sparseflash.backends.triton.schedule.plan import plan_of
 from sparseflash.grouped import selected_attention
@@ -77,6 +77,46 @@ def test_packed_sequences_choose_among_their_own_blocks(backend, lengths, heads,
         return selected_attention(q, k, v, index.int(), span=16, causal=causal, **more)
 
     testing.assert_exact(selected, q, k, v, BlockMask.from_dense(live, block=16))
+
+
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("backend", ["blockwise", "triton"])
+def test_score_modifications_are_of_query_heads(group, packed, backend):
+    """Gradients, too, against `attention` with the mask of the same blocks, which takes them all."""
+    g, heads, sums = generator(0), 2 * group, [0, 13, 40]
+    q, k, v = (torch.randn(1, n, 40, 16, generator=g, dtype=torch.float32) for n in (heads, 2, 2))
+    index = torch.randint(-1, 3, (1, 2, 40, 2), generator=g)
+    parts = [(0, 13), (13, 40)] if packed else [(0, 40)]
+    live = torch.zeros(1, heads, 40, 40, dtype=torch.bool)
+    for start, stop in parts:
+        live[:, :, start:stop, start:stop] = live_of(index[:, :, start:stop], group, 16, stop - start, True)
+    shapes = (heads,), (1, heads, 40), (1, 1, 40), (1, heads, 40, 40), (heads,), (1, 1, 40, 1)
+    leaves = [x.requires_grad_() for x in (q, k, v, *(torch.rand(shape, generator=g) + 0.5 for shape in shapes))]
+
+    def run(call, *given, **more):
+        q, k, v, temperature, of_queries, of_keys, pairs, sink, of_rows = leaves
+        kinds = (
+            scores.temperature(temperature) + scores.softcap(3.0) + scores.sink(sink) + scores.key_bias(of_keys),
+            scores.temperature(of_queries) + scores.bias(pairs),
+            scores.bias(of_rows * pairs[:, :1]),
+        )
+        found = [x for each in kinds for x in call(q, k, v, *given, scores=each, return_lse=True, **more)]
+        dead = ~live.any(-1)
+        found[1::2] = [x.masked_fill(dead, 0) for x in found[1::2]]  # -inf, or the logit of a sink
+        return [*found, *torch.autograd.grad(sum(x.square().sum() for x in found), leaves)]
+
+    options = {"span": 16, "backend": backend} | ({"cu_seqlens": sums} if packed else {})
+    got = run(selected_attention, index, **options)
+    want = run(attention, BlockMask.from_dense(live, block=16), backend="reference")
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-4)
+
+
+def test_a_key_bias_of_heads_that_share_keys_is_refused():
+    q, k = torch.zeros(1, 4, 10, 16), torch.zeros(1, 2, 10, 16)
+    with pytest.raises(ValueError, match="got a key_bias for each query head, which must be shared by the heads"):
+        selected_attention(q, k, k, INDEX[:, :, :1], scores=scores.key_bias(torch.zeros(1, 4, 10)))
 
 
 def test_packed_sequences_compile():

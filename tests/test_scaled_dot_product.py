@@ -158,7 +158,7 @@ def test_what_cannot_be_is_refused_with_advice():
         ({"attn_mask": torch.full((20, 20), torch.inf)}, ValueError, "finite numbers and -inf only; got NaN or"),
         ({"attn_mask": torch.ones(20, 20, device="meta")}, ValueError, "attn_mask must hold numbers; got a tensor on"),
         ({"is_causal": 1}, TypeError, "is_causal must be True or False; got 1"),
-        ({"key": k[0]}, ValueError, "must have one number of dimensions, 2 to 4"),
+        ({"key": k[0]}, ValueError, "must have the same dimensions before the heads"),
         ({"key": k[:, :2], "value": v[:, :2]}, ValueError, "as key unless enable_gqa=True; got 4 and 2"),
         ({"value": None}, TypeError, "value must be a tensor; got NoneType"),
     ):
@@ -173,3 +173,17 @@ def test_it_compiles_without_a_break_unless_a_tensor_is_the_mask():
     torch.testing.assert_close(whole(q, k, v), sdpa(q, k, v, mask) + sdpa(q, k, v, is_causal=True))
     live = torch.rand(40, 40) < 0.5
     torch.testing.assert_close(torch.compile(sdpa)(q, k, v, live), sdpa(q, k, v, live))
+
+
+@pytest.mark.parametrize("mask", [None, (1, 1, 20, 20), (3, 1, 20, 20), (20, 20), (2, 3, 1, 1, 20), (2, 1, 2, 20, 20)])
+def test_any_dimensions_may_come_before_the_heads(mask):
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 2, 3, 2, 20, 16, generator=generator, dtype=torch.float64)
+    mask = None if mask is None else torch.rand(mask, generator=generator) < 0.8
+    got = sdpa(q, k, v, mask, is_causal=mask is None)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None)
+    torch.testing.assert_close(got, want)
+    with pytest.raises(
+        ValueError, match=r"attn_mask must broadcast to \[\*\[2, 3\], Hq, Nq, Nk\]; got \[3, 1, 2, 20, 20\]"
+    ):
+        sdpa(q, k, v, torch.ones(3, 1, 2, 20, 20, dtype=torch.bool))

@@ -315,7 +315,7 @@ INDEX = torch.zeros(2, 10, 3, dtype=torch.int32)
         (
             {"q": torch.zeros(2, 2, 10, 577), "k": torch.zeros(2, 2, 10, 577), "v": K},
             ValueError,
-            r"head dims must be at most 576 for the triton backend; got D = 577 and Dv = 16",
+            r"head dims must be at most 256 for the triton backend in torch.float32; got D = 577 and Dv = 16\. Use",
         ),
     ],
 )
@@ -346,6 +346,8 @@ def test_tiles_cover_every_head_and_column(dim, v_dim, group, size, backward):
     ("kv_heads", "group", "dims"), [(1, 128, (576, 512)), (4, 16, (128, 128)), (2, 8, (80, 96)), (1, 64, (192, 128))]
 )
 def test_attention_to_chosen_tokens_is_exact_on_the_gpu(dtype, kv_heads, group, dims):
+    if dtype == torch.float32 and max(dims) > 256:
+        dims = (256, 256)
     g = torch.Generator("cuda").manual_seed(0)
     q_len, k_len = 130, 500
     shapes = [(1, kv_heads * group, q_len, dims[0]), *[(1, kv_heads, k_len, dim) for dim in dims]]

@@ -2,6 +2,7 @@
 
 import re
 from cProfile import Profile
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -543,3 +544,27 @@ def test_a_pattern_may_change_what_it_captures():
             torch.testing.assert_close(out.transpose(0, 1), one_row(rule))
         window = 3
         document.copy_(torch.arange(100) // 9)
+
+
+def test_methods_and_objects_that_say_what_they_equal_keep_their_masks():
+    class Window:
+        def __init__(self, width):
+            self.width = width
+
+        def rule(self, i, j):
+            return (i - j).abs() < self.width
+
+    @dataclass(frozen=True)
+    class Equal:
+        width: int
+
+        def __call__(self, i, j):
+            return (i - j).abs() < self.width
+
+    window = Window(5)
+    first = varlen_mask([0, 30, 50], pattern=window.rule)
+    assert varlen_mask([0, 30, 50], pattern=window.rule) is first
+    assert varlen_mask([0, 30, 50], pattern=Equal(5)) == first
+    assert varlen_mask([0, 30, 50], pattern=Equal(5)) is varlen_mask([0, 30, 50], pattern=Equal(5))
+    window.width = 3
+    assert varlen_mask([0, 30, 50], pattern=window.rule) == varlen_mask([0, 30, 50], pattern=Equal(3)) != first

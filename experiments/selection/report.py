@@ -18,16 +18,22 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def measurements_of(result: dict[str, Any]) -> list[Measurement]:
-    """The result of one model: recall/TOKENS/WHAT/WAY."""
+    """The result of one model: recall/TOKENS/WHAT/WAY, or recall-unmarked/ for queries without their common mark.
+
+    With blocks of another size than the task's, WAY ends with it.
+    """
     shares = {
         "right-answers": result["accuracy"],
         "best-of-measurements": max(point["accuracy"] for point in result["curve"]),
         "block-read-by-each-head": result["found"],
         "block-read-by-any-head": result["found_by_any_head"],
     }
-    tokens, way = result["settings"]["task"]["tokens"], slug(result["way"])
-    found = [Measurement(f"recall/{tokens}/{what}/{way}", 100 * share, None, "%") for what, share in shares.items()]
-    return [*found, Measurement(f"recall/{tokens}/training-speed/{way}", result["tokens_per_second"], None, "tokens/s")]
+    settings = result["settings"]
+    task, block = settings["task"], settings["sizes"]["block"]
+    of = f"recall{'' if settings['marked'] else '-unmarked'}/{task['tokens']}"
+    way = slug(result["way"]) + ("" if block == task["block"] else f"-blocks-of-{block}")
+    found = [Measurement(f"{of}/{what}/{way}", 100 * share, None, "%") for what, share in shares.items()]
+    return [*found, Measurement(f"{of}/training-speed/{way}", result["tokens_per_second"], None, "tokens/s")]
 
 
 def save_plot(results: list[dict[str, Any]], path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,16 @@ class Settings:
     measure_every: int = 50
     test_batches: int = 4
     alike: bool = False
+    marked: bool = True
+
+    def changed(self, *, block: int | None = None, marked: bool = True, steps: int | None = None) -> Settings:
+        """Blocks of another size, as many keys a query; queries without their common mark; another number of steps."""
+        sizes = self.sizes
+        if block is not None:
+            if sizes.chosen * sizes.block % block:
+                raise ValueError(f"block must divide the {sizes.chosen * sizes.block} keys of a query; got {block}.")
+            sizes = replace(sizes, block=block, chosen=sizes.chosen * sizes.block // block)
+        return replace(self, sizes=sizes, marked=marked, steps=self.steps if steps is None else steps)
 
 
 PRESETS = {
@@ -47,7 +57,7 @@ def train(
 ) -> dict[str, Any]:
     """Accuracy, share of right blocks and tokens a second of one model, with its curve. `report` receives points."""
     torch.manual_seed(seed)
-    model = RecallModel(settings.task, settings.sizes, way, alike=settings.alike).to(device)
+    model = RecallModel(settings.task, settings.sizes, way, alike=settings.alike, marked=settings.marked).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=0.0)
     generator = torch.Generator(device).manual_seed(seed)
     curve, clock, measuring = [], Clock(device), 0.0

@@ -93,7 +93,12 @@ def dense_tensor(value: Any, name: str) -> Tensor:
     """Returns `value` if it is a dense tensor, raises TypeError otherwise."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a tensor; got {described(value)}.")
-    if value.is_nested or value.layout != torch.strided:
+    if value.is_nested:
+        raise TypeError(
+            f"{name} must be a plain tensor; got a nested one. Use attention_varlen, which takes nested tensors, or "
+            "pad the sequences and use mask.with_lengths(lengths)."
+        )
+    if value.layout != torch.strided:
         raise TypeError(f"{name} must be a dense tensor; got one with the layout {value.layout}. Call .to_dense().")
     return value
 

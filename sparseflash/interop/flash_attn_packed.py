@@ -30,8 +30,8 @@ def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Any, max_seqlen: int | None = None, *args: Any, **options: Any
 ) -> Any:
     """`flash_attn.flash_attn_varlen_qkvpacked_func`, of `qkv [total, 3, H, D]`."""
-    parts = _parts(qkv, "qkv", 3, 4)
-    return flash_attn_varlen_func(*parts, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **options)
+    q, k, v = _parts(qkv, "qkv", 3, 4)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **options)
 
 
 def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options: Any) -> Any:
@@ -39,7 +39,7 @@ def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **options
     return flash_attn_varlen_func(q, *_parts(kv, "kv", 2, 4), *args, **options)
 
 
-def _parts(x: Tensor, name: str, count: int, ndim: int) -> tuple[Tensor, ...]:
+def _parts(x: Tensor, name: str, count: int, ndim: int) -> Any:
     if dense_tensor(x, name).ndim != ndim or x.shape[-3] != count:
         tokens = "batch, tokens" if ndim == 5 else "tokens"
         raise ValueError(f"{name} must have shape [{tokens}, {count}, heads, head dim]; got {list(x.shape)}.")

@@ -28,7 +28,7 @@ _LIBRARY = {
     "decode.py": "backends backends/cached.py backends/triton/decode blockmask scores validation.py",
     "explain.py": "attention.py backends backends/triton backends/triton:choosing backends/triton:launching blockmask "
     "scores validation.py",
-    "grouped.py": "attention.py blockmask masks/block_index.py validation.py",
+    "grouped.py": "attention.py blockmask masks/block_index.py merge.py scores validation.py",
     "merge.py": "backends/triton backends/triton:launching scores",
     "pattern.py": "blockmask",
     "scaled_dot_product.py": "attention.py blockmask interop masks scores",
@@ -54,7 +54,8 @@ _LIBRARY = {
     "masks/tiling": "blockmask",
     "nn": "attention.py blockmask decode.py masks pattern.py scaled_dot_product.py scores validation.py",
     "scores": "blockmask",
-    "selection": "attention.py blockmask decode.py grouped.py masks masks/tiling nn scores varlen.py",
+    "selection": "attention.py blockmask decode.py grouped.py masks masks/tiling nn scores selected_tokens.py "
+    "varlen.py",
     "testing": "backends/reference.py blockmask scores validation.py",
     # The ways to compute attention.
     "backends": "blockmask scores",

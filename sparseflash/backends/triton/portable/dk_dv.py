@@ -157,8 +157,8 @@ def dk_dv_kernel(
         v, batch, kv_head, first_k, k_len, v_strides, SHAPE.DV, SHAPE.PADDED_DV, SHAPE.BLOCK_N, False, SHAPE.TMA,
         PRECISION,
     )  # fmt: skip
-    dk = tl.zeros([SHAPE.BLOCK_N, SHAPE.PADDED_D], tl.float32)
-    dv = tl.zeros([SHAPE.BLOCK_N, SHAPE.PADDED_DV], tl.float32)
+    dk = tl.full([SHAPE.BLOCK_N, SHAPE.PADDED_D], 0.0, tl.float32)
+    dv = tl.full([SHAPE.BLOCK_N, SHAPE.PADDED_DV], 0.0, tl.float32)
     changes = begun(CHANGES, changes, change_numbers, (n0, n1, n2, n3, n4, n5, n6, n7), learned)
     live_queries = q_length if SHAPE.HAS_LENGTHS else None
     dropout = DropoutArguments(seed_ptr, rows_ptr, queries_ptr, groups_ptr, dropped, amplification)

@@ -109,8 +109,8 @@ def dq_kernel(
     if SHAPE.DELTA or not SHAPE.KEEP:
         estimate = tl.sum(out_tile.to(tl.float32) * in_fp32(dout_tile, PRECISION), 1)
     if SHAPE.DELTA:
-        delta = tl.zeros([SHAPE.BLOCK_M], tl.float32)
-        weight, lost = tl.zeros([SHAPE.BLOCK_M], tl.float32), tl.zeros([SHAPE.BLOCK_M], tl.float32)
+        delta = tl.full([SHAPE.BLOCK_M], 0.0, tl.float32)
+        weight, lost = tl.full([SHAPE.BLOCK_M], 0.0, tl.float32), tl.full([SHAPE.BLOCK_M], 0.0, tl.float32)
     elif SHAPE.KEEP:
         delta = tl.load(delta_ptr + row + rows, mask=rows < q_len, other=0.0)
     else:
@@ -123,7 +123,7 @@ def dq_kernel(
         # All chunks of a split row write the same values.
         tl.store(delta_ptr + row + rows, delta, mask=rows < q_len)
         tl.store(lse2_ptr + row + rows, lse2, mask=rows < q_len)
-    dq = tl.zeros([SHAPE.BLOCK_M, SHAPE.PADDED_D], tl.float32)
+    dq = tl.full([SHAPE.BLOCK_M, SHAPE.PADDED_D], 0.0, tl.float32)
     changes = begun(CHANGES, changes, change_numbers, (n0, n1, n2, n3, n4, n5, n6, n7), learned)
     live_queries = q_length if SHAPE.HAS_LENGTHS else None
     dropout = DropoutArguments(seed_ptr, rows_ptr, queries_ptr, groups_ptr, dropped, amplification)

@@ -116,8 +116,8 @@ def forward_kernel(
         # a computed operand.
         q_tile = q_tile * tl.cast(one, q_tile.dtype)
     m_i = tl.full([SHAPE.BLOCK_M], float("-inf"), tl.float32)
-    l_i = tl.zeros([SHAPE.BLOCK_M], tl.float32)
-    acc = tl.zeros([SHAPE.BLOCK_M, SHAPE.PADDED_DV], tl.float32)
+    l_i = tl.full([SHAPE.BLOCK_M], 0.0, tl.float32)
+    acc = tl.full([SHAPE.BLOCK_M, SHAPE.PADDED_DV], 0.0, tl.float32)
 
     # The block number is loaded one iteration ahead. If the address of the keys came from a load in the same iteration,
     # the compiler would not prefetch the keys.

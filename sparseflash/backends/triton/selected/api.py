@@ -11,7 +11,7 @@ from sparseflash.backends.triton.launcher import on_device
 from sparseflash.backends.triton.selected.forward import forward_kernel, scores_kernel
 from sparseflash.backends.triton.selected.lists import Chosen, sort_kernel
 from sparseflash.backends.triton.selected.sizes import readable, sizes_of, strides_of
-from sparseflash.backends.triton.selected.tiles import MOST_DIM, MOST_HEADS, power
+from sparseflash.backends.triton.selected.tiles import MOST_DIM, MOST_DIM_OF_FP32, MOST_HEADS, power
 from sparseflash.limits import check_count
 
 MOST_CHOICES = 8192  # of a list, which one program sorts
@@ -25,10 +25,11 @@ def check(q: Tensor, k: Tensor, v_dim: int, choices: int) -> None:
     group = q.shape[1] // k.shape[1]
     if group > MOST_HEADS:
         raise ValueError(f"groups must be of at most {MOST_HEADS} query heads for the triton backend; got {group}.")
-    if max(q.shape[3], v_dim) > MOST_DIM:
+    most = MOST_DIM if q.dtype.itemsize == 2 else MOST_DIM_OF_FP32
+    if max(q.shape[3], v_dim) > most:
         raise ValueError(
-            f"head dims must be at most {MOST_DIM} for the triton backend; got D = {q.shape[3]} and Dv = {v_dim}. Use "
-            "backend='reference'."
+            f"head dims must be at most {most} for the triton backend in {q.dtype}; got D = {q.shape[3]} and Dv = "
+            f"{v_dim}. Use {'' if most == MOST_DIM else 'bf16, fp16 or '}backend='reference'."
         )
     if choices > MOST_CHOICES:
         raise ValueError(

@@ -84,9 +84,7 @@ def test_so_does_the_forward_of_other_head_dims(dims, features):
     check_forward(dims, features)
 
 
-@pytest.mark.parametrize(
-    "dims", [(96, 48), (64, 128), (128, 256), (136, 192), (192, 192), (64, 256), (160, 144)], ids=str
-)
+@pytest.mark.parametrize("dims", [(96, 48), (64, 128), (128, 256), (136, 192), (192, 192), (64, 256)], ids=str)
 def test_and_of_values_with_a_dim_of_their_own(dims):
     check_forward(dims, ["lengths", "parts"])
 
@@ -138,7 +136,9 @@ def check_backward(reports, dims, features):
             # Triton 3.9 spills an address in the branch for partial tiles at (64, 256).
             assert found["spilled_in_steps"] <= (dims == (64, 256)), found
         for each in (*of_keys, of_dq):
-            assert each["spilled"] <= 96 and each["warnings"] == [] and each["shared"] <= SHARED_MEMORY, each
+            # Outside of steps: addresses and counts of an item.
+            assert each["spilled"] <= (32 if each is of_dq else 96), each
+            assert each["warnings"] == [] and each["shared"] <= SHARED_MEMORY, each
             assert each["direct"] and not each["two_layouts"]
             assert each["weights"] == [0, 0]
         return
