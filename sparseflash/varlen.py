@@ -252,7 +252,8 @@ def _mask_and_scores(
 
 def _version(pattern: Pattern | None) -> int:
     """A new number whenever what a pattern captures has changed; 0 for an object that itself says what it equals."""
-    if not isinstance(pattern, MethodType) and type(pattern).__eq__ is not object.__eq__:
+    equals: Any = type(pattern).__eq__
+    if not isinstance(pattern, MethodType) and equals is not object.__eq__:
         return 0
     known = _versions.get(pattern)
     if known is not None and known[0].is_still(Captured(pattern)):

@@ -1,5 +1,3 @@
-"""Every setting of a training run, with its help text and default."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -22,7 +20,7 @@ SHARDING = ("ddp", "fsdp")
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The settings of a run. The defaults are GPT-2's smallest size."""
+    """The defaults are GPT-2's smallest size."""
 
     depth: int = setting(12, "Layers.")
     width: int = setting(768, "Features of each token.")
@@ -101,7 +99,7 @@ class Config:
         check_one_of("precision", self.precision, PRECISIONS)
         check_one_of("compiled", self.compiled, COMPILED)
         check_one_of("sharding", self.sharding, SHARDING)
-        _ = self.sizes  # checks them
+        _ = self.sizes
         if self.compiled == "model" and self.recompute:
             raise ValueError("compiled must be block or none if layers are recomputed; got model")
         if self.recorded and self.documents == "separate":
@@ -143,19 +141,18 @@ class Config:
 
     @property
     def batch(self) -> int:
-        """Sequences of a step, over all processes."""
         return max(1, self.batch_tokens // self.context)
 
     @property
     def part(self) -> int:
-        """Sequences of one forward and backward. Processes that share sequences each hold a part of the tokens."""
+        """Sequences of one forward and backward."""
         return max(1, self.micro_tokens * self.context_parallel // self.context)
 
 
 HELP = help_texts(Config)
 DEFAULTS: dict[str, Any] = {each.name: each.default for each in fields(Config)}
 
-# Settings that may change on resume: they do not affect the weights, or change the run's length.
+# They do not affect the weights, or change the run's length.
 FREE_ON_RESUME = (
     "steps", "minutes", "device", "compiled", "recorded", "context_parallel", "recompute", "validate_every",
     "validation_tokens", "checkpoint_every", "log_every",
@@ -163,15 +160,13 @@ FREE_ON_RESUME = (
 
 
 def configure(preset: str | None, chosen: Mapping[str, Any]) -> Config:
-    """The defaults, changed by a preset and by the user's choices."""
     return Config(**{**(settings_of(preset) if preset else {}), **chosen})
 
 
 def resumed(saved: Config, chosen: dict[str, Any]) -> Config:
-    """A saved run's settings with the settings chosen now; raises ValueError if they would change the run."""
+    """Raises ValueError if the settings chosen now would change the run."""
     return run_folder.resumed(saved, chosen, FREE_ON_RESUME)
 
 
 def as_dict(config: Config) -> dict[str, Any]:
-    """The settings as plain values for a JSON file."""
     return asdict(config)

@@ -6,9 +6,9 @@ local,local,dense            alternating layers: two with a window, one dense, a
 local/butterfly              equal groups of heads: the first half with a window, the others with a butterfly
 moba                         blocks that each query chooses at every step, as many tokens as the window has
 streaming(n, window=64, sink=4)    a pattern of the library, where n is the number of tokens
-folder/mine.py:rule          a rule rule(q, k) of one's own, or a function of n that returns a mask
+folder/mine.py:rule          any rule(q, k), or a function of n that returns a mask
 
-Keys after their query are dropped, whatever the pattern.
+Keys after their query are dropped.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def build(name: str, length: int, *, window: int, block: int, heads: int = 1) ->
     >>> build("local", 512, window=128, block=64)
     BlockMask(512 x 512, blocks of 64, 21 tiles: 7 full + 14 partial (2 distinct), density 21.9 %)
 
-    window: of "local", in tokens, the query included; a window longer than the text is dense. heads: those that a rule
-    by head distinguishes. Raises ValueError if the name gives no mask of this length.
+    window: of "local", in tokens, the query included. heads: that a rule distinguishes. Raises ValueError if the name
+    gives no mask of this length.
     """
     named = {
         "dense": lambda: masks.causal(length, block=block),
@@ -50,7 +50,7 @@ def build(name: str, length: int, *, window: int, block: int, heads: int = 1) ->
 
 
 def of_layer(text: str, heads: int, length: int, *, window: int, block: int) -> BlockMask:
-    """The mask of one layer, such as "local|butterfly" or "local/dense"; with one head if all heads are equal."""
+    """Such as "local|butterfly" or "local/dense"; with one head if all are equal."""
     by_head = groups(text, NAMES)
     if heads % len(by_head):
         raise ValueError(

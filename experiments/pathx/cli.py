@@ -1,5 +1,3 @@
-"""The command line: options only. The modules with the commands' names implement them; report.py prints."""
-
 from __future__ import annotations
 
 import time
@@ -130,7 +128,7 @@ def train(
     with short_errors():
         require_single_process("experiments.pathx train")
         if tensorboard_files:
-            tensorboard.writer_class()  # raises an error, if any, before any file is written
+            tensorboard.writer_class()  # may raise
         if resume:
             folder = folder_to_resume(
                 out, preset=preset, curriculum=curriculum_name, minutes=minutes, overwrite=overwrite
@@ -257,7 +255,6 @@ def evaluate(
 
 
 def run_of_test(place: torch.device, config: Config) -> Run:
-    """This test, as the record of a seed."""
     return current_run(place, command_line("experiments.pathx", without=LOCAL), seed=config.seed)
 
 
@@ -278,7 +275,6 @@ def testset(
 
 
 def made_test_set(size: int, contour: int, folder: Path, workers: int | None, record: bool = False) -> Path:
-    """The checked test set, made with a progress bar if missing."""
     with counting_bar(console, f"Test set of {size} pixels, {contour} dashes", IMAGES) as progress:
         return test_set(size, contour, folder, workers=workers or None, progress=progress, record=record)
 

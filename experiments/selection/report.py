@@ -1,5 +1,3 @@
-"""The table and the picture of a comparison."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -9,7 +7,6 @@ from experiments.measurements import Measurement, slug
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """A Markdown table, one row for each model."""
     rows = ["| way | accuracy | right block read, by each head | by any head | tokens/s, training |", "|---" * 5 + "|"]
     for each in results:
         shares = (f"{100 * each[name]:.1f} %" for name in ("accuracy", "found", "found_by_any_head"))
@@ -37,8 +34,7 @@ def measurements_of(result: dict[str, Any]) -> list[Measurement]:
 
 
 def save_plot(results: list[dict[str, Any]], path: Path) -> None:
-    """Accuracy and share of right blocks over the steps."""
-    from matplotlib.figure import Figure  # not pyplot, which needs a display and keeps state
+    from matplotlib.figure import Figure  # pyplot needs a display
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
@@ -49,5 +45,5 @@ def save_plot(results: list[dict[str, Any]], path: Path) -> None:
             panel.plot([p["step"] for p in curve], [p[name] for p in curve], label=each["way"], linewidth=1.5)
         panel.set(title=title, xlabel="step", ylim=(-0.02, 1.02))
         panel.grid(alpha=0.3)
-    panels[0].legend(frameon=False, fontsize=8, loc="center right")  # where curves rarely are
+    panels[0].legend(frameon=False, fontsize=8, loc="center right")
     figure.savefig(path, dpi=150)

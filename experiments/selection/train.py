@@ -1,5 +1,3 @@
-"""Trains one model on recall, and tests it on new sequences."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -14,7 +12,7 @@ from experiments.selection.recall import Recall
 from experiments.selection.sizes import Sizes
 from experiments.training.clock import Clock
 
-_TEST_SEED = 1 << 40  # disjoint from the training seeds
+_TEST_SEED = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ def train(
     seed: int = 0,
     report: Callable[[dict[str, Any]], None] = lambda measured: None,
 ) -> dict[str, Any]:
-    """Accuracy, share of right blocks and tokens a second of one model, with its curve. `report` receives points."""
+    """Of one model, with its curve. `report` receives points."""
     torch.manual_seed(seed)
     model = RecallModel(settings.task, settings.sizes, way, alike=settings.alike, marked=settings.marked).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, weight_decay=0.0)
@@ -91,9 +89,7 @@ def train(
 
 @torch.no_grad()
 def measure(model: RecallModel, settings: Settings, seed: int) -> dict[str, float]:
-    """On new sequences: the share of right answers, and the share of (query, head) pairs that read the block with the
-    answer.
-    """
+    """On new sequences: right answers, and (query, head) pairs that read the block with the answer."""
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(_TEST_SEED + seed)
     model.eval()

@@ -1,7 +1,7 @@
 """CUDA streams and graphs: cached tensors may be read on any stream, and by a graph for as long as it lives.
 
-PyTorch orders the work of one stream and leaves the rest to the user, who cannot see the tensors that are cached inside
-a call. So every cache of tensors keeps a `ReadyEvent` with them and calls its `wait` before each use.
+PyTorch orders the work of one stream and leaves the rest to the user, who cannot see cached tensors. So every cache of
+tensors keeps a `ReadyEvent` with them and calls its `wait` before each use.
 """
 
 from __future__ import annotations

@@ -4,13 +4,11 @@ from typing import NamedTuple
 
 
 class Mutation(NamedTuple):
-    """A fault and its test."""
-
     name: str
     file: str
-    old: str  # once in the file
+    old: str
     new: str
-    test: str  # as pytest names it
+    test: str
 
 
 PORTABLE, HOPPER = "sparseflash/backends/triton/portable", "sparseflash/backends/triton/hopper"

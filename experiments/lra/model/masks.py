@@ -9,7 +9,7 @@ NAMES = ("dense", "local", "butterfly")
 
 
 def build(name: str, length: int, *, block: int, window: int) -> BlockMask:
-    """The mask of `length` queries and keys, on the CPU.
+    """On the CPU.
 
     name: "dense", "local" (|q - k| <= window // 2), "butterfly", or what `mask_of_pattern` takes: a pattern of the
         library, such as "longformer(n, window=64, global_tokens=16)" for n tokens, or a function of the user's, as

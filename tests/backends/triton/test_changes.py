@@ -1,5 +1,3 @@
-"""The compilation of kernels with score modifications: the device functions determine the code."""
-
 from itertools import combinations
 
 import pytest
@@ -37,7 +35,7 @@ def changed(*kinds, learned=False):
 
 @pytest.mark.parametrize(("options", "same"), [([], "True False False"), (["--without-key"], "True True True")])
 def test_an_edited_device_function_and_another_fact_are_compiled_anew(options, same):
-    """Triton's cache on disk takes a constant without a cache_key by its text: then the old machine code comes back."""
+    """Triton's cache on disk takes a constant without a cache_key by its text."""
     done = python("-m", "tests.backends.triton.edited_change", *options)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == same
@@ -82,7 +80,7 @@ def test_a_device_function_that_no_kernel_calls_is_refused():
 
 
 def test_kernels_that_change_scores_are_started_directly():
-    """Their arguments are tuples of tuples; without their parameters Triton's launcher would have to start them."""
+    """Otherwise Triton's launcher would have to start them."""
     source = (
         "import torch\n"
         "from experiments.benchmarks.compile import report\n"
@@ -162,5 +160,4 @@ def test_the_hopper_backward_has_room_for_the_numbers_of_every_change():
     ],
 )
 def test_no_kernel_has_more_parameters_than_today(kernel, most):
-    """A further score modification needs no further parameter of most kernels."""
     assert len(kernel.arg_names) <= most

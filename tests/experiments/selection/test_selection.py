@@ -1,5 +1,3 @@
-"""Choices made of the library's pieces: what they read, that they see no future, and the task that they learn."""
-
 import json
 from dataclasses import replace
 
@@ -169,7 +167,7 @@ def test_the_command_writes_a_table_numbers_and_a_picture(tmp_path, monkeypatch)
     assert [each["way"] for each in results] == list(LAYERS)
     assert (tmp_path / "table.md").read_text() == table(results) + "\n"
     assert (tmp_path / "recall.png").stat().st_size > 5000
-    assert found.output.startswith("| way | accuracy |")  # a row follows as soon as it is known
+    assert found.output.startswith("| way | accuracy |")
     assert CliRunner().invoke(app, ["--preset", "huge", "--out", str(tmp_path)]).exit_code == 2
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     found = CliRunner().invoke(app, ["--preset", "gpu", "--out", str(tmp_path)])
